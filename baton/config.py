@@ -1,0 +1,175 @@
+"""The configuration: one frozen section per package, validated once at the edge, handed down as values.
+
+Every key here can stand in the YAML file of `baton serve`; nobody below the command reads a file or the
+environment. An unknown key, a wrong type or a value that cannot work is a ConfigError that names it.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from baton.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown ones are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """Which weights to serve."""
+
+    path: str = "smollm2"
+    """A Hugging Face folder, or the name of a model that Baton knows how to get (`smollm2`)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy`: random weights from config.json alone, the same ones in every process."""
+
+
+class EngineConfig(Section):
+    """One device."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of the math library on CPU; None takes every core of the machine."""
+    kv_cache_memory_mib: int = Field(1024, ge=1)
+    """Size of the KV pool; `scheduler.num_blocks`, where set, wins."""
+
+
+class SchedulerConfig(Section):
+    """What one step may hold, and who goes first. Units are tokens, requests or blocks."""
+
+    max_num_seqs: int = Field(64, ge=1)
+    """Requests that may run at once."""
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    """Tokens one step may compute."""
+    max_model_len: int | None = Field(None, ge=1)
+    """Prompt and output tokens of one request; None takes the model's own limit."""
+    long_prefill_token_threshold: int = Field(0, ge=0)
+    """At most this many tokens of one request a step; 0 means no cap."""
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    block_size: int = Field(16, ge=1)
+    """Tokens in one KV block."""
+    num_blocks: int | None = Field(None, ge=2)
+    """Blocks of the pool, the null block included; None: as many as the engine has memory for."""
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose remote prompt does not arrive."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        length = self.max_model_len
+        if not self.enable_chunked_prefill and length is not None and self.max_num_batched_tokens < length:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({length}) when enable_chunked_prefill is false, or long prompts could never run"
+            )
+        return self
+
+
+class KVTransferConfig(Section):
+    """How KV blocks move from prefill to decode workers."""
+
+    transport: Literal["zmq_tcp"] = "zmq_tcp"
+    lease_s: float = Field(10.0, gt=0.0)
+    """Producer blocks are kept this long after the consumer's last sign of life."""
+    load_timeout_s: float = Field(120.0, gt=0.0)
+    """A consumer gives a load up after this long, queueing on the prefill worker included."""
+    peer_timeout_s: float = Field(5.0, gt=0.0)
+    """A peer that does not answer heartbeats for this long is dead, and its loads fail at once."""
+    max_inflight_mib: int = Field(64, ge=1)
+    """Bytes on their way to one peer before it must acknowledge some."""
+    checksum: bool = True
+    """Verify every block's xxh3 checksum on arrival."""
+
+
+class GatewayConfig(Section):
+    """The door."""
+
+    host: str = "127.0.0.1"
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """0 picks a free port."""
+    routing_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
+    routing_mode: Literal["disaggregated", "local"] = "disaggregated"
+    """What a request gets that does not ask for a mode of its own."""
+    max_in_flight: int = Field(256, ge=1)
+    """Requests accepted at once; one more is refused with a retry hint."""
+    max_message_mib: int = Field(16, ge=1)
+
+
+class NetworkConfig(Section):
+    """Addresses and signs of life of the planes between gateway and workers."""
+
+    bind_host: str = "127.0.0.1"
+    heartbeat_interval_s: float = Field(0.5, gt=0.0)
+    peer_timeout_s: float = Field(5.0, gt=0.0)
+    """Silence after which a worker, or a gateway, counts as dead."""
+
+
+class ClusterConfig(Section):
+    """The fleet and where Ray finds it."""
+
+    prefill: int = Field(1, ge=0)
+    decode: int = Field(1, ge=1)
+    ray_address: str = "local"
+    """`local` starts a private Ray for this command; anything else joins that cluster."""
+    cpus_per_worker: float = Field(1.0, ge=0.0)
+    """What a worker asks of Ray. The math library's threads are `engine.num_threads`."""
+    start_timeout_s: float = Field(300.0, gt=0.0)
+
+
+class BatonConfig(Section):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    network: NetworkConfig = NetworkConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any], source: str = "configuration") -> Self:
+        """Validates a nested mapping; ConfigError lists every offending key with its value."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_describe(error, source)) from None
+
+    @classmethod
+    def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
+        """Reads a YAML file and lays `overrides` (section -> key -> value) over it."""
+        try:
+            values = yaml.safe_load(path.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read configuration file {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+        return cls.from_mapping(merge(values, overrides or {}), str(path))
+
+
+def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Section by section, `overrides` over `values`; neither is changed."""
+    merged = dict(values)
+    for section, keys in overrides.items():
+        under = merged.get(section) or {}
+        merged[section] = {**under, **keys} if isinstance(under, dict) else under
+    return merged
+
+
+def _describe(error: ValidationError, source: str) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{source}: {key}: unknown key")
+        elif problem["type"] == "value_error":
+            lines.append(f"{source}: {key}: {problem['msg'].removeprefix('Value error, ')}")
+        else:
+            lines.append(f"{source}: {key}: got {problem['input']!r}; {problem['msg']}")
+    return "\n".join(lines)

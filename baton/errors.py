@@ -1,0 +1,51 @@
+"""Everything a caller can cause, as one tree; our own broken invariants are `assert`s and never appear here.
+
+* BatonError
+  x ConfigError             a key of the configuration: its value, and what is allowed
+  x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
+  x WireError               bytes from a peer that are not a message of ours
+  x RequestError            what one request can cause; never harms another request
+    + InvalidRequest        the client's mistake; names the field
+    + Overloaded            no room now; says when to come back
+    + WorkerUnavailable     no worker could take or finish it
+"""
+
+
+class BatonError(Exception):
+    """Root of the tree. The message says what happened, with which values, and what to do."""
+
+
+class ConfigError(BatonError):
+    """A configuration key holds something that cannot work."""
+
+
+class ModelError(BatonError):
+    """A model folder cannot be served as it is."""
+
+
+class WireError(BatonError):
+    """A peer's bytes could not be decoded: unknown kind, missing field, wrong type or too large."""
+
+
+class RequestError(BatonError):
+    """One request cannot be served. Everything else goes on."""
+
+
+class InvalidRequest(RequestError):
+    """The request contradicts itself or the model. `field` is the client's name for the culprit."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class Overloaded(RequestError):
+    """There is no room at present; the same request may succeed after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerUnavailable(RequestError):
+    """No live worker could take the request, or the one that had it was lost."""

@@ -1,0 +1,63 @@
+"""References to KV cache across processes: who is who, what the bytes mean, and which transfer carries them."""
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """One life of one worker process. A restart at the same address is a new `incarnation`.
+
+    `kv_address` is where its KV plane listens; it is published by the worker and never comes from a client.
+    """
+
+    name: str
+    incarnation: str
+    kv_address: str
+
+
+class TransferRole(Enum):
+    """Which end of a hand-over a request is on."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferParams:
+    """How one request takes part in a hand-over; minted by the gateway, never by a client.
+
+    (transfer_id, attempt) names the hand-over on both sides; together with `peer.incarnation` nothing
+    is ever correlated by an address or by an id that only one engine knows.
+    """
+
+    role: TransferRole
+    transfer_id: str
+    attempt: int
+    peer: WorkerRef
+
+
+@dataclass(frozen=True, slots=True)
+class KVFingerprint:
+    """What two pools must agree on before a byte moves between them."""
+
+    protocol_version: int
+    model: str
+    """Digest of the model's config and weight files, so that two fine-tunes at one path differ."""
+    dtype: str
+    layout: str
+    """Axis order of a block, e.g. `LKTHD`; see engine/kv_cache.py."""
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def differences(self, other: "KVFingerprint") -> list[str]:
+        """Each differing field as `name: ours != theirs`; empty means compatible."""
+        return [
+            f"{f.name}: {getattr(self, f.name)} != {getattr(other, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        ]

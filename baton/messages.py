@@ -1,0 +1,49 @@
+"""The request plane: every message between a gateway and a worker, as a typed value."""
+
+from dataclasses import dataclass
+
+from baton.request import EngineRequest, RequestOutput
+from baton.worker import WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Gateway -> worker, first and then at a fixed pace: I am here; send me outputs and heartbeats.
+
+    A gateway silent for longer than the worker's limit is gone, and its requests are aborted.
+    """
+
+    incarnation: str
+    """The life of the worker that the gateway means; another life answers with its own status and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """Gateway -> worker: one leg of a request."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Gateway -> worker: forget these. Unknown or finished ids are no error."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Worker -> gateway: what one step brought for this gateway's requests."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Worker -> gateway: alive, and this is how it stands."""
+
+    status: WorkerStatus
+
+
+ToWorker = Hello | SubmitRequest | AbortRequests
+ToGateway = Outputs | Heartbeat

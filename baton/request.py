@@ -1,0 +1,94 @@
+"""What travels between gateway and workers about one request, and why a request ends."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.kv import KVTransferParams
+from baton.sampling import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why a worker is done with a request. `HANDED_OVER` ends the prefill leg; the decode leg goes on."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    HANDED_OVER = "handed_over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One leg of a client's request as a worker receives it.
+
+    `timeout_s` is a duration that starts when the worker reads the message: clocks of two machines
+    are never compared. `cache_salt` isolates the prefix cache; equal salts share, different ones never.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    priority: int = 0
+    """Lower runs first under the priority policy."""
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    kv_transfer: KVTransferParams | None = None
+    """None: the worker computes the prompt and decodes, all by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the sampled token's, its rank, and the likeliest tokens', best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Token 0 as the prefill worker sampled it; rides with the hand-over so that nothing is computed twice."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Where one leg of a request spent its time, in seconds of the worker's own clock.
+
+    Prefill leg and local requests: `queue_s` then `prefill_s`. Decode leg: `queue_s` until its blocks were
+    reserved, then `transfer_s` until the last block was verified (this overlaps the prefill of the other
+    side), of which `transfer_moving_s` from the first block's arrival on. Then `decode_s` to the last token.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_moving_s: float = 0.0
+    transfer_bytes: int = 0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """News of one request after one step.
+
+    `first_position` is the output position of `token_ids[0]`: positions make delivery idempotent, since both
+    workers of a hand-over report token 0 and the reader keeps whichever comes first.
+    """
+
+    request_id: str
+    first_position: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the request, where one did (EOS counts)."""
+    error: str | None = None
+    """Set with `FinishReason.ERROR`: what happened."""
+    num_cached_tokens: int = 0
+    """Prompt tokens this worker took from its own prefix cache."""
+    stage_times: StageTimes | None = None
+    """Set with the finish."""

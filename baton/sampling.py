@@ -1,0 +1,102 @@
+"""SamplingParams: how the next token is chosen and when a request stops; knows no model and no tokenizer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling settings, validated on construction.
+
+    Defaults are the field's (OpenAI, vLLM): plain sampling at temperature 1. Logits pass through, in
+    this order: `logit_bias`, penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """EOS and stop tokens cannot be sampled, and stop strings are not looked for, before this many."""
+
+    temperature: float = 1.0
+    """0 is greedy: the arg max, whatever the other settings."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    """Drops tokens less likely than `min_p` times the likeliest one."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, 2019)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    seed: int | None = None
+    """Randomness is a pure function of (seed, position); the gateway fills in a seed where none is given."""
+    logprobs: int | None = None
+    """None: none; n: the sampled token's log-probability and the n likeliest ones', before any processing."""
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require(
+            "min_tokens",
+            self.min_tokens,
+            0 <= self.min_tokens <= self.max_tokens,
+            f"from 0 to max_tokens ({self.max_tokens})",
+        )
+        _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "from 0 to 100")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 (every token) or more")
+        _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and up to 1")
+        _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "from 0 to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(name, value, -2.0 <= value <= 2.0, "from -2 to 2")
+        _require(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0 < self.repetition_penalty <= 100.0,
+            "above 0 and up to 100",
+        )
+        for token_id, bias in self.logit_bias.items():
+            _require("logit_bias", token_id, token_id >= 0, "keyed by token ids, 0 or more")
+            _require("logit_bias", bias, -100.0 <= bias <= 100.0, "from -100 to 100")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed <= MAX_SEED, f"from 0 to {MAX_SEED}")
+        if self.logprobs is not None:
+            _require(
+                "logprobs",
+                self.logprobs,
+                0 <= self.logprobs <= MAX_LOGPROBS,
+                f"from 0 to {MAX_LOGPROBS}",
+            )
+        _require("stop", list(self.stop), all(self.stop), "non-empty strings")
+        _require(
+            "stop_token_ids",
+            list(self.stop_token_ids),
+            all(t >= 0 for t in self.stop_token_ids),
+            "0 or more",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def stop_ids(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+        """The token ids that end this request, given the model's end-of-sequence tokens."""
+        return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
+
+
+def _require(name: str, value: object, holds: bool, allowed: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(name, f"must be a finite number, got {value}")
+    if not holds:
+        raise InvalidRequest(name, f"must be {allowed}, got {value}")

@@ -1,0 +1,107 @@
+"""The contract between scheduler and model runner: one frozen plan per step, and what came of it.
+
+A plan is complete: a runner needs nothing else, so it can sit in another process or be a fake of twenty lines.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.request import FirstToken, RequestOutput, TokenLogprobs
+from baton.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """Everything a runner must know about a request that it has not seen before."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    """Tokens sampled elsewhere already: token 0 of a handed-over request."""
+    sampling_params: SamplingParams
+    stop_token_ids: frozenset[int]
+    """EOS included; masked until `min_tokens`."""
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestData:
+    """What changed for requests the runner knows, as parallel tuples in scheduling order."""
+
+    request_ids: tuple[str, ...] = ()
+    resumed_request_ids: frozenset[str] = frozenset()
+    """Back from preemption: their `new_block_ids` replace the old table instead of extending it."""
+    new_block_ids: tuple[tuple[int, ...], ...] = ()
+    num_computed_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: who runs, how many tokens each, in which blocks."""
+
+    scheduled_new_reqs: tuple[NewRequestData, ...]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: Mapping[str, int]
+    total_num_scheduled_tokens: int
+    preempted_req_ids: frozenset[str]
+    finished_req_ids: frozenset[str]
+    """Finished since the previous plan; the runner forgets them."""
+    kv_connector_metadata: Any = None
+    """What the connector's scheduler half tells its worker half; opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Sampled tokens by request; a request whose prompt is not complete yet sampled nothing and is absent."""
+
+    sampled_token_ids: Mapping[str, list[int]]
+    logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedKV:
+    """Every block of a remote prompt arrived and was verified; nothing of it will be written again."""
+
+    request_id: str
+    first_token: FirstToken
+    num_bytes: int
+    moving_s: float
+    """From the first block's arrival to the last one's verification."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedKV:
+    """A remote prompt will not arrive; its blocks are quiet.
+
+    The first `num_valid_blocks` blocks of the load were verified in order and may be kept.
+    """
+
+    request_id: str
+    num_valid_blocks: int
+    reason: str
+    is_cancelled: bool = False
+    """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorOutput:
+    """News from the connector's worker half. Every item is a hint: unknown or repeated ones are counted and ignored."""
+
+    finished_sending: tuple[str, ...] = ()
+    """Finished prefills whose leased blocks were read, released or expired."""
+    finished_recving: tuple[ReceivedKV, ...] = ()
+    failed_recving: tuple[FailedKV, ...] = ()
+    quiesced: tuple[str, ...] = ()
+    """Aborted loads whose quarantined blocks nothing will write any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.quiesced)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutputs:
+    """What one step brought for one client (a gateway)."""
+
+    outputs: tuple[RequestOutput, ...]

@@ -1,0 +1,209 @@
+"""Typed values <-> msgpack bytes, strictly: what cannot be a message of ours raises WireError, nothing else.
+
+A `Codec` knows a closed set of dataclasses. On the wire a message is the array `[kind, field, ...]` and a nested
+dataclass the array of its fields, so a field's position is its identity and PROTOCOL_VERSION guards it.
+Types are checked on the way in, all the way down, because a peer's bytes are never trusted; sizes are
+bounded before anything is allocated. There is no pickle and no way to name a class that is not registered.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from baton.errors import BatonError, WireError
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+
+M = TypeVar("M")
+Convert = Callable[[Any], Any]
+
+
+class Codec(Generic[M]):
+    """Encodes and decodes the given dataclasses; `kind` on the wire is the class name."""
+
+    def __init__(self, *kinds: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoders = {kind: _dataclass_encoder(kind) for kind in kinds}
+        self._decoders = {kind.__name__: _dataclass_decoder(kind) for kind in kinds}
+        self._max_bytes = max_bytes
+
+    def encode(self, message: M) -> bytes:
+        """Bytes of one message; WireError if it is larger than a peer would accept."""
+        kind = type(message)
+        data: bytes = msgpack.packb([kind.__name__, *self._encoders[kind](message)])
+        if len(data) > self._max_bytes:
+            raise WireError(f"{kind.__name__} of {len(data)} bytes exceeds the limit of {self._max_bytes}")
+        return data
+
+    def decode(self, data: bytes | memoryview) -> M:
+        """The message in `data`; WireError names what is wrong and where."""
+        size = len(data)
+        if size > self._max_bytes:
+            raise WireError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
+        try:
+            # msgpack bounds every length by the size of its buffer, so a forged header allocates nothing.
+            parts = msgpack.unpackb(data, strict_map_key=False, use_list=True)
+        except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
+            raise WireError(f"not msgpack: {error}") from error
+        if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
+            raise WireError("expected an array that starts with the kind of message")
+        decoder = self._decoders.get(parts[0])
+        if decoder is None:
+            raise WireError(f"unknown kind of message {parts[0][:64]!r}")
+        try:
+            message: M = decoder(parts[1:])
+        except WireError as error:
+            raise WireError(f"{parts[0]}{error}") from None
+        return message
+
+
+def _dataclass_encoder(kind: type[Any]) -> Convert:
+    hints = get_type_hints(kind)
+    plan = [(f.name, _encoder(hints[f.name])) for f in fields(kind)]
+    return lambda value: [encode(getattr(value, name)) for name, encode in plan]
+
+
+def _dataclass_decoder(kind: type[Any]) -> Convert:
+    hints = get_type_hints(kind)
+    plan = [(f.name, _decoder(hints[f.name])) for f in fields(kind)]
+
+    def decode(values: Any) -> Any:
+        if not isinstance(values, list) or len(values) != len(plan):
+            raise WireError(f": expected {len(plan)} fields, got {_brief(values)}")
+        arguments = {}
+        for (name, convert), value in zip(plan, values, strict=True):
+            try:
+                arguments[name] = convert(value)
+            except WireError as error:
+                raise WireError(f".{name}{error}") from None
+        try:
+            return kind(**arguments)
+        except BatonError as error:  # a dataclass that validates itself
+            raise WireError(f": {error}") from error
+
+    return decode
+
+
+def _encoder(hint: Any) -> Convert:
+    inner = _without_none(hint)
+    if inner is not hint:
+        encode_inner = _encoder(inner)
+        return lambda value: None if value is None else encode_inner(value)
+    if is_dataclass(hint):
+        return _dataclass_encoder(_as_type(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return lambda value: value.value
+    if get_origin(hint) in (tuple, frozenset):
+        item = get_args(hint)[0]
+        if len(get_args(hint)) == 2 and get_args(hint)[1] is Ellipsis and item in (int, str, float):
+            return list
+        encoders = [_encoder(arg) for arg in get_args(hint) if arg is not Ellipsis]
+        if len(encoders) == 1:
+            return lambda values: [encoders[0](value) for value in values]
+        return lambda values: [encode(value) for encode, value in zip(encoders, values, strict=True)]
+    return dict if _is_mapping(hint) else lambda value: value
+
+
+def _decoder(hint: Any) -> Convert:
+    inner = _without_none(hint)
+    if inner is not hint:
+        decode_inner = _decoder(inner)
+        return lambda value: None if value is None else decode_inner(value)
+    if is_dataclass(hint):
+        return _dataclass_decoder(_as_type(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum_decoder(hint)
+    if get_origin(hint) is frozenset:
+        decode_items = _sequence_decoder(get_args(hint)[0])
+        return lambda values: frozenset(decode_items(values))
+    if get_origin(hint) is tuple:
+        args = get_args(hint)
+        return _sequence_decoder(args[0]) if args[-1] is Ellipsis else _fixed_tuple_decoder(args)
+    if _is_mapping(hint):
+        return _mapping_decoder(*get_args(hint))
+    return _scalar_decoder(hint)
+
+
+def _scalar_decoder(hint: type) -> Convert:
+    assert hint in (int, float, str, bool, bytes), f"{hint} cannot travel"
+
+    def decode(value: Any) -> Any:
+        if type(value) is hint:
+            return value
+        if hint is float and type(value) is int:
+            return float(value)
+        raise WireError(f": expected {hint.__name__}, got {_brief(value)}")
+
+    return decode
+
+
+def _enum_decoder(hint: type[Enum]) -> Convert:
+    members = {member.value: member for member in hint}
+
+    def decode(value: Any) -> Enum:
+        if not isinstance(value, str | int) or value not in members:
+            raise WireError(f": expected one of {list(members)}, got {_brief(value)}")
+        return members[value]
+
+    return decode
+
+
+def _sequence_decoder(item: Any) -> Convert:
+    decode_item = _decoder(item)
+
+    def decode(values: Any) -> tuple[Any, ...]:
+        if not isinstance(values, list):
+            raise WireError(f": expected an array, got {_brief(values)}")
+        if item is int and all(type(value) is int for value in values):
+            return tuple(values)
+        return tuple([decode_item(value) for value in values])
+
+    return decode
+
+
+def _fixed_tuple_decoder(items: tuple[Any, ...]) -> Convert:
+    decoders = [_decoder(item) for item in items]
+
+    def decode(values: Any) -> tuple[Any, ...]:
+        if not isinstance(values, list) or len(values) != len(decoders):
+            raise WireError(f": expected an array of {len(decoders)}, got {_brief(values)}")
+        return tuple([convert(value) for convert, value in zip(decoders, values, strict=True)])
+
+    return decode
+
+
+def _mapping_decoder(key: Any, value: Any) -> Convert:
+    decode_key, decode_value = _decoder(key), _decoder(value)
+
+    def decode(values: Any) -> dict[Any, Any]:
+        if not isinstance(values, dict):
+            raise WireError(f": expected a map, got {_brief(values)}")
+        return {decode_key(k): decode_value(v) for k, v in values.items()}
+
+    return decode
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    inner = [arg for arg in get_args(hint) if arg is not type(None)]
+    assert len(inner) == 1, f"{hint}: only `X | None` can travel"
+    return inner[0]
+
+
+def _as_type(hint: Any) -> type[Any]:
+    assert isinstance(hint, type)
+    return hint
+
+
+def _brief(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return text[:64]

@@ -1,0 +1,74 @@
+"""What a worker tells the rest of the cluster about itself."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.kv import WorkerRef
+
+
+class WorkerRole(Enum):
+    """What a device process does at present; it may change without a restart."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(Enum):
+    """STARTING -> READY -> DRAINING -> STOPPED; DEAD is what others conclude from silence."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """Where a worker can be reached, known once its ports are bound (always to port 0 first)."""
+
+    ref: WorkerRef
+    role: WorkerRole
+    request_address: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockCounts:
+    """free + referenced + leased + quarantined = total, at every moment.
+
+    `leased` blocks of finished prefills wait to be read; `quarantined` ones may still be written by a
+    transfer that was given up.
+    """
+
+    total: int
+    free: int
+    leased: int
+    quarantined: int
+
+    @property
+    def referenced(self) -> int:
+        return self.total - self.free - self.leased - self.quarantined
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests by what they wait for."""
+
+    running: int
+    waiting: int
+    waiting_for_remote_kvs: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A heartbeat: sent at a fixed pace by a thread of its own, however long a step takes."""
+
+    ref: WorkerRef
+    role: WorkerRole
+    state: WorkerState
+    kv_blocks: KVBlockCounts
+    requests: RequestCounts
+    counters: dict[str, int]
+    """Monotonic counts for metrics and tests, e.g. `preemptions`, `kv_late_messages`."""

@@ -1,0 +1,1 @@
+"""The decode role: takes prompts' KV cache from others, or computes short ones itself, and decodes."""

@@ -1,0 +1,1 @@
+"""Model architectures, written out literally; knows no request and no block table."""

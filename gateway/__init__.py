@@ -1,0 +1,1 @@
+"""The door: text to tokens and back, routing, and the life of every client request; knows no Ray."""

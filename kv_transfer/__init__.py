@@ -1,0 +1,1 @@
+"""How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray."""

@@ -1,0 +1,44 @@
+"""The scheduler's whole view of KV transfer: four calls, which `kv_transfer` satisfies without knowing it."""
+
+from typing import Any, Protocol
+
+from baton.step import SchedulerOutput
+from scheduler.request import Request
+
+
+class KVConnector(Protocol):
+    """Called in this order: per waiting request, per admission, once per step, once per finish.
+
+    None of the calls blocks or raises for what a peer did. `engine/core.py` introduces the implementation.
+    """
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many prompt tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
+
+        The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
+        yet, ask again next step". Free of side effects, since it may be asked any number of times.
+        """
+        ...
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
+    ) -> None:
+        """Blocks were granted for a load of `num_external_tokens` > 0; `block_ids` are those still to be filled."""
+        ...
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        """This step's orders for the worker half, or None if there are none. Does not change the plan.
+
+        Called at the end of every `schedule()`. For a producer it reads which blocks this step will complete.
+        """
+        ...
+
+    def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
+        """The request ended, whatever way, and `block_ids` are all it holds.
+
+        True: a transfer may still read or write the blocks; they come back when `KVConnectorOutput` names the
+        request. False: free them now. Also called for requests that never got a block.
+        """
+        ...

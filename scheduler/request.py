@@ -1,0 +1,148 @@
+"""One request as the scheduler sees it, and the only ways its status may change.
+
+                  +----------------------- preempt ----------------------+
+                  v                                                      |
+(add) --> WAITING / PREEMPTED --- blocks and budget granted -------> RUNNING --> FINISHED_*
+             |        ^                                                       STOPPED        EOS or a stop token
+             |        |  received, or failed                                  LENGTH_CAPPED  max_tokens, max_model_len
+  blocks     v        |  and to be recomputed                                 HANDED_OVER    token 0 sampled, D goes on
+  reserved  WAITING_FOR_REMOTE_KVS                                            ABORTED, ERROR (also from every state above)
+"""
+
+from enum import Enum, auto
+
+from baton.kv import KVTransferParams, TransferRole
+from baton.request import FinishReason, FirstToken
+from baton.sampling import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request stands; see the drawing above."""
+
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_HANDED_OVER = auto()
+    FINISHED_ABORTED = auto()
+    FINISHED_ERROR = auto()
+
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_HANDED_OVER: FinishReason.HANDED_OVER,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+_ENDS_ANYWHERE = {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR}
+
+LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS} | _ENDS_ANYWHERE,
+    RequestStatus.WAITING_FOR_REMOTE_KVS: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
+    RequestStatus.RUNNING: {
+        RequestStatus.PREEMPTED,
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+        RequestStatus.FINISHED_HANDED_OVER,
+    }
+    | _ENDS_ANYWHERE,
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING} | _ENDS_ANYWHERE,
+}
+
+
+class Request:
+    """A request's progress: `num_computed_tokens` chases `num_tokens`, and nothing else says prefill or decode."""
+
+    __slots__ = (
+        "all_token_ids",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "client_id",
+        "first_token",
+        "kv_transfer",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...] | list[int],
+        sampling_params: SamplingParams,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        client_id: str = "",
+        cache_salt: str | None = None,
+        kv_transfer: KVTransferParams | None = None,
+    ) -> None:
+        assert prompt_token_ids, f"request {request_id} has an empty prompt"
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.stop_token_ids = sampling_params.stop_ids(eos_token_ids)
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.client_id = client_id
+        self.cache_salt = cache_salt
+        self.kv_transfer = kv_transfer
+
+        self.status = RequestStatus.WAITING
+        self.all_token_ids: list[int] = list(self.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in this worker's prefix cache at first admission."""
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        """One per full block of `all_token_ids`, computed once as tokens arrive."""
+        self.first_token: FirstToken | None = None
+        """Token 0 of a hand-over: sampled here on the producer, received here on the consumer."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in FINISH_REASONS
+
+    @property
+    def is_producer(self) -> bool:
+        """Computes the prompt for another worker and stops after token 0."""
+        return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.PRODUCER
+
+    @property
+    def is_consumer(self) -> bool:
+        """Its prompt's KV comes from another worker."""
+        return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
+
+    def move_to(self, status: RequestStatus) -> None:
+        """The only way a status changes; an illegal move is a bug of ours."""
+        allowed = LEGAL_MOVES.get(self.status, set())
+        assert status in allowed, (
+            f"request {self.request_id} cannot go from {self.status.name} to {status.name}"
+        )
+        self.status = status
