@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from baton.request import EngineRequest, RequestOutput
+from baton.wire import Codec
 from baton.worker import WorkerStatus
 
 
@@ -47,3 +48,6 @@ class Heartbeat:
 
 ToWorker = Hello | SubmitRequest | AbortRequests
 ToGateway = Outputs | Heartbeat
+
+TO_WORKER: Codec[ToWorker] = Codec(Hello, SubmitRequest, AbortRequests)
+TO_GATEWAY: Codec[ToGateway] = Codec(Outputs, Heartbeat)

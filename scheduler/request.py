@@ -1,12 +1,13 @@
 """One request as the scheduler sees it, and the only ways its status may change.
 
-                  +----------------------- preempt ----------------------+
-                  v                                                      |
-(add) --> WAITING / PREEMPTED --- blocks and budget granted -------> RUNNING --> FINISHED_*
-             |        ^                                                       STOPPED        EOS or a stop token
-             |        |  received, or failed                                  LENGTH_CAPPED  max_tokens, max_model_len
-  blocks     v        |  and to be recomputed                                 HANDED_OVER    token 0 sampled, D goes on
-  reserved  WAITING_FOR_REMOTE_KVS                                            ABORTED, ERROR (also from every state above)
+              +------------------ preempt ------------------+
+              v                                             |
+(add) --> WAITING / PREEMPTED -- blocks, budget granted --> RUNNING --> FINISHED_
+            |      ^                                          STOPPED        EOS or a stop token
+            |      | received, or failed                      LENGTH_CAPPED  max_tokens, max_model_len
+  blocks    |      | and to be recomputed                     HANDED_OVER    token 0 sampled; D goes on
+  reserved  v      |                                          ABORTED, ERROR (from every state above too)
+          WAITING_FOR_REMOTE_KVS
 """
 
 from enum import Enum, auto
