@@ -67,8 +67,10 @@ class ReceivedKV:
     request_id: str
     first_token: FirstToken
     num_bytes: int
+    elapsed_s: float
+    """From asking the producer to the last block's verification; overlaps the prefill."""
     moving_s: float
-    """From the first block's arrival to the last one's verification."""
+    """From the first block's arrival on."""
 
 
 @dataclass(frozen=True, slots=True)

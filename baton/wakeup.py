@@ -1,0 +1,39 @@
+"""WakeUp: lets any thread end another thread's poll, with no polling and no locks."""
+
+import socket
+
+
+class WakeUp:
+    """A level-triggered flag with a file descriptor, for poll loops that also watch sockets.
+
+    `set` is safe from every thread and signal handler; `fileno` goes into a poller; `clear` is the owner's, before
+    it looks at whatever it was woken for, so that no news can slip between the two.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Makes `fileno` readable until the next `clear`; does nothing after `close`."""
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            return  # full, so readable already
+        except OSError:
+            return  # closed: nobody is left to wake
+
+    def clear(self) -> None:
+        try:
+            while self._reader.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()

@@ -1,0 +1,29 @@
+"""DecodeWorker: the role that answers requests, with KV cache from others or its own; knows no engine."""
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.kv import TransferRole
+from baton.request import EngineRequest
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
+
+
+class DecodeWorker:
+    """Takes the consuming leg of a hand-over, or a whole request to compute by itself.
+
+    What to load is in the request; when to start loading is the scheduler's choice, once blocks are free.
+    """
+
+    kind = WorkerRole.DECODE
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+
+    def admit(self, request: EngineRequest, load: RequestCounts) -> None:
+        transfer = request.kv_transfer
+        if transfer is not None and transfer.role is not TransferRole.CONSUMER:
+            raise InvalidRequest("kv_transfer", "a decode worker does not compute prompts for others")
+        waiting = load.waiting + load.waiting_for_remote_kvs
+        if waiting >= self._max_waiting:
+            raise Overloaded(f"{waiting} requests wait to decode, the limit is {self._max_waiting}", 1.0)
+
+    def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
+        return load.running == load.waiting == load.waiting_for_remote_kvs == 0 and blocks.quarantined == 0

@@ -1,0 +1,115 @@
+"""EngineHost: composes everything one device process runs, whatever its role; knows no Ray and no cluster.
+
+request plane thread   frames <-> messages, heartbeats            engine/request_plane.py
+engine thread          admit, schedule, run, deliver              engine/loop.py, engine/core.py
+transfer thread        KV blocks in and out, leases               kv_transfer/
+"""
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import torch
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig, EngineConfig, SchedulerConfig
+from baton.errors import ConfigError
+from baton.kv import WorkerRef
+from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from engine.core import EngineCore
+from engine.kv_cache import KVPool
+from engine.loop import EngineLoop
+from engine.request_plane import RequestServer
+from engine.role import Role
+from engine.runner import ModelRunner
+from engine.weights import LoadedModel, load_model
+from kv_transfer import KVConnectorScheduler, KVConnectorWorker
+from scheduler import Scheduler
+
+
+class EngineHost:
+    """One worker process. Every start is a new incarnation; nothing of an old one is ever taken up again."""
+
+    def __init__(self, config: BatonConfig, model_path: Path, role: Role, name: str) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._role = role
+        self._name = name
+        self._incarnation = secrets.token_hex(8)
+        self._clock = SystemClock()
+
+    def start(self) -> WorkerEndpoint:
+        """Loads the model, binds both planes to free ports and begins to serve; blocks until it does."""
+        torch.set_num_threads(self._config.engine.num_threads or os.cpu_count() or 1)
+        device = _device(self._config.engine)
+        model = load_model(self._config.model, self._model_path, device)
+        scheduler_config = _complete(self._config, model)
+        pool = KVPool.for_model(model, scheduler_config, device)
+        self._connector = KVConnectorWorker(
+            self._config.kv_transfer,
+            self._config.network.bind_host,
+            self._name,
+            self._incarnation,
+            self._clock,
+            on_news=lambda: self._loop.wake(),
+        )
+        self._connector.register_kv_caches(pool.block_bytes(), pool.fingerprint(model.digest))
+        core = EngineCore(
+            Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size)),
+            ModelRunner(model, pool, scheduler_config),
+            self._connector,
+            model.eos_token_ids,
+            self._clock,
+        )
+        self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
+        self._loop = EngineLoop(core, self._role, self._server.send, self._clock)
+        self._loop.start()
+        self._server.start(self._loop)
+        return WorkerEndpoint(
+            self._ref, self._role.kind, self._server.address, socket.gethostname(), os.getpid()
+        )
+
+    def status(self) -> WorkerStatus:
+        """How the engine stood after its last step; from any thread, at any time after `start`."""
+        snapshot = self._loop.snapshot
+        if not self._loop.is_alive:
+            state = WorkerState.STOPPED if self._loop.failure is None else WorkerState.DEAD
+        else:
+            state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
+        return WorkerStatus(
+            self._ref, snapshot.role, state, snapshot.kv_blocks, snapshot.requests, snapshot.counters
+        )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests and waits for transfers, leases and streams to end; False if time ran out."""
+        return self._loop.drain(timeout_s)
+
+    def stop(self) -> None:
+        """Ends all threads and closes all ports. Drain first, or what is running is lost."""
+        self._loop.stop()
+        self._server.stop()
+        self._connector.shutdown()
+
+    @property
+    def _ref(self) -> WorkerRef:
+        return WorkerRef(self._name, self._incarnation, self._connector.kv_address)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: got 'cuda', but torch finds no CUDA device here; use 'cpu'")
+    return torch.device(config.device)
+
+
+def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:
+    """The scheduler's section with what only the model and the device know filled in."""
+    asked = config.scheduler
+    if asked.max_model_len is not None and asked.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"scheduler.max_model_len: got {asked.max_model_len}, but this model was made for {model.max_model_len}"
+        )
+    max_model_len = asked.max_model_len or model.max_model_len
+    memory_bytes = config.engine.kv_cache_memory_mib * 2**20
+    num_blocks = asked.num_blocks or KVPool.num_blocks_for(memory_bytes, model, asked.block_size)
+    return asked.model_copy(update={"max_model_len": max_model_len, "num_blocks": num_blocks})

@@ -1,0 +1,161 @@
+"""RequestServer: a worker's end of the request plane, on a thread of its own so that no step delays a heartbeat.
+
+Turns frames into typed messages and back; knows what the messages mean only as far as who is connected.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from baton.clock import Clock
+from baton.config import NetworkConfig
+from baton.errors import WireError
+from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Heartbeat, Hello, Outputs, SubmitRequest
+from baton.request import EngineRequest, RequestOutput
+from baton.wakeup import WakeUp
+from baton.wire import MAX_MESSAGE_BYTES
+from baton.worker import WorkerStatus
+
+logger = logging.getLogger(__name__)
+
+OUTBOX_MESSAGES = 100_000
+"""What may wait for one gateway that does not read; past this it counts as gone."""
+
+
+class RequestSink(Protocol):
+    """What the server does with requests: the engine loop."""
+
+    def submit(self, client_id: str, request: EngineRequest) -> None: ...
+
+    def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None: ...
+
+    def abort_client(self, client_id: str) -> None: ...
+
+
+class RequestServer:
+    """Listens for gateways. A gateway is known from its first Hello until it is silent for `peer_timeout_s`."""
+
+    def __init__(
+        self, network: NetworkConfig, incarnation: str, status: Callable[[], WorkerStatus], clock: Clock
+    ) -> None:
+        self._network = network
+        self._incarnation = incarnation
+        self._status = status
+        self._clock = clock
+        self._last_heard: dict[bytes, float] = {}
+        self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]]] = queue.SimpleQueue()
+        self._wakeup = WakeUp()
+        self._is_stopping = False
+        self.num_bad_messages = 0
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        port = self._socket.bind_to_random_port(f"tcp://{network.bind_host}")
+        self.address = f"tcp://{network.bind_host}:{port}"
+
+    def start(self, sink: RequestSink) -> None:
+        self._thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
+        self._thread.start()
+
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
+        """Queues outputs for a gateway; from any thread, never blocks."""
+        self._outbox.put((client_id, outputs))
+        self._wakeup.set()
+
+    def stop(self) -> None:
+        """Sends what is queued, then closes the port."""
+        self._is_stopping = True
+        self._wakeup.set()
+        self._thread.join()
+
+    def _run(self, sink: RequestSink) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        next_beat = self._clock.now()
+        while not self._is_stopping:
+            poller.poll(max(0.0, next_beat - self._clock.now()) * 1000)
+            self._wakeup.clear()
+            self._send_outbox(sink)
+            self._receive_all(sink)
+            if self._clock.now() >= next_beat:
+                self._beat(sink)
+                next_beat = self._clock.now() + self._network.heartbeat_interval_s
+        self._send_outbox(sink)
+        self._socket.close()
+        self._context.term()
+        self._wakeup.close()
+
+    def _receive_all(self, sink: RequestSink) -> None:
+        while True:
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise WireError(f"expected one frame, got {len(frames)}")
+                self._receive(peer, frames[0], sink)
+            except WireError as error:
+                self.num_bad_messages += 1
+                logger.warning("dropped a message: %s", error)
+
+    def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
+        message = TO_WORKER.decode(frame)
+        if isinstance(message, Hello):
+            if message.incarnation == self._incarnation:
+                self._last_heard[peer] = self._clock.now()
+            self._send(peer, TO_GATEWAY.encode(Heartbeat(self._status())), sink)
+        elif peer not in self._last_heard:
+            raise WireError(f"{type(message).__name__} from a gateway that has not said Hello")
+        elif isinstance(message, SubmitRequest):
+            sink.submit(_client_id(peer), message.request)
+        else:
+            assert isinstance(message, AbortRequests)
+            sink.abort(_client_id(peer), message.request_ids)
+
+    def _beat(self, sink: RequestSink) -> None:
+        frame = TO_GATEWAY.encode(Heartbeat(self._status()))
+        now = self._clock.now()
+        for peer, heard in list(self._last_heard.items()):
+            if now - heard > self._network.peer_timeout_s:
+                self._forget(peer, sink, "silent for too long")
+            else:
+                self._send(peer, frame, sink)
+
+    def _send_outbox(self, sink: RequestSink) -> None:
+        while True:
+            try:
+                client_id, outputs = self._outbox.get_nowait()
+            except queue.Empty:
+                return
+            self._send(bytes.fromhex(client_id), TO_GATEWAY.encode(Outputs(tuple(outputs))), sink)
+
+    def _send(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
+        try:
+            self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            self._forget(peer, sink, f"does not read, {OUTBOX_MESSAGES} messages wait for it")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(peer, sink, "disconnected")
+
+    def _forget(self, peer: bytes, sink: RequestSink, why: str) -> None:
+        if self._last_heard.pop(peer, None) is not None:
+            logger.warning("gateway %s is gone (%s), its requests end", peer.hex(), why)
+            sink.abort_client(_client_id(peer))
+
+
+def _client_id(peer: bytes) -> str:
+    """Gateways choose their ZMQ identity; hex keeps any bytes printable."""
+    return peer.hex()

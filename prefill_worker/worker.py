@@ -1,0 +1,32 @@
+"""PrefillWorker: the role that computes prompts for others; knows neither its engine nor who will decode."""
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.kv import TransferRole
+from baton.request import EngineRequest
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
+
+
+class PrefillWorker:
+    """Takes only the producing leg of a hand-over, and is drained once its last block was read.
+
+    When to hand over is not decided here: a producing request ends with token 0 by definition (scheduler/).
+    """
+
+    kind = WorkerRole.PREFILL
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+
+    def admit(self, request: EngineRequest, load: RequestCounts) -> None:
+        transfer = request.kv_transfer
+        if transfer is None or transfer.role is not TransferRole.PRODUCER:
+            raise InvalidRequest(
+                "kv_transfer", "a prefill worker computes prompts for a decode worker and needs to know which"
+            )
+        if load.waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{load.waiting} prompts wait for prefill, the limit is {self._max_waiting}", 1.0
+            )
+
+    def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
+        return load.running == load.waiting == 0 and blocks.leased == 0

@@ -1,0 +1,71 @@
+"""The configuration: errors name the key and the value; nothing unknown passes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from baton.config import BatonConfig, merge
+from baton.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: got 0"),
+        (
+            {"scheduler": {"policy": "lifo"}},
+            "scheduler.policy: got 'lifo'; Input should be 'fcfs' or 'priority'",
+        ),
+        ({"scheduler": {"max_seqs": 3}}, "scheduler.max_seqs: unknown key"),
+        ({"shceduler": {}}, "shceduler: unknown key"),
+        ({"cluster": {"prefill": "two"}}, "cluster.prefill: got 'two'"),
+        ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
+        ({"kv_transfer": None}, "kv_transfer: got None"),
+        (
+            {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 5, "max_model_len": 9}},
+            r"max_num_batched_tokens \(5\) must be at least max_model_len \(9\)",
+        ),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_value(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        BatonConfig.from_mapping(values)
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        BatonConfig.from_mapping({"gateway": {"grpc_port": -1}, "cluster": {"decode": 0}})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_overrides_lie_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("cluster: {prefill: 2, decode: 3}\n")
+    config = BatonConfig.from_yaml(path, {"cluster": {"decode": 5}})
+    assert (config.cluster.prefill, config.cluster.decode) == (2, 5)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_a_file_that_is_not_a_mapping_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"baton\.yaml"):
+        BatonConfig.from_yaml(path)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        BatonConfig.from_yaml(tmp_path / "nowhere.yaml")
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        BatonConfig().gateway.grpc_port = 1  # type: ignore[misc]
+
+
+def test_merge_changes_neither_side() -> None:
+    values, overrides = {"a": {"x": 1}}, {"a": {"y": 2}, "b": {"z": 3}}
+    assert merge(values, overrides) == {"a": {"x": 1, "y": 2}, "b": {"z": 3}}
+    assert values == {"a": {"x": 1}}

@@ -1,0 +1,47 @@
+"""SamplingParams refuses what cannot work, and names the field."""
+
+import math
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", 1.01),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1: math.nan}),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("logprobs", 21),
+        ("stop", ("",)),
+        ("stop_token_ids", (-5,)),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: must be")
+
+
+def test_eos_ends_a_request_unless_ignored() -> None:
+    assert SamplingParams(stop_token_ids=(7,)).stop_ids((2, 3)) == {2, 3, 7}
+    assert SamplingParams(stop_token_ids=(7,), ignore_eos=True).stop_ids((2, 3)) == {7}

@@ -1,0 +1,43 @@
+"""The prefill role takes producing legs only, and leaves when its leases are gone."""
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.request import EngineRequest
+from baton.sampling import SamplingParams
+from baton.worker import KVBlockCounts, RequestCounts
+from prefill_worker import PrefillWorker
+
+IDLE = RequestCounts(0, 0, 0)
+
+
+def make_leg(role: TransferRole | None) -> EngineRequest:
+    peer = WorkerRef("d0", "i", "tcp://127.0.0.1:1")
+    transfer = KVTransferParams(role, "t", 0, peer) if role else None
+    return EngineRequest(
+        request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(), kv_transfer=transfer
+    )
+
+
+def test_takes_a_producing_leg() -> None:
+    PrefillWorker(max_waiting=1).admit(make_leg(TransferRole.PRODUCER), IDLE)
+
+
+@pytest.mark.parametrize("role", [TransferRole.CONSUMER, None])
+def test_refuses_every_other_leg(role: TransferRole | None) -> None:
+    with pytest.raises(InvalidRequest, match="kv_transfer"):
+        PrefillWorker(max_waiting=1).admit(make_leg(role), IDLE)
+
+
+def test_refuses_when_its_queue_is_full_and_says_when_to_come_back() -> None:
+    with pytest.raises(Overloaded, match="the limit is 3") as caught:
+        PrefillWorker(max_waiting=3).admit(make_leg(TransferRole.PRODUCER), RequestCounts(1, 3, 0))
+    assert caught.value.retry_after_s > 0
+
+
+def test_c50_is_not_drained_while_a_lease_is_open() -> None:
+    worker = PrefillWorker(max_waiting=1)
+    assert worker.is_drained(IDLE, KVBlockCounts(total=9, free=9, leased=0, quarantined=0))
+    assert not worker.is_drained(IDLE, KVBlockCounts(total=9, free=8, leased=1, quarantined=0))
+    assert not worker.is_drained(RequestCounts(1, 0, 0), KVBlockCounts(9, 8, 0, 0))
