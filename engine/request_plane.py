@@ -4,6 +4,7 @@ Turns frames into typed messages and back; knows what the messages mean only as 
 """
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -83,7 +84,7 @@ class RequestServer:
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
         next_beat = self._clock.now()
         while not self._is_stopping:
-            poller.poll(max(0.0, next_beat - self._clock.now()) * 1000)
+            poller.poll(max(0, math.ceil((next_beat - self._clock.now()) * 1000)))
             self._wakeup.clear()
             self._send_outbox(sink)
             self._receive_all(sink)
