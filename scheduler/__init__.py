@@ -1,1 +1,18 @@
 """Which tokens run next, in which blocks; knows no model, no device, no clock and no socket."""
+
+from baton.config import SchedulerConfig
+from baton.sampling import SamplingParams
+from baton.step import ModelRunnerOutput
+from scheduler.connector import KVConnector
+from scheduler.request import Request, RequestStatus
+from scheduler.scheduler import Scheduler
+
+__all__ = [
+    "KVConnector",
+    "ModelRunnerOutput",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+]

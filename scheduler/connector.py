@@ -39,6 +39,7 @@ class KVConnector(Protocol):
         """The request ended, whatever way, and `block_ids` are all it holds.
 
         True: a transfer may still read or write the blocks; they come back when `KVConnectorOutput` names the
-        request. False: free them now. Also called for requests that never got a block.
+        request. False: free them now. Called for every request with `kv_transfer`, also for one that never got a
+        block; the answer is then False.
         """
         ...

@@ -41,17 +41,20 @@ FINISH_REASONS = {
 
 _ENDS_ANYWHERE = {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR}
 
+_ENDS_WITH_A_TOKEN = {
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_HANDED_OVER,
+}
+
+# A token can end a request that waits: one that was in flight at its preemption, or that came with its prompt.
 LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
-    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS} | _ENDS_ANYWHERE,
-    RequestStatus.WAITING_FOR_REMOTE_KVS: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
-    RequestStatus.RUNNING: {
-        RequestStatus.PREEMPTED,
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_HANDED_OVER,
-    }
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS}
+    | _ENDS_WITH_A_TOKEN
     | _ENDS_ANYWHERE,
-    RequestStatus.PREEMPTED: {RequestStatus.RUNNING} | _ENDS_ANYWHERE,
+    RequestStatus.WAITING_FOR_REMOTE_KVS: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
 }
 
 
@@ -129,6 +132,10 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status in FINISH_REASONS
+
+    @property
+    def is_handed_over(self) -> bool:
+        return self.status is RequestStatus.FINISHED_HANDED_OVER
 
     @property
     def is_producer(self) -> bool:

@@ -1,0 +1,150 @@
+"""BlockPool: which blocks are free, who refers to the others, and which content can be hit; knows no request.
+
+A free block keeps its content hash until it is handed out again, so the free list is also the cache's eviction
+order: least recently freed first. Whoever frees a chain frees its tail first, since a prefix is worth more than what
+follows it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+NULL_BLOCK_ID = 0
+"""Never handed out; padding in block tables points at it."""
+
+
+class Block:
+    """One KV block's bookkeeping; a node of the free list while nobody refers to it."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, is_hashed={self.block_hash is not None})"
+
+
+class FreeList:
+    """A doubly linked list through the blocks themselves: taking from the middle is O(1) and allocates nothing."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._head, self._tail = Block(-1), Block(-1)  # sentinels
+        self._head.next_free, self._tail.prev_free = self._tail, self._head
+        self.num_free = 0
+        for block in blocks:
+            self.append(block)
+
+    def append(self, block: Block) -> None:
+        last = self._tail.prev_free
+        assert last is not None
+        block.prev_free, block.next_free = last, self._tail
+        last.next_free = self._tail.prev_free = block
+        self.num_free += 1
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev_free, block.next_free
+        assert before is not None, f"{block} is not free"
+        assert after is not None, f"{block} is not free"
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self.num_free -= 1
+
+    def pop_first(self) -> Block:
+        first = self._head.next_free
+        assert first is not None
+        assert first is not self._tail, "no free block is left"
+        self.remove(first)
+        return first
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+
+class BlockPool:
+    """All blocks of one device. Callers check `num_free` first; a call either does all it says or asserts."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, "a pool needs the null block and one more"
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.blocks[NULL_BLOCK_ID].ref_count = 1
+        self._free = FreeList(self.blocks[1:])
+        self._hash_to_blocks: dict[bytes, list[Block]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_free
+
+    @property
+    def num_usable(self) -> int:
+        """Every block but the null block."""
+        return len(self.blocks) - 1
+
+    def allocate(self, num_blocks: int) -> list[Block]:
+        """Takes the least recently freed blocks, each with one reference; what they cached is forgotten."""
+        taken = []
+        for _ in range(num_blocks):
+            block = self._free.pop_first()
+            if block.block_hash is not None:
+                self._forget_hash(block)
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Adds a reference to each, which takes it off the free list and so out of eviction's reach."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._free.remove(block)
+            block.ref_count += 1
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Drops a reference of each, in eviction order; the last reference makes a block free."""
+        for block in blocks:
+            assert block.ref_count > 0, f"{block} was freed twice"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free.append(block)
+
+    def cache(self, block: Block, block_hash: bytes) -> None:
+        """From now on `block` can be hit under `block_hash`. Two blocks may hold the same content."""
+        assert block.block_hash is None, f"{block} is cached already"
+        block.block_hash = block_hash
+        self._hash_to_blocks.setdefault(block_hash, []).append(block)
+
+    def cached_block(self, block_hash: bytes) -> Block | None:
+        holders = self._hash_to_blocks.get(block_hash)
+        return holders[0] if holders else None
+
+    def forget_all_hashes(self) -> None:
+        """Empties the cache; blocks in use stay in use."""
+        for holders in self._hash_to_blocks.values():
+            for block in holders:
+                block.block_hash = None
+        self._hash_to_blocks.clear()
+
+    def check_integrity(self) -> None:
+        """Asserts that free list, reference counts and hash map tell the same story."""
+        free = list(self._free)
+        assert len(free) == self.num_free == len({block.block_id for block in free}), "free list is damaged"
+        assert all(block.ref_count == 0 for block in free), "a block in use is on the free list"
+        num_idle = sum(block.ref_count == 0 for block in self.blocks)
+        assert num_idle == len(free), f"{num_idle} blocks have no reference, {len(free)} are free"
+        mapped = [block for holders in self._hash_to_blocks.values() for block in holders]
+        hashed = [block for block in self.blocks if block.block_hash is not None]
+        assert {block.block_id for block in mapped} == {block.block_id for block in hashed}, (
+            "hash map is damaged"
+        )
+
+    def _forget_hash(self, block: Block) -> None:
+        assert block.block_hash is not None
+        holders = self._hash_to_blocks[block.block_hash]
+        holders.remove(block)
+        if not holders:
+            del self._hash_to_blocks[block.block_hash]
+        block.block_hash = None

@@ -1,0 +1,33 @@
+"""OutputsByClient: collects a step's news, client by client."""
+
+from dataclasses import replace
+
+from baton.request import FinishReason, RequestOutput
+from baton.step import EngineCoreOutputs
+from scheduler.request import FINISH_REASONS, Request
+
+
+class OutputsByClient:
+    """Filled while a step's results are taken in, then read once."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, request: Request, output: RequestOutput) -> None:
+        self._outputs.setdefault(request.client_id, []).append(output)
+
+    def add_last(self, request: Request, output: RequestOutput) -> None:
+        """The request has just finished: completes the output with how."""
+        reason = FINISH_REASONS[request.status]
+        is_stop = reason is FinishReason.STOP
+        self.add(
+            request,
+            replace(
+                output,
+                finish_reason=reason,
+                stop_token_id=request.all_token_ids[-1] if is_stop else None,
+            ),
+        )
+
+    def by_client(self) -> dict[str, EngineCoreOutputs]:
+        return {client_id: EngineCoreOutputs(tuple(outputs)) for client_id, outputs in self._outputs.items()}

@@ -1,0 +1,162 @@
+"""RemotePrompts: the scheduler's side of a hand-over, whichever end of it a request is on.
+
+Everything here concerns requests with `kv_transfer` set; the connector behind the Protocol does the moving.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.config import SchedulerConfig
+from baton.request import FirstToken, RequestOutput
+from baton.step import FailedKV, ReceivedKV
+from scheduler.block_pool import Block
+from scheduler.connector import KVConnector
+from scheduler.kv_cache import KVCache
+from scheduler.queue import make_queue
+from scheduler.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A prompt on its way; its table's first `num_hit_blocks` blocks were in the local prefix cache."""
+
+    request: Request
+    num_hit_blocks: int
+
+
+class RemotePrompts:
+    """Loads under way, prompts that arrived and wait for their first step, and blocks whose freeing has to wait."""
+
+    def __init__(
+        self, config: SchedulerConfig, connector: KVConnector | None, kv: KVCache, counters: Counter[str]
+    ) -> None:
+        self._connector = connector
+        self._kv = kv
+        self._counters = counters
+        self._loads: dict[str, Load] = {}
+        self._received = make_queue(config.policy)
+        self._received_ids: set[str] = set()
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
+
+    @property
+    def num_received(self) -> int:
+        return len(self._received)
+
+    def num_tokens_to_load(self, request: Request, num_hit_blocks: int) -> tuple[int | None, bool]:
+        """See KVConnector.get_num_new_matched_tokens; requests without a transfer have nothing to load."""
+        if self._connector is None or not request.is_consumer:
+            return 0, False
+        return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
+
+    def start_load(
+        self, request: Request, hits: list[Block], num_remote_tokens: int, running: Sequence[Request]
+    ) -> bool:
+        """Reserves blocks for the whole prompt and one token more; False, and nothing has changed, if too few are free.
+
+        What half-prefilled running requests still need counts as taken. So neither two loads nor a load and
+        a prefill can hold blocks that the other waits for, and whatever arrives can take its first step.
+        """
+        assert self._connector is not None
+        num_hit_tokens = len(hits) * self._kv.block_size
+        num_needed = self._kv.num_missing(request, request.num_prompt_tokens + 1, hits)
+        num_reserved = sum(
+            self._kv.num_missing(other, other.num_tokens)
+            for other in running
+            if other.num_computed_tokens < other.num_prompt_tokens
+        )
+        if num_needed > self._kv.num_free - num_reserved:
+            return False
+        self._kv.allocate_slots(request, request.num_prompt_tokens + 1, hits, cache_up_to=num_hit_tokens)
+        num_prompt_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
+        blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_prompt_blocks]
+        self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
+        request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        request.num_cached_tokens = num_hit_tokens
+        self._loads[request.request_id] = Load(request, len(hits))
+        self._counters["kv_loads_started"] += 1
+        return True
+
+    def receive(self, received: ReceivedKV) -> Request | None:
+        """The request whose prompt is complete now and only lacks token 0; None if nobody waits for it."""
+        load = self._end_load(received.request_id)
+        if load is None:
+            return None
+        request = load.request
+        self._counters["kv_loads_done"] += 1
+        request.first_token = received.first_token
+        request.num_computed_tokens = request.num_prompt_tokens
+        self._kv.cache_received(request, request.num_prompt_tokens)
+        request.move_to(RequestStatus.WAITING)
+        self._received.add(request)
+        self._received_ids.add(request.request_id)
+        return request
+
+    def fail(self, failure: FailedKV) -> Request | None:
+        """The request whose prompt will not arrive; None if nobody waits for it.
+
+        It holds no block any more: what was verified stays behind in the prefix cache, where its next admission
+        finds it, so that a request that cannot go on keeps nobody else from going on.
+        """
+        load = self._end_load(failure.request_id)
+        if load is None:
+            return None
+        request = load.request
+        self._counters["kv_load_failures"] += 1
+        num_valid_blocks = load.num_hit_blocks + failure.num_valid_blocks
+        self._kv.cache_received(request, num_valid_blocks * self._kv.block_size)
+        self._kv.free(request)
+        request.move_to(RequestStatus.WAITING)
+        return request
+
+    def pop_received(self) -> Request | None:
+        """The next request whose prompt arrived, or None."""
+        if not self._received:
+            return None
+        request = self._received.pop()
+        self._received_ids.remove(request.request_id)
+        return request
+
+    def withdraw_received(self, request: Request) -> bool:
+        """Takes a request out of those whose prompt arrived; False if it is not one of them."""
+        if request.request_id not in self._received_ids:
+            return False
+        self._received_ids.remove(request.request_id)
+        self._received.remove(request)
+        return True
+
+    def hand_over(self, request: Request, output: RequestOutput) -> None:
+        """A producer sampled its only token; it goes along with the last block."""
+        logprobs = output.logprobs[0] if output.logprobs else None
+        request.first_token = FirstToken(output.token_ids[0], logprobs)
+
+    def release(self, request: Request) -> None:
+        """The request has ended: its blocks are freed, or held until `end_holds` names it."""
+        load = self._loads.pop(request.request_id, None)
+        must_hold = (
+            self._connector is not None
+            and request.kv_transfer is not None
+            and self._connector.request_finished(request, self._kv.block_ids(request))
+        )
+        if not must_hold:
+            self._kv.free(request)
+        elif request.is_producer:
+            self._kv.lease(request)
+        else:
+            self._kv.quarantine(request, num_kept=load.num_hit_blocks if load else 0)
+
+    def end_holds(self, request_ids: Iterable[str]) -> None:
+        """Nothing touches these requests' blocks any more."""
+        for request_id in request_ids:
+            if not self._kv.end_hold(request_id):
+                self._counters["kv_unknown_completions"] += 1
+
+    def _end_load(self, request_id: str) -> Load | None:
+        """The load that this news ends. Without one the news is late: it ends a quarantine, or is only counted."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            self.end_holds([request_id])
+        return load
