@@ -117,23 +117,19 @@ class EngineCore:
         try:
             result = self._runner.execute(plan)
         except Exception:  # the edge to the device: one bad step must not end the worker
-            return self._fail(plan)
+            return self._fail()
         self._num_failed_steps = 0
         self._connector.save_kv_blocks(plan.kv_connector_metadata)
         return self._scheduler.update_from_output(plan, result)
 
-    def _fail(self, plan: SchedulerOutput) -> dict[str, EngineCoreOutputs]:
-        """Ends the step's requests, and forgets cached blocks that the plan promised but nobody computed."""
+    def _fail(self) -> dict[str, EngineCoreOutputs]:
+        """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
         self._num_failed_steps += 1
-        logger.exception(
-            "step %d in a row failed, %d requests end", self._num_failed_steps, len(plan.num_scheduled_tokens)
-        )
+        logger.exception("%d step(s) in a row failed; every request ends", self._num_failed_steps)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise
         outputs = self._scheduler.finish_requests(
-            list(plan.num_scheduled_tokens),
-            RequestStatus.FINISHED_ERROR,
-            "the device failed to compute this step",
+            self._scheduler.request_ids, RequestStatus.FINISHED_ERROR, "the device failed to compute a step"
         )
         self._scheduler.reset_prefix_cache(force=True)
         return outputs
