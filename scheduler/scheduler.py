@@ -40,7 +40,8 @@ class Scheduler:
                 "scheduler: num_blocks and max_model_len must be set before a scheduler is made"
             )
         self._config = config
-        self._max_model_len = config.max_model_len
+        # A request that outgrew the pool could never run again, so the pool is a limit of its own.
+        self._max_model_len = min(config.max_model_len, (config.num_blocks - 1) * config.block_size)
         self._connector = connector
         self._kv = KVCache(
             config.num_blocks,
@@ -59,12 +60,11 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queues a request; InvalidRequest if this engine could never run it."""
-        room = min(self._max_model_len, self._kv.num_usable * self._kv.block_size)
-        if request.num_prompt_tokens + 1 > room:
+        if request.num_prompt_tokens + 1 > self._max_model_len:
             raise InvalidRequest(
                 "prompt",
-                f"{request.num_prompt_tokens} tokens and one to generate do not fit into {room} "
-                f"(max_model_len {self._max_model_len}, {self._kv.num_usable} blocks of {self._kv.block_size})",
+                f"{request.num_prompt_tokens} tokens and one to generate do not fit into {self._max_model_len} "
+                f"(max_model_len {self._config.max_model_len}, {self._kv.num_usable} blocks of {self._kv.block_size})",
             )
         assert request.request_id not in self._requests, f"request {request.request_id} was added twice"
         self._requests[request.request_id] = request

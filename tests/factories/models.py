@@ -1,0 +1,96 @@
+"""Tiny random models as complete Hugging Face folders: config, weights, tokenizer, chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EOS_TOKEN_ID = 2
+CORPUS = [
+    "The cache is the baton: one worker computes the prompt, another one carries on.",
+    "A block is one contiguous span of bytes, and a request holds a table of blocks.",
+    "What is the capital of France? The capital of France is Paris, and it lies on the Seine.",
+    "One, two, three, four, five, six, seven, eight, nine, ten. The quick brown fox jumps over the lazy dog.",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
+    """Fills `path` with a tiny random model of `architecture` (`llama`, `mistral`, `qwen2`, `qwen3`).
+
+    `overrides` go to the transformers config as they are; `seed` picks other weights, `dtype` (a name such
+    as "bfloat16") the one they are stored in, default float32. Biases and norm weights are random too, so that
+    a model that forgets one gives different tokens. The vocabulary is the tokenizer's unless `vocab_size` says otherwise.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    seed, dtype = overrides.pop("seed", 0), overrides.pop("dtype", "float32")
+    tokenizer = make_tokenizer()
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": 1,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": 0,
+        **overrides,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
+    _randomise(model, seed)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    _write_tokenizer(path, tokenizer)
+    return path
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE of 300 tokens, the same one in every process: any text survives encode and decode."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that every token and position matters, whatever transformers initialises to."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith(".bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(2.0 * noise / parameter.shape[-1] ** 0.5)
+
+
+def _write_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[EOS_TOKEN_ID],
+        "pad_token": SPECIAL_TOKENS[0],
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
