@@ -1,1 +1,7 @@
 """How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray."""
+
+from kv_transfer.connector_scheduler import KVConnectorScheduler
+from kv_transfer.connector_worker import KVConnectorWorker
+from kv_transfer.orders import KVConnectorMetadata
+
+__all__ = ["KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker"]

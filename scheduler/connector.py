@@ -1,16 +1,20 @@
-"""The scheduler's whole view of KV transfer: four calls, which `kv_transfer` satisfies without knowing it."""
+"""The scheduler's whole view of KV transfer: six calls, which `kv_transfer` satisfies without knowing it."""
 
 from typing import Any, Protocol
 
-from baton.step import SchedulerOutput
+from baton.step import KVConnectorOutput, SchedulerOutput
 from scheduler.request import Request
 
 
 class KVConnector(Protocol):
-    """Called in this order: per waiting request, per admission, once per step, once per finish.
+    """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
 
     None of the calls blocks or raises for what a peer did. `engine/core.py` introduces the implementation.
     """
+
+    def request_added(self, request: Request) -> None:
+        """The request is queued; it may be long until it gets blocks."""
+        ...
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -28,6 +32,10 @@ class KVConnector(Protocol):
         """Blocks were granted for a load of `num_external_tokens` > 0; `block_ids` are those still to be filled."""
         ...
 
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """News from the worker half, before the scheduler acts on it."""
+        ...
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """This step's orders for the worker half, or None if there are none. Does not change the plan.
 
@@ -39,7 +47,6 @@ class KVConnector(Protocol):
         """The request ended, whatever way, and `block_ids` are all it holds.
 
         True: a transfer may still read or write the blocks; they come back when `KVConnectorOutput` names the
-        request. False: free them now. Called for every request with `kv_transfer`, also for one that never got a
-        block; the answer is then False.
+        request. False: free them now, or there are none.
         """
         ...

@@ -46,6 +46,11 @@ class RemotePrompts:
     def num_received(self) -> int:
         return len(self._received)
 
+    def announce(self, request: Request) -> None:
+        """A request was queued; its other end should know."""
+        if self._connector is not None and request.kv_transfer is not None:
+            self._connector.request_added(request)
+
     def num_tokens_to_load(self, request: Request, num_hit_blocks: int) -> tuple[int | None, bool]:
         """See KVConnector.get_num_new_matched_tokens; requests without a transfer have nothing to load."""
         if self._connector is None or not request.is_consumer:

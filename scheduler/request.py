@@ -138,6 +138,10 @@ class Request:
         return self.status is RequestStatus.FINISHED_HANDED_OVER
 
     @property
+    def is_failed(self) -> bool:
+        return self.status is RequestStatus.FINISHED_ERROR
+
+    @property
     def is_producer(self) -> bool:
         """Computes the prompt for another worker and stops after token 0."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.PRODUCER

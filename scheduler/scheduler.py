@@ -69,6 +69,7 @@ class Scheduler:
         assert request.request_id not in self._requests, f"request {request.request_id} was added twice"
         self._requests[request.request_id] = request
         self._kv.tokens_arrived(request)
+        self._remote.announce(request)
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
@@ -104,6 +105,8 @@ class Scheduler:
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
         """Takes in what transfers brought, before `schedule()`. Late, repeated and unknown news is only counted."""
         outputs = OutputsByClient()
+        if self._connector is not None:
+            self._connector.update_connector_output(output)
         for received in output.finished_recving:
             if request := self._remote.receive(received):
                 first = received.first_token

@@ -113,8 +113,16 @@ class FakeConnector:
     holds: bool = False
     is_unknown: bool = False
     started: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    added: list[Request] = field(default_factory=list)
+    news: list[KVConnectorOutput] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_questions: int = 0
+
+    def request_added(self, request: Request) -> None:
+        self.added.append(request)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.news.append(output)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

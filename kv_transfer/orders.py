@@ -1,0 +1,81 @@
+"""Orders: what the connector's scheduler half tells its worker half, as values that could cross processes."""
+
+from dataclasses import dataclass
+
+from baton.kv import KVTransferParams
+from baton.request import FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class BeginSend:
+    """A producer was queued: its prompt will be computed."""
+
+    request_id: str
+    transfer: KVTransferParams
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """This step fills prompt blocks from `first_index` on."""
+
+    request_id: str
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSend:
+    """The prompt is complete; `tail_block_ids` holds its last, partly filled block, if there is one."""
+
+    request_id: str
+    num_blocks: int
+    tail_block_ids: tuple[int, ...]
+    first_token: FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSend:
+    """The producer ended otherwise. `is_held`: its blocks wait for word that nobody reads them."""
+
+    request_id: str
+    reason: str
+    is_cancelled: bool
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLoad:
+    """A consumer was queued: its producer should keep what it computes."""
+
+    request_id: str
+    transfer: KVTransferParams
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Blocks are reserved for prompt blocks from `first_index` on."""
+
+    request_id: str
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLoad:
+    """The consumer ended before its prompt arrived."""
+
+    request_id: str
+    reason: str
+
+
+BeforeStep = BeginSend | FinishSend | AbortSend | BeginLoad | LoadBlocks | AbortLoad
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorMetadata:
+    """One step's orders. `after` concerns blocks that the step itself fills."""
+
+    before: tuple[BeforeStep, ...]
+    after: tuple[SendBlocks, ...]

@@ -1,0 +1,137 @@
+"""ZmqTcp: the portable transport, one ROUTER that others connect to and one DEALER per worker we connect to.
+
+Moves frames and payloads, knows no protocol. Nothing here blocks: a frame that cannot be queued is dropped and counted,
+and the protocol heals it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from baton.wakeup import WakeUp
+from kv_transfer.protocol.effects import Peer
+from kv_transfer.protocol.messages import MAX_HEADER_BYTES
+
+MAX_QUEUED_FRAMES = 10_000
+MAX_PEERS = 256
+"""Connections kept open; past this the one unused for longest is closed, and opened again when needed."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A header that came in. If `has_payload`, `read_payload` or `skip_payload` must follow before the next arrival."""
+
+    peer: Peer
+    is_from_producer: bool
+    header: bytes
+    has_payload: bool
+
+
+class ZmqTcp:
+    """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
+
+    def __init__(self, bind_host: str, block_nbytes: int) -> None:
+        self._max_message_bytes = max(block_nbytes, MAX_HEADER_BYTES)
+        self._context = zmq.Context()
+        self._router = self._configured(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = self._router.bind_to_random_port(f"tcp://{bind_host}")
+        self.address = f"tcp://{bind_host}:{port}"
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._reading: zmq.Socket[bytes] | None = None
+        self.num_dropped = 0
+
+    def wake_on(self, wakeup: WakeUp) -> None:
+        """`wait` also returns when `wakeup` is set."""
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
+        """Sleeps until something arrives or the time is over, then yields what has arrived."""
+        timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._router in ready:
+            yield from self._arrivals(self._router, None)
+        for address, dealer in list(self._dealers.items()):
+            if dealer in ready:
+                yield from self._arrivals(dealer, address)
+
+    def read_payload(self, into: Bytes) -> bool:
+        """Receives the payload of the arrival at hand straight into a block; False if its size is not the block's."""
+        assert self._reading is not None
+        num_bytes = self._reading.recv_into(into.data)
+        return num_bytes == into.nbytes and not self._skip_rest()
+
+    def skip_payload(self) -> None:
+        self._skip_rest()
+
+    def send(self, peer: Peer, header: bytes, payload: Bytes | None = None) -> None:
+        """Queues a header, and a payload after it. The payload is copied, so its block may change at once."""
+        frames: list[bytes | memoryview] = [header] if payload is None else [header, payload.data]
+        if isinstance(peer, bytes):
+            socket = self._router
+            frames.insert(0, peer)
+        else:
+            socket = self._dealer(peer)
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.num_dropped += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        for socket in [self._router, *self._dealers.values()]:
+            socket.close()
+        self._context.term()
+
+    def _dealer(self, address: str) -> "zmq.Socket[bytes]":
+        dealer = self._dealers.pop(address, None)
+        if dealer is None:
+            dealer = self._configured(zmq.DEALER)
+            dealer.connect(address)
+            self._poller.register(dealer, zmq.POLLIN)
+        self._dealers[address] = dealer  # last in the dict: the most recently used
+        if len(self._dealers) > MAX_PEERS:
+            oldest = self._dealers.pop(next(iter(self._dealers)))
+            self._poller.unregister(oldest)
+            oldest.close()
+        return dealer
+
+    def _configured(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        return socket
+
+    def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:
+        """Headers until the socket is empty. What a reader left of a message is skipped before the next."""
+        self._reading = socket
+        while True:
+            try:
+                peer: Peer = socket.recv(zmq.NOBLOCK) if address is None else address
+                header = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield Arrival(peer, address is not None, header, bool(socket.getsockopt(zmq.RCVMORE)))
+            self._skip_rest()
+
+    def _skip_rest(self) -> bool:
+        """Drops the frames left of the message at hand; whether there were any."""
+        assert self._reading is not None
+        was_more = False
+        while self._reading.getsockopt(zmq.RCVMORE):
+            self._reading.recv(copy=False)
+            was_more = True
+        return was_more
