@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 class Section(BaseModel):
     """A frozen group of keys; unknown ones are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -25,6 +25,7 @@ class ModelConfig(Section):
     path: str = "smollm2"
     """A Hugging Face folder, or the name of a model that Baton knows how to get (`smollm2`)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights, KV cache and activations."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy`: random weights from config.json alone, the same ones in every process."""
 
@@ -91,6 +92,7 @@ class GatewayConfig(Section):
     """The door."""
 
     host: str = "127.0.0.1"
+    """Where to listen; loopback unless told otherwise."""
     grpc_port: int = Field(50051, ge=0, le=65535)
     """0 picks a free port."""
     routing_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
@@ -114,12 +116,16 @@ class ClusterConfig(Section):
     """The fleet and where Ray finds it."""
 
     prefill: int = Field(1, ge=0)
+    """Prefill workers; with 0, decode workers compute every prompt themselves."""
     decode: int = Field(1, ge=1)
+    """Decode workers."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command; anything else joins that cluster."""
-    cpus_per_worker: float = Field(1.0, ge=0.0)
+    cpus_per_worker: float = Field(1.0, gt=0.0)
     """What a worker asks of Ray. The math library's threads are `engine.num_threads`."""
     start_timeout_s: float = Field(300.0, gt=0.0)
+    drain_timeout_s: float = Field(5.0, ge=0.0)
+    """What running requests get to finish in when the cluster stops."""
 
 
 class BatonConfig(Section):

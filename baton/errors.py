@@ -3,11 +3,13 @@
 * BatonError
   x ConfigError             a key of the configuration: its value, and what is allowed
   x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
+  x ClusterError            Ray, or the fleet on it, cannot be had as asked for
   x WireError               bytes from a peer that are not a message of ours
   x RequestError            what one request can cause; never harms another request
     + InvalidRequest        the client's mistake; names the field
     + Overloaded            no room now; says when to come back
     + WorkerUnavailable     no worker could take or finish it
+    + RequestAborted        somebody who may do so ended it
 """
 
 
@@ -21,6 +23,10 @@ class ConfigError(BatonError):
 
 class ModelError(BatonError):
     """A model folder cannot be served as it is."""
+
+
+class ClusterError(BatonError):
+    """Ray cannot be reached, has no room, or a worker on it did not start."""
 
 
 class WireError(BatonError):
@@ -49,3 +55,7 @@ class Overloaded(RequestError):
 
 class WorkerUnavailable(RequestError):
     """No live worker could take the request, or the one that had it was lost."""
+
+
+class RequestAborted(RequestError):
+    """The request was ended on purpose before it was complete."""

@@ -17,6 +17,17 @@ class FinishReason(Enum):
     HANDED_OVER = "handed_over"
 
 
+class ErrorKind(Enum):
+    """Whose fault an error is, and so what the reader may do about it."""
+
+    INVALID_REQUEST = "invalid_request"
+    """Nobody could serve it; do not try again."""
+    OVERLOADED = "overloaded"
+    """Another worker, or this one later."""
+    INTERNAL = "internal"
+    """This worker failed; another one may not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One leg of a client's request as a worker receives it.
@@ -87,7 +98,8 @@ class RequestOutput:
     stop_token_id: int | None = None
     """The stop token that ended the request, where one did (EOS counts)."""
     error: str | None = None
-    """Set with `FinishReason.ERROR`: what happened."""
+    """What happened; set with `FinishReason.ERROR`, and with ABORT where the client did not ask for it."""
+    error_kind: ErrorKind = ErrorKind.INTERNAL
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
     stage_times: StageTimes | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, Overloaded, RequestError
-from baton.request import EngineRequest, FinishReason, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from engine.core import ClientOutputs, EngineCore
 from engine.role import Role
@@ -184,6 +184,11 @@ class EngineLoop:
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:
+    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
     return RequestOutput(
-        request_id=request_id, first_position=0, finish_reason=FinishReason.ERROR, error=str(error)
+        request_id=request_id,
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
     )

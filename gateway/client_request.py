@@ -1,0 +1,160 @@
+"""ClientRequest: one client's request from its first token to its last, whoever computes them; no socket, no clock.
+
+Outputs of both workers, and of repeated attempts, come in in any order and more than once. Each says the position of
+its tokens, and what goes out is every position once, in order. Since tokens are a function of (prompt, seed, position),
+an attempt elsewhere may start from the beginning: what the client has already is recognised and dropped.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
+from baton.sampling import SamplingParams
+from gateway.router import Mode, Placement
+from gateway.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds; see Timing in generation_service.proto."""
+
+    ttft_s: float
+    itl_s: tuple[float, ...]
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    transfer_bytes: int
+    handover_s: float
+    decode_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended well, and what it took."""
+
+    reason: FinishReason
+    matched_stop: str | None
+    stop_token_id: int | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    timing: Timing
+    placement: Placement
+    num_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a client gets at once. The last one has `finish`."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A token whose predecessors have not come yet."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class ClientRequest:
+    """Feed it every output that any worker reports for the request; hand on the deltas it returns."""
+
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    text: TextStream
+    arrived_at: float
+    placement: Placement | None = None
+    num_attempts: int = 0
+    _num_delivered: int = 0
+    _early: dict[int, _Pending] = field(default_factory=dict)
+    _delivered_at: list[float] = field(default_factory=list)
+    _num_cached_tokens: int = 0
+    _stages: dict[str, StageTimes] = field(default_factory=dict)
+    _last: tuple[RequestOutput, int] | None = None
+    """The output that ends the request, and how many tokens it ends at."""
+
+    def begin_attempt(self, placement: Placement) -> None:
+        """Somebody (else) computes it from now on, from the beginning."""
+        self.placement = placement
+        self.num_attempts += 1
+        self._stages.clear()
+        self._num_cached_tokens = 0
+
+    def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
+        """The delta that this output completes, or None while there is nothing new for the client."""
+        self._note(worker, output)
+        start = output.first_position
+        for offset, token_id in enumerate(output.token_ids):
+            if start + offset >= self._num_delivered:
+                logprobs = output.logprobs[offset] if output.logprobs else None
+                self._early.setdefault(start + offset, _Pending(token_id, logprobs))
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._last = (output, start + len(output.token_ids))
+        return self._deliver(now)
+
+    def _note(self, worker: str, output: RequestOutput) -> None:
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.stage_times is not None:
+            self._stages[worker] = output.stage_times
+
+    def _deliver(self, now: float) -> Delta | None:
+        ready: list[_Pending] = []
+        while pending := self._early.pop(self._num_delivered + len(ready), None):
+            ready.append(pending)
+        token_ids = tuple(pending.token_id for pending in ready)
+        num_counted, text = self.text.push(token_ids)
+        self._num_delivered += num_counted
+        self._delivered_at += [now] * num_counted
+        finish = self._finish(now)
+        if finish is None and not ready:
+            return None
+        if finish is not None and self.text.matched_stop is None:
+            text += self.text.flush()
+        logprobs = tuple(p.logprobs for p in ready[:num_counted] if p.logprobs is not None)
+        return Delta(token_ids[:num_counted], text, logprobs, finish)
+
+    def _finish(self, now: float) -> Finish | None:
+        """How the request ended, if with this delta it has."""
+        reason, stop_token_id = FinishReason.STOP, None
+        if self.text.matched_stop is None:
+            if self._last is None or self._num_delivered < self._last[1]:
+                return None
+            assert self._last[0].finish_reason is not None
+            reason, stop_token_id = self._last[0].finish_reason, self._last[0].stop_token_id
+        assert self.placement is not None
+        return Finish(
+            reason=reason,
+            matched_stop=self.text.matched_stop,
+            stop_token_id=stop_token_id,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_completion_tokens=self._num_delivered,
+            num_cached_tokens=self._num_cached_tokens,
+            timing=self._timing(now, self.placement),
+            placement=self.placement,
+            num_attempts=self.num_attempts,
+        )
+
+    def _timing(self, now: float, placement: Placement) -> Timing:
+        at = self._delivered_at
+        none = StageTimes()
+        decode = self._stages.get(placement.decode, none)
+        prefill = self._stages.get(placement.prefill, none) if placement.prefill else decode
+        gaps = tuple(after - before for before, after in pairwise(at))
+        return Timing(
+            ttft_s=at[0] - self.arrived_at if at else now - self.arrived_at,
+            itl_s=gaps,
+            queue_s=prefill.queue_s,
+            prefill_s=prefill.prefill_s,
+            transfer_s=decode.transfer_moving_s,
+            transfer_bytes=decode.transfer_bytes,
+            handover_s=gaps[0] if gaps and placement.mode is Mode.DISAGGREGATED else 0.0,
+            decode_s=at[-1] - at[0] if at else 0.0,
+            total_s=now - self.arrived_at,
+        )

@@ -1,0 +1,201 @@
+"""Protobuf <-> our own values: the only module that sees both."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest
+from baton.request import FinishReason, TokenLogprobs
+from baton.sampling import SamplingParams
+from baton.v1 import cluster_service_pb2 as cluster_pb
+from baton.v1 import generation_service_pb2 as generation_pb
+from baton.v1 import sampling_pb2 as sampling_pb
+from gateway.client_request import Delta, Finish
+from gateway.router import Mode
+from gateway.text import ChatMessage
+from gateway.worker_client import WorkerClient
+
+Prompt = str | tuple[int, ...] | list[ChatMessage]
+
+MODES = {
+    generation_pb.ROUTING_MODE_UNSPECIFIED: None,
+    generation_pb.ROUTING_MODE_DISAGGREGATED: Mode.DISAGGREGATED,
+    generation_pb.ROUTING_MODE_LOCAL: Mode.LOCAL,
+}
+FINISH_REASONS = {
+    FinishReason.STOP: generation_pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is held against."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
+    """What is to be continued; exactly one of three."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            if not message.chat.messages:
+                raise InvalidRequest("chat", "a conversation needs at least one message")
+            return [ChatMessage(turn.role, turn.content) for turn in message.chat.messages]
+        case _:
+            raise InvalidRequest("prompt", "set one of text, token_ids and chat")
+
+
+def mode_from(message: generation_pb.GenerateRequest) -> Mode | None:
+    if message.routing_mode not in MODES:
+        raise InvalidRequest("routing_mode", f"unknown value {message.routing_mode}")
+    return MODES[message.routing_mode]
+
+
+def sampling_params_from(
+    message: sampling_pb.SamplingParams, num_prompt_tokens: int, limits: ModelLimits
+) -> SamplingParams:
+    """Fills in defaults, checks against the model; InvalidRequest names the field."""
+    room = limits.max_model_len - num_prompt_tokens
+    max_tokens = min(message.max_tokens, room) if message.HasField("max_tokens") else room
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=_exact(message.temperature) if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=_exact(message.top_p) if message.HasField("top_p") else 1.0,
+        min_p=_exact(message.min_p),
+        presence_penalty=_exact(message.presence_penalty),
+        frequency_penalty=_exact(message.frequency_penalty),
+        repetition_penalty=_exact(message.repetition_penalty)
+        if message.HasField("repetition_penalty")
+        else 1.0,
+        logit_bias={token_id: _exact(bias) for token_id, bias in message.logit_bias.items()},
+        seed=message.seed if message.HasField("seed") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+    check_token_ids("logit_bias", tuple(params.logit_bias), limits)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits)
+    return params
+
+
+def check_prompt(token_ids: tuple[int, ...], limits: ModelLimits) -> None:
+    """A prompt must hold something, leave room for a token, and speak the model's vocabulary."""
+    if not token_ids:
+        raise InvalidRequest("prompt", "it is empty")
+    if len(token_ids) + 1 > limits.max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"{len(token_ids)} tokens leave no room for an answer in the model's {limits.max_model_len} tokens",
+        )
+    check_token_ids("token_ids", token_ids, limits)
+
+
+def check_token_ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> None:
+    if token_ids and max(token_ids) >= limits.vocab_size:
+        raise InvalidRequest(field, f"{max(token_ids)} is not among the model's {limits.vocab_size} tokens")
+
+
+def delta_to_response(request_id: str, delta: Delta) -> generation_pb.GenerateResponse:
+    return generation_pb.GenerateResponse(
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
+        finish=_finish_to_message(delta.finish) if delta.finish else None,
+    )
+
+
+def worker_to_message(client: WorkerClient) -> cluster_pb.Worker:
+    """A worker as of its last heartbeat; before the first, `starting` and without numbers."""
+    endpoint, status = client.endpoint, client.status
+    message = cluster_pb.Worker(
+        name=endpoint.ref.name,
+        role=endpoint.role.value,
+        state="starting",
+        incarnation=endpoint.ref.incarnation,
+        node=endpoint.node,
+        pid=endpoint.pid,
+    )
+    if status is not None:
+        blocks, requests = status.kv_blocks, status.requests
+        message.role = status.role.value
+        message.state = status.state.value
+        message.kv_blocks.CopyFrom(
+            cluster_pb.KVBlocks(
+                total=blocks.total, free=blocks.free, quarantined=blocks.quarantined, leased=blocks.leased
+            )
+        )
+        message.requests.CopyFrom(
+            cluster_pb.Requests(
+                running=requests.running,
+                waiting=requests.waiting,
+                waiting_for_remote_kvs=requests.waiting_for_remote_kvs,
+            )
+        )
+        message.counters.update(status.counters)
+    return message
+
+
+def gateway_to_message(num_in_flight: int, paths: Mapping[str, int]) -> cluster_pb.Gateway:
+    # Nothing queues at the gateway: a request is with a worker, or refused.
+    return cluster_pb.Gateway(in_flight=num_in_flight, queued=0, paths=paths)
+
+
+def _finish_to_message(finish: Finish) -> generation_pb.Finish:
+    timing, placement = finish.timing, finish.placement
+    message = generation_pb.Finish(
+        reason=FINISH_REASONS[finish.reason],
+        usage=generation_pb.Usage(
+            prompt_tokens=finish.num_prompt_tokens,
+            completion_tokens=finish.num_completion_tokens,
+            cached_tokens=finish.num_cached_tokens,
+        ),
+        timing=generation_pb.Timing(
+            ttft_s=timing.ttft_s,
+            itl_s=timing.itl_s,
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            transfer_s=timing.transfer_s,
+            transfer_bytes=timing.transfer_bytes,
+            handover_s=timing.handover_s,
+            decode_s=timing.decode_s,
+            total_s=timing.total_s,
+        ),
+        placement=generation_pb.Placement(
+            mode=placement.mode.value,
+            prefill=placement.prefill or "",
+            decode=placement.decode,
+            attempts=finish.num_attempts,
+        ),
+    )
+    if finish.matched_stop is not None:
+        message.stop = finish.matched_stop
+    elif finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    return message
+
+
+def _logprobs_to_message(logprobs: TokenLogprobs) -> sampling_pb.TokenLogprobs:
+    return sampling_pb.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top=[
+            sampling_pb.TokenLogprobs.Candidate(token_id=token_id, logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def _exact(value: float) -> float:
+    """The shortest decimal that a float32 stands for: 0.8 and not 0.800000011920929."""
+    return float(f"{value:.7g}") if math.isfinite(value) else value

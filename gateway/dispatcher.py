@@ -1,0 +1,288 @@
+"""Dispatcher: admits requests, sends their legs to workers, and sees each through to exactly one end.
+
+The one place that knows both clients' requests and workers; speaks no gRPC.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from baton.clock import Clock
+from baton.config import GatewayConfig, NetworkConfig
+from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
+from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.sampling import MAX_SEED, SamplingParams
+from baton.worker import WorkerEndpoint, WorkerRole
+from gateway.client_request import ClientRequest, Delta
+from gateway.fleet import Fleet
+from gateway.router import Mode, Placement, Router
+from gateway.text import TextStream
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A validated, tokenised request of a client."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    text: TextStream
+    priority: int = 0
+    cache_salt: str | None = None
+    mode: Mode | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """A worker that had a leg is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Aborted:
+    """Somebody else than the caller ended the request."""
+
+
+_Event = tuple[str, RequestOutput | _Lost] | _Aborted
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One try at a request: its legs, by worker, and what they report."""
+
+    engine_request_id: str
+    events: "asyncio.Queue[_Event]"
+    open_legs: set[str] = field(default_factory=set)
+
+
+class _AttemptFailed(Exception):
+    """This attempt came to nothing, through no fault of the request; `worker` should not be asked again."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(reason)
+        self.worker = worker
+
+
+class Dispatcher:
+    """Everything in flight at one gateway."""
+
+    def __init__(self, config: GatewayConfig, network: NetworkConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._router = Router(config.routing_policy, Mode(config.routing_mode))
+        self._fleet = Fleet(network, self._on_outputs, self._on_lost)
+        self._requests: dict[str, asyncio.Queue[_Event]] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)
+        """Finished requests by the path they really took."""
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._requests)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Streams a request's deltas up to the one with `finish`, or raises a RequestError.
+
+        Closing the generator ends the request everywhere.
+        """
+        self._admit(generation)
+        params = generation.sampling_params
+        if params.seed is None:  # so that it can be continued elsewhere, whatever happens
+            params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))
+        request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, self._clock.now())
+        try:
+            failed: set[str] = set()
+            while True:
+                try:
+                    async with aclosing(self._attempt(generation, request, failed)) as deltas:
+                        async for delta in deltas:
+                            yield delta
+                    return
+                except _AttemptFailed as failure:
+                    logger.warning("request %s: %s: %s", generation.request_id, failure.worker, failure)
+                    failed.add(failure.worker)
+                    if self._time_left(generation, request) == 0.0:
+                        raise RequestAborted("the request's deadline passed") from failure
+                    if request.num_attempts >= MAX_ATTEMPTS:
+                        raise WorkerUnavailable(
+                            f"gave up after {MAX_ATTEMPTS} attempts: {failure}"
+                        ) from failure
+        finally:
+            del self._requests[generation.request_id]
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request by its caller's id; False if there is none."""
+        events = self._requests.get(request_id)
+        if events is None:
+            return False
+        events.put_nowait(_Aborted())
+        return True
+
+    def add_worker(self, endpoint: WorkerEndpoint) -> None:
+        self._fleet.add(endpoint)
+
+    def remove_worker(self, name: str, reason: str) -> None:
+        self._fleet.remove(name, reason)
+
+    async def stop(self) -> None:
+        await self._fleet.stop()
+
+    def _admit(self, generation: Generation) -> None:
+        if generation.request_id in self._requests:
+            raise InvalidRequest("request_id", f"{generation.request_id!r} is in use by a running request")
+        if len(self._requests) >= self._config.max_in_flight:
+            raise Overloaded(f"{len(self._requests)} requests are in flight, which is the limit", 1.0)
+        self._requests[generation.request_id] = asyncio.Queue()
+
+    async def _attempt(
+        self, generation: Generation, request: ClientRequest, failed: set[str]
+    ) -> AsyncGenerator[Delta, None]:
+        placement = self._router.route(
+            self._fleet.candidates(WorkerRole.PREFILL),
+            self._fleet.candidates(WorkerRole.DECODE),
+            generation.mode,
+            failed,
+        )
+        attempt = _Attempt(secrets.token_hex(16), self._requests[generation.request_id])
+        self._attempts[attempt.engine_request_id] = attempt
+        request.begin_attempt(placement)
+        try:
+            await self._submit(generation, request, placement, attempt)
+            while True:
+                event = await attempt.events.get()
+                if isinstance(event, _Aborted):
+                    raise RequestAborted(f"request {generation.request_id} was aborted")
+                delta = self._take(event, request, placement, attempt)
+                if delta is None:
+                    continue
+                if delta.finish is not None:
+                    self.paths["fallback" if placement.is_fallback else placement.mode.value] += 1
+                    await self._close(attempt)
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            await asyncio.shield(self._close(attempt))
+
+    async def _submit(
+        self, generation: Generation, request: ClientRequest, placement: Placement, attempt: _Attempt
+    ) -> None:
+        """Sends all legs at once; the first to be told is the one that has to make room."""
+        leg = EngineRequest(
+            request_id=attempt.engine_request_id,
+            prompt_token_ids=generation.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            priority=generation.priority,
+            timeout_s=self._time_left(generation, request),
+            cache_salt=generation.cache_salt,
+        )
+        if placement.prefill is None:
+            await self._send_leg(placement.decode, leg, attempt)
+            return
+        transfer_id = secrets.token_hex(16)
+        number = request.num_attempts - 1
+        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, self._ref(placement.prefill))
+        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, self._ref(placement.decode))
+        await self._send_leg(placement.decode, replace(leg, kv_transfer=to_decode), attempt)
+        await self._send_leg(placement.prefill, replace(leg, kv_transfer=to_prefill), attempt)
+
+    async def _send_leg(self, worker: str, leg: EngineRequest, attempt: _Attempt) -> None:
+        client = self._fleet.client(worker)
+        if client is None:
+            raise _AttemptFailed(worker, "lost before the request was sent")
+        attempt.open_legs.add(worker)
+        self._fleet.num_legs[worker] += 1
+        await client.submit(leg)
+
+    def _take(
+        self,
+        event: tuple[str, RequestOutput | _Lost],
+        request: ClientRequest,
+        placement: Placement,
+        attempt: _Attempt,
+    ) -> Delta | None:
+        worker, news = event
+        is_prefill = worker == placement.prefill
+        if isinstance(news, _Lost):
+            # What a prefill worker has handed over does not need it any more.
+            if worker not in attempt.open_legs:
+                return None
+            self._close_leg(worker, attempt)
+            raise _AttemptFailed(worker, f"the worker was lost: {news.reason}")
+        if news.request_id != attempt.engine_request_id:
+            return None  # of an attempt that was given up
+        if news.finish_reason is not None:
+            self._close_leg(worker, attempt)
+        if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
+            return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
+        if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise _failure(worker, is_prefill, news)
+        delta = request.accept(worker, news, self._clock.now())
+        if not attempt.open_legs and (delta is None or delta.finish is None):
+            raise _AttemptFailed(placement.decode, "no worker goes on with it")
+        return delta
+
+    async def _close(self, attempt: _Attempt) -> None:
+        """Ends what is left of an attempt on its workers; idempotent."""
+        self._attempts.pop(attempt.engine_request_id, None)
+        for worker in list(attempt.open_legs):
+            self._close_leg(worker, attempt)
+            if client := self._fleet.client(worker):
+                await client.abort((attempt.engine_request_id,))
+
+    def _close_leg(self, worker: str, attempt: _Attempt) -> None:
+        if worker in attempt.open_legs:
+            attempt.open_legs.remove(worker)
+            self._fleet.num_legs[worker] -= 1
+
+    def _on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+        for output in outputs:
+            attempt = self._attempts.get(output.request_id)
+            if attempt is not None:
+                attempt.events.put_nowait((worker, output))
+
+    def _on_lost(self, worker: str, reason: str) -> None:
+        for attempt in self._attempts.values():
+            if worker in attempt.open_legs:
+                attempt.events.put_nowait((worker, _Lost(reason)))
+
+    def _ref(self, worker: str) -> WorkerRef:
+        client = self._fleet.client(worker)
+        if client is None:
+            raise _AttemptFailed(worker, "lost before the request was sent")
+        return client.endpoint.ref
+
+    def _time_left(self, generation: Generation, request: ClientRequest) -> float | None:
+        if generation.timeout_s is None:
+            return None
+        return max(0.0, generation.timeout_s - (self._clock.now() - request.arrived_at))
+
+
+def _failure(worker: str, is_prefill: bool, output: RequestOutput) -> RequestError | _AttemptFailed:
+    """What an unhappy end of a leg means for the request."""
+    reason = output.error or f"ended with {output.finish_reason}"
+    if output.error_kind is ErrorKind.INVALID_REQUEST:
+        return InvalidRequest(*_split_field(reason))
+    leg = "prefill" if is_prefill else "decode"
+    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}")
+
+
+def _split_field(reason: str) -> tuple[str, str]:
+    """The field that a worker's refusal begins with; see InvalidRequest."""
+    name, _, message = reason.partition(": ")
+    return (name, message) if message else ("request", reason)

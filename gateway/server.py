@@ -1,0 +1,89 @@
+"""Gateway: composes the services into one gRPC server with health and reflection, and runs it."""
+
+import asyncio
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.clock import Clock
+from baton.config import GatewayConfig, NetworkConfig
+from baton.errors import ConfigError
+from baton.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+from baton.v1 import generation_service_pb2, generation_service_pb2_grpc
+from baton.worker import WorkerEndpoint
+from gateway.cluster_service import ClusterService
+from gateway.dispatcher import Dispatcher
+from gateway.generation_service import GenerationService, ServedModel
+from gateway.text import Tokenizer
+
+SERVICES = (
+    generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
+)
+
+
+class Gateway:
+    """One door. All methods belong to one event loop; several gateways may stand side by side."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        network: NetworkConfig,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._dispatcher = Dispatcher(config, network, clock)
+        self._health = health.aio.HealthServicer()
+        max_bytes = config.max_message_mib * 2**20
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_bytes),
+                ("grpc.max_send_message_length", max_bytes),
+                ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a coin toss
+            ]
+        )
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationService(self._dispatcher, tokenizer, model), self._server
+        )
+        cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(
+            ClusterService(self._dispatcher, model), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.grpc_port = 0
+
+    async def start(self) -> None:
+        """Binds the port and serves; ConfigError if the port is taken."""
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        try:
+            self.grpc_port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def add_worker(self, endpoint: WorkerEndpoint) -> None:
+        """From its first heartbeat on, the worker gets requests."""
+        self._dispatcher.add_worker(endpoint)
+
+    def remove_worker(self, name: str, reason: str) -> None:
+        """The worker gets no more requests, and what it had is tried elsewhere."""
+        self._dispatcher.remove_worker(name, reason)
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that were heard of."""
+        return sum(client.status is not None for client in self._dispatcher.fleet.clients)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(grace_s)
+        await self._dispatcher.stop()
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        await asyncio.gather(*[self._health.set(name, status) for name in ("", *SERVICES)])

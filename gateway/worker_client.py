@@ -1,0 +1,108 @@
+"""WorkerClient: a gateway's end of the request plane to one worker; knows messages, not requests."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from baton.config import NetworkConfig
+from baton.errors import WireError
+from baton.messages import (
+    TO_GATEWAY,
+    TO_WORKER,
+    AbortRequests,
+    Heartbeat,
+    Hello,
+    Outputs,
+    SubmitRequest,
+    ToWorker,
+)
+from baton.request import EngineRequest, RequestOutput
+from baton.wire import MAX_MESSAGE_BYTES
+from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerClient:
+    """Talks to one life of one worker until that is over: `run` returns why."""
+
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        context: zmq.asyncio.Context,
+        identity: bytes,
+        network: NetworkConfig,
+        on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.status: WorkerStatus | None = None
+        """As of the last heartbeat; None before the first."""
+        self.num_bad_messages = 0
+        self._network = network
+        self._on_outputs = on_outputs
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect(endpoint.request_address)
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.ref.name
+
+    async def run(self) -> str:
+        """Exchanges signs of life and hands on outputs until the worker is lost; the reason is returned."""
+        greeting = asyncio.create_task(self._greet())
+        try:
+            return await self._listen()
+        finally:
+            greeting.cancel()
+            self._socket.close()
+
+    async def submit(self, request: EngineRequest) -> None:
+        await self._send(SubmitRequest(request))
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        await self._send(AbortRequests(request_ids))
+
+    async def _greet(self) -> None:
+        while True:
+            await self._send(Hello(self.endpoint.ref.incarnation))
+            await asyncio.sleep(self._network.heartbeat_interval_s)
+
+    async def _listen(self) -> str:
+        while True:
+            try:
+                async with asyncio.timeout(self._network.peer_timeout_s):
+                    frame = await self._socket.recv()
+            except TimeoutError:
+                return f"silent for {self._network.peer_timeout_s:g} s"
+            try:
+                message = TO_GATEWAY.decode(frame)
+            except WireError as error:
+                self.num_bad_messages += 1
+                logger.warning("dropped a message of worker %s: %s", self.name, error)
+                continue
+            if isinstance(message, Outputs):
+                self._on_outputs(self.name, message.outputs)
+            elif reason := self._take_heartbeat(message):
+                return reason
+
+    def _take_heartbeat(self, message: Heartbeat) -> str | None:
+        """Why the worker is lost, if this heartbeat says so."""
+        if message.status.ref.incarnation != self.endpoint.ref.incarnation:
+            return "restarted"
+        self.status = message.status
+        if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
+            return f"its engine is {message.status.state.value}"
+        return None
+
+    async def _send(self, message: ToWorker) -> None:
+        try:
+            await self._socket.send(TO_WORKER.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # A full queue or a closed socket: the worker is as good as lost, which `_listen` will notice.
+            logger.warning("could not send to worker %s: %s", self.name, error)
