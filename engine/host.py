@@ -19,11 +19,11 @@ from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 from engine.core import EngineCore
 from engine.kv_cache import KVPool
+from engine.loader import LoadedModel, load_model
 from engine.loop import EngineLoop
 from engine.request_plane import RequestServer
 from engine.role import Role
 from engine.runner import ModelRunner
-from engine.weights import LoadedModel, load_model
 from kv_transfer import KVConnectorScheduler, KVConnectorWorker
 from scheduler import Scheduler
 
@@ -45,25 +45,27 @@ class EngineHost:
         device = _device(self._config.engine)
         model = load_model(self._config.model, self._model_path, device)
         scheduler_config = _complete(self._config, model)
-        pool = KVPool.for_model(model, scheduler_config, device)
+        assert scheduler_config.num_blocks is not None
+        pool = KVPool(scheduler_config.num_blocks, model.kv_block_shape(scheduler_config.block_size), device)
         self._connector = KVConnectorWorker(
             self._config.kv_transfer,
             self._config.network.bind_host,
-            self._name,
             self._incarnation,
             self._clock,
+            pool.block_bytes(),
+            pool.fingerprint(model.digest),
             on_news=lambda: self._loop.wake(),
         )
-        self._connector.register_kv_caches(pool.block_bytes(), pool.fingerprint(model.digest))
         core = EngineCore(
             Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size)),
-            ModelRunner(model, pool, scheduler_config),
+            ModelRunner(model, pool),
             self._connector,
             model.eos_token_ids,
             self._clock,
         )
         self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
         self._loop = EngineLoop(core, self._role, self._server.send, self._clock)
+        self._connector.start()
         self._loop.start()
         self._server.start(self._loop)
         return WorkerEndpoint(
@@ -110,6 +112,10 @@ def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:
             f"scheduler.max_model_len: got {asked.max_model_len}, but this model was made for {model.max_model_len}"
         )
     max_model_len = asked.max_model_len or model.max_model_len
-    memory_bytes = config.engine.kv_cache_memory_mib * 2**20
-    num_blocks = asked.num_blocks or KVPool.num_blocks_for(memory_bytes, model, asked.block_size)
+    memory_mib = config.engine.kv_cache_memory_mib
+    num_blocks = asked.num_blocks or model.kv_block_shape(asked.block_size).num_blocks_for(memory_mib * 2**20)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
+        )
     return asked.model_copy(update={"max_model_len": max_model_len, "num_blocks": num_blocks})

@@ -85,13 +85,14 @@ class GatewayClient:
         """
         request = generation_pb.GenerateRequest(
             request_id=request_id,
-            text=text,
             token_ids=None if token_ids is None else generation_pb.TokenIds(ids=token_ids),
             chat=None if messages is None else _chat(messages),
             sampling_params=sampling_pb.SamplingParams(**(sampling or {})),
             routing_mode=ROUTING_MODES[mode],
             cache_salt=cache_salt,
         )
+        if text is not None:
+            request.text = text
         call = self._generation.Generate(request, timeout=timeout_s)
         try:
             async for response in call:

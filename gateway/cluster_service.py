@@ -18,7 +18,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._dispatcher = dispatcher
         self._model = model
 
-    async def DescribeCluster(  # type: ignore[override]  # noqa: N802
+    async def DescribeCluster(  # noqa: N802
         self,
         request: pb.DescribeClusterRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002

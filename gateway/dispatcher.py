@@ -136,6 +136,9 @@ class Dispatcher:
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         self._fleet.add(endpoint)
 
+    async def wait_for_worker(self, name: str) -> None:
+        await self._fleet.wait_for(name)
+
     def remove_worker(self, name: str, reason: str) -> None:
         self._fleet.remove(name, reason)
 

@@ -57,6 +57,11 @@ class Fleet:
     def clients(self) -> list[WorkerClient]:
         return sorted(self._clients.values(), key=lambda client: client.name)
 
+    async def wait_for(self, name: str) -> None:
+        """Returns with the worker's first heartbeat, or when it is lost or unknown."""
+        if client := self.client(name):
+            await client.first_sign.wait()
+
     def candidates(self, role: WorkerRole) -> list[Candidate]:
         """Workers of this role that were heard of and take requests."""
         return [

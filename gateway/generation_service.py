@@ -44,7 +44,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._model = model
         self._limits = convert.ModelLimits(model.max_model_len, model.vocab_size)
 
-    async def Generate(  # type: ignore[override]  # noqa: N802 - gRPC's name; an async generator is an async iterator
+    async def Generate(  # noqa: N802 - gRPC's name; an async generator is an async iterator
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         try:
@@ -55,11 +55,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         except RequestError as error:
             await abort_call(context, error)
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # type: ignore[override]  # noqa: ARG002, N802
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
         aborted = [self._dispatcher.abort(request_id) for request_id in request.request_ids]
         return pb.AbortResponse(num_aborted=sum(aborted))
 
-    async def GetModelInfo(  # type: ignore[override]  # noqa: N802
+    async def GetModelInfo(  # noqa: N802
         self,
         request: pb.GetModelInfoRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002

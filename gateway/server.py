@@ -9,8 +9,12 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import ConfigError
-from baton.v1 import cluster_service_pb2, cluster_service_pb2_grpc
-from baton.v1 import generation_service_pb2, generation_service_pb2_grpc
+from baton.v1 import (
+    cluster_service_pb2,
+    cluster_service_pb2_grpc,
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+)
 from baton.worker import WorkerEndpoint
 from gateway.cluster_service import ClusterService
 from gateway.dispatcher import Dispatcher
@@ -69,6 +73,10 @@ class Gateway:
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """From its first heartbeat on, the worker gets requests."""
         self._dispatcher.add_worker(endpoint)
+
+    async def wait_for_worker(self, name: str) -> None:
+        """Returns when an added worker can be given requests, or is lost."""
+        await self._dispatcher.wait_for_worker(name)
 
     def remove_worker(self, name: str, reason: str) -> None:
         """The worker gets no more requests, and what it had is tried elsewhere."""

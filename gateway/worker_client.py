@@ -40,6 +40,8 @@ class WorkerClient:
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
+        self.first_sign = asyncio.Event()
+        """Set with the first heartbeat, or when there will be none."""
         self.num_bad_messages = 0
         self._network = network
         self._on_outputs = on_outputs
@@ -60,6 +62,7 @@ class WorkerClient:
             return await self._listen()
         finally:
             greeting.cancel()
+            self.first_sign.set()
             self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
@@ -96,6 +99,7 @@ class WorkerClient:
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return "restarted"
         self.status = message.status
+        self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             return f"its engine is {message.status.state.value}"
         return None

@@ -27,7 +27,8 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
 
     `overrides` go to the transformers config as they are; `seed` picks other weights, `dtype` (a name such
     as "bfloat16") the one they are stored in, default float32. Biases and norm weights are random too, so that
-    a model that forgets one gives different tokens. The vocabulary is the tokenizer's unless `vocab_size` says otherwise.
+    a model that forgets one gives different tokens. The vocabulary is the tokenizer's unless `vocab_size` says
+    otherwise.
     """
     path.mkdir(parents=True, exist_ok=True)
     seed, dtype = overrides.pop("seed", 0), overrides.pop("dtype", "float32")
@@ -45,7 +46,9 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
         "pad_token_id": 0,
         **overrides,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(architecture, **settings)
+    )
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path, tokenizer)

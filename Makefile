@@ -1,0 +1,66 @@
+# Every target sets up what it needs in .venv by itself; all it asks for is Python 3.11 or newer with venv.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON_IN_VENV := $(BIN)/python
+INSTALLED := $(VENV)/.installed
+CONFIG ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help setup demo serve test lint types protos protos-check bench gpu-check format lock clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(INSTALLED) ## Create .venv with everything in it
+
+demo: $(INSTALLED) ## One prompt through a prefill worker, a hand-over and a decode worker
+	@$(BIN)/baton demo
+
+serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to configure
+	@$(BIN)/baton serve $(CONFIG)
+
+test: lint types protos-check ## Every check and every test, as CI runs them
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu"
+
+lint: $(INSTALLED) ## ruff, the floor plan, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+types: $(INSTALLED) ## mypy --strict
+	$(BIN)/mypy
+
+protos: $(INSTALLED) ## Regenerate baton/v1 from protos/
+	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh
+
+protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
+	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
+
+bench: $(INSTALLED) ## The published numbers: engine speed and hand-over cost
+	$(PYTHON_IN_VENV) -m benchmarks.engine
+	$(PYTHON_IN_VENV) -m benchmarks.handover
+
+gpu-check: $(INSTALLED) ## Tests that need a CUDA device
+	@scripts/gpu_check.sh $(PYTHON_IN_VENV)
+
+format: $(INSTALLED) ## Rewrite Python and proto files in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+lock: ## Resolve requirements/cpu.lock anew
+	scripts/lock.sh
+
+clean: ## Remove .venv and every cache in this folder
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): requirements/cpu.lock pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/find_python.sh
+	scripts/install.sh $(VENV)
+	@touch $@

@@ -1,0 +1,124 @@
+"""Workers as Ray actors, behind typed handles; the only module that knows `ray.remote`.
+
+`ray.remote` hides a class's types from checkers, so the class stays plain, is wrapped here once, and the one `Any` of
+this package is the handle's actor.
+"""
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.config import BatonConfig
+from baton.errors import BatonError, ClusterError
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from cluster.placement import Bundle
+
+T = TypeVar("T")
+
+# `wait` occupies one thread for the actor's whole life; the others answer status, drain and stop.
+_ACTOR_THREADS = 4
+
+
+class WorkerActor:
+    """What runs inside the actor's process: a worker, and an event that ends with it."""
+
+    def __init__(self, config: BatonConfig, model_path: Path, role: WorkerRole, name: str) -> None:
+        # Imported here, so that the driver, which only names this class, does not load torch.
+        from cluster.worker_process import build_worker
+
+        self._worker = build_worker(config, model_path, role, name)
+        self._stopped = threading.Event()
+
+    def start(self) -> WorkerEndpoint:
+        return self._worker.start()
+
+    def status(self) -> WorkerStatus:
+        return self._worker.status()
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._worker.drain(timeout_s)
+
+    def stop(self) -> None:
+        self._worker.stop()
+        self._stopped.set()
+
+    def wait(self) -> None:
+        """Returns once the worker was stopped; a process that dies instead fails this call at the caller."""
+        self._stopped.wait()
+
+
+class WorkerHandle:
+    """A worker's control plane, from the outside. Calls raise ClusterError, or what the worker itself raised."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        model_path: Path,
+        role: WorkerRole,
+        name: str,
+        group: PlacementGroup,
+        bundle_index: int,
+        bundle: Bundle,
+    ) -> None:
+        self.role = role
+        self.name = name
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=bundle_index
+        )
+        remote_class: Any = ray.remote(WorkerActor)
+        self._actor = remote_class.options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            max_concurrency=_ACTOR_THREADS,
+            scheduling_strategy=strategy,
+        ).remote(config, model_path, role, name)
+
+    async def start(self) -> WorkerEndpoint:
+        """Loads the model and binds the ports, in the actor's process."""
+        return await self._call(self._actor.start.remote())
+
+    async def status(self) -> WorkerStatus:
+        return await self._call(self._actor.status.remote())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Whether nothing was left to lose within the time."""
+        return await self._call(self._actor.drain.remote(timeout_s))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ends the worker, then its process: gently within the time, else by force. Never raises."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call(self._actor.stop.remote())
+        except (TimeoutError, BatonError):
+            pass
+        finally:
+            ray.kill(self._actor)
+
+    async def wait(self) -> str:
+        """Returns when the worker's process ends, with the reason in one line."""
+        try:
+            await self._actor.wait.remote()
+        except RayActorError as error:
+            return _one_line(error)
+        return "it was stopped"
+
+    async def _call(self, reference: Awaitable[T]) -> T:
+        try:
+            return await reference
+        except RayTaskError as error:
+            if isinstance(error.cause, BatonError):
+                raise error.cause from None
+            raise ClusterError(f"worker {self.name} failed: {error}") from None
+        except RayError as error:
+            raise ClusterError(f"worker {self.name} is gone: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,120 @@
+"""The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
+
+Exit codes: 0 done, 1 the server (or the cluster) said no, 2 usage. Subcommands are imported only when asked for, so
+`baton --help`, `generate` and `status` never wait for Ray or torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import BatonError, ConfigError
+from cluster.flags import add_serve_flags, overrides_from
+
+DONE, REFUSED, USAGE = 0, 1, 2
+INTERRUPTED = 130
+
+_DEFAULTS = BatonConfig()
+DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except ConfigError as error:
+        print(f"baton {options.command}: {error}", file=sys.stderr)
+        return USAGE
+    except BatonError as error:
+        print(f"baton {options.command}: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Language models, served by prefill and decode workers."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start workers and gateway, and serve until Ctrl-C")
+    serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    serve.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_serve_flags(serve)
+
+    generate = commands.add_parser("generate", help="send one prompt and stream the answer")
+    _add_target(generate)
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
+    )
+    generate.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
+    generate.add_argument("--raw", action="store_true", help="send the text as it is, without chat template")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever comes")
+    generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+
+    status = commands.add_parser("status", help="show workers, their KV blocks and requests")
+    _add_target(status)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    demo = commands.add_parser(
+        "demo", help="start a small cluster, ask it one question, show where the time went"
+    )
+    demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="What is the capital of France?")
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="default %(default)s")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    overrides = overrides_from(options)
+    if options.config is not None:
+        config = BatonConfig.from_yaml(options.config, overrides)
+    else:
+        config = BatonConfig.from_mapping(overrides, "baton serve")
+    _prepare_ray(config)
+    from cluster import serve
+
+    return serve.run(config, as_json=options.json)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from cluster import generate
+
+    return generate.run(options)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from cluster import status
+
+    return status.run(options.target, as_json=options.json)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from cluster import demo
+
+    config = demo.demo_config()
+    _prepare_ray(config)
+    return demo.run(config, options.prompt)
+
+
+def _prepare_ray(config: BatonConfig) -> None:
+    from cluster.ray_session import prepare_environment
+
+    prepare_environment(config.cluster, os.environ)
+
+
+_COMMANDS = {"serve": _serve, "generate": _generate, "status": _status, "demo": _demo}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

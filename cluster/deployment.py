@@ -1,0 +1,125 @@
+"""Deployment: Ray, one gateway and the fleet behind it, from nothing to ready and back to nothing."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.worker import WorkerEndpoint
+from cluster.ray_session import connect
+from cluster.screen import Screen
+from cluster.signals import StopSignals, unless
+from cluster.supervisor import Supervisor, worker_names
+from engine.model_config import read_architecture, read_eos_token_ids
+from engine.pretrained import PRETRAINED, default_cache_dir, resolve
+from gateway import Gateway, ServedModel, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A deployment that answers requests."""
+
+    target: str
+    """Where its gRPC listens, as `host:port`."""
+    endpoints: tuple[WorkerEndpoint, ...]
+
+
+WhileReady = Callable[[Service], Awaitable[None]]
+
+
+def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
+    """Starts everything, runs `while_ready`, stops everything; a signal cancels whichever is under way but the last.
+
+    Raises BatonError if it could not start. Either way no process, port or shared memory is left.
+    """
+    model_path = _resolve_model(config, screen)
+    with ExitStack() as stack:
+        with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
+            stack.enter_context(connect(config.cluster, len(worker_names(config)), config.engine.device))
+            is_private = config.cluster.ray_address == "local"
+            outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
+        asyncio.run(_run(config, model_path, screen, while_ready))
+
+
+async def _run(config: BatonConfig, model_path: Path, screen: Screen, while_ready: WhileReady) -> None:
+    with StopSignals() as signals:
+        deployment = _Deployment(config, model_path)
+
+        async def start_and_use() -> None:
+            with screen.stage("workers", f"starting {_fleet_text(config)}") as outcome:
+                service = await deployment.start()
+                outcome(_workers_text(service))
+            await while_ready(service)
+
+        try:
+            await unless(signals.stop, start_and_use())
+        finally:
+            with screen.stage("stop", "letting running requests end") as outcome:
+                await deployment.stop(signals.hurry)
+                outcome("gateway and workers are down")
+
+
+class _Deployment:
+    """One gateway and the supervisor of its fleet. `stop` is right whatever `start` did."""
+
+    def __init__(self, config: BatonConfig, model_path: Path) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._supervisor = Supervisor(config, model_path)
+        self._gateway: Gateway | None = None
+
+    async def start(self) -> Service:
+        """Loads the tokenizer while the workers load the model, then opens the door."""
+        loading = asyncio.create_task(asyncio.to_thread(Tokenizer, self._model_path))
+        endpoints = await self._supervisor.start()
+        gateway = Gateway(
+            self._config.gateway,
+            self._config.network,
+            served_model(self._config, self._model_path),
+            await loading,
+            SystemClock(),
+        )
+        await gateway.start()
+        self._gateway = gateway
+        await self._supervisor.publish(endpoints, gateway)
+        return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """No new requests; running ones get their time unless `hurry` is set; then nothing is left."""
+        if self._gateway is not None:
+            grace_s = self._config.cluster.drain_timeout_s
+            if not await unless(hurry, self._gateway.stop(grace_s)):
+                await self._gateway.stop(0.0)
+        await self._supervisor.stop(hurry)
+
+
+def served_model(config: BatonConfig, model_path: Path) -> ServedModel:
+    """What clients are told of the model, from its folder and what the configuration makes of it."""
+    architecture = read_architecture(model_path)
+    name = config.model.path if config.model.path in PRETRAINED else model_path.name
+    return ServedModel(
+        name=name,
+        path=str(model_path),
+        max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
+        vocab_size=architecture.vocab_size,
+        eos_token_ids=read_eos_token_ids(model_path),
+    )
+
+
+def _resolve_model(config: BatonConfig, screen: Screen) -> Path:
+    with screen.bar() as progress:
+        path = resolve(config.model.path, default_cache_dir(os.environ), progress)
+    screen.line("model", f"{path} in {config.model.dtype}")
+    return path
+
+
+def _fleet_text(config: BatonConfig) -> str:
+    return f"{config.cluster.prefill} prefill and {config.cluster.decode} decode on {config.engine.device}"
+
+
+def _workers_text(service: Service) -> str:
+    return ", ".join(f"{e.ref.name} ({e.role.value}, pid {e.pid})" for e in service.endpoints)

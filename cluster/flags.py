@@ -1,0 +1,76 @@
+"""The flags of `baton serve`: each one is a key of the configuration file, typed and explained by that key."""
+
+import argparse
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from baton.config import BatonConfig
+
+Overrides = dict[str, dict[str, Any]]
+
+SERVE_FLAGS: dict[str, tuple[str, str]] = {
+    "--model": ("model", "path"),
+    "--dtype": ("model", "dtype"),
+    "--load-format": ("model", "load_format"),
+    "--prefill": ("cluster", "prefill"),
+    "--decode": ("cluster", "decode"),
+    "--ray-address": ("cluster", "ray_address"),
+    "--device": ("engine", "device"),
+    "--num-threads": ("engine", "num_threads"),
+    "--kv-cache-memory-mib": ("engine", "kv_cache_memory_mib"),
+    "--max-num-seqs": ("scheduler", "max_num_seqs"),
+    "--max-num-batched-tokens": ("scheduler", "max_num_batched_tokens"),
+    "--max-model-len": ("scheduler", "max_model_len"),
+    "--block-size": ("scheduler", "block_size"),
+    "--num-blocks": ("scheduler", "num_blocks"),
+    "--host": ("gateway", "host"),
+    "--grpc-port": ("gateway", "grpc_port"),
+    "--routing-mode": ("gateway", "routing_mode"),
+}
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per entry of the table; a flag that is not given leaves its key alone."""
+    for flag, (section, key) in SERVE_FLAGS.items():
+        field = field_of(section, key)
+        kind, choices = _type_of(field.annotation)
+        explanation = " ".join((field.description or "").split())
+        parser.add_argument(
+            flag,
+            dest=f"{section}.{key}",
+            default=None,
+            type=kind,
+            choices=choices,
+            metavar=None if choices else key.upper(),
+            help=f"{section}.{key} (default {field.default}). {explanation}".replace("%", "%%"),
+        )
+
+
+def overrides_from(options: argparse.Namespace) -> Overrides:
+    """Section -> key -> value for the flags that were given."""
+    overrides: Overrides = {}
+    for section, key in SERVE_FLAGS.values():
+        value = getattr(options, f"{section}.{key}")
+        if value is not None:
+            overrides.setdefault(section, {})[key] = value
+    return overrides
+
+
+def field_of(section: str, key: str) -> FieldInfo:
+    """The configuration's own description of a key."""
+    section_class = BatonConfig.model_fields[section].annotation
+    assert section_class is not None
+    fields: dict[str, FieldInfo] = section_class.model_fields
+    return fields[key]
+
+
+def _type_of(annotation: Any) -> tuple[type[Any], tuple[str, ...] | None]:
+    """How a flag's text becomes a value, and the closed set it must be from, if there is one."""
+    if get_origin(annotation) is Literal:
+        return str, get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    assert annotation in (int, float, str), f"no flag can hold a {annotation}"
+    return annotation, None

@@ -1,0 +1,116 @@
+"""The connection to Ray: a private one for this command, or an existing cluster; knows no workers.
+
+A private Ray listens on loopback only and lives in a folder of its own. Its processes die with ours even on
+SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), hence `connect` belongs on the main one.
+"""
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from baton.config import ClusterConfig
+from baton.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 100 * 2**20
+"""Next to nothing goes through Ray's object store, and Ray refuses less than 75 MiB."""
+
+# Seconds instead of Ray's default 16 until a lost node is noticed.
+_SYSTEM_CONFIG = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 4,
+}
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+# What a joined cluster's workers need of our code; a private Ray runs in this very environment.
+_PACKAGES = ("baton", "cluster", "decode_worker", "engine", "kv_transfer", "prefill_worker", "scheduler")
+
+
+def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str]) -> None:
+    """Ray reads these when it is first imported, so this comes before anything that imports it."""
+    environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.ray_address == "local":
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
+
+
+@contextmanager
+def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[None]:
+    """Starts or joins Ray, and leaves it again; a private one is gone afterwards.
+
+    Raises ClusterError. A private Ray has CPU slots for `num_workers` even where the machine has fewer cores: slots
+    are bookkeeping, and a laptop shall serve as well. Its logs outlive it only if the body fails.
+    """
+    assert threading.current_thread() is threading.main_thread(), (
+        "a private Ray dies with the thread that starts it"
+    )
+    import ray
+
+    if config.ray_address != "local":
+        with _joined(ray, config.ray_address):
+            yield
+        return
+    folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
+    is_worth_keeping = False
+    try:
+        with _private(ray, folder, config, num_workers, device):
+            yield
+    except Exception:
+        is_worth_keeping = True
+        logger.warning("the logs of Ray and of the workers are kept in %s", folder)
+        raise
+    finally:
+        if not is_worth_keeping:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _private(
+    ray: ModuleType, folder: Path, config: ClusterConfig, num_workers: int, device: str
+) -> Iterator[None]:
+    _init(
+        ray,
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(num_workers * config.cpus_per_worker)),
+        num_gpus=None if device == "cuda" else 0,  # None: those the machine has
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        _temp_dir=str(folder),
+        _system_config=_SYSTEM_CONFIG,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _joined(ray: ModuleType, address: str) -> Iterator[None]:
+    # Workers run the code of this checkout, whatever the cluster's nodes have installed.
+    modules = [str(_ROOT / package) for package in _PACKAGES]
+    _init(ray, address=address, runtime_env={"py_modules": modules})
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _init(ray: ModuleType, address: str, **options: Any) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        what = (
+            "start Ray" if address == "local" else f"join the Ray cluster at {address} (cluster.ray_address)"
+        )
+        raise ClusterError(f"could not {what}: {error}") from error

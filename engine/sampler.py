@@ -1,0 +1,173 @@
+"""Logits to tokens, by each request's own parameters; knows no model, and keeps nothing between steps.
+
+Every row is computed from its own logits, request and (seed, position), so a request samples the same tokens
+alone, in any batch, after preemption or on another worker. Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
+from engine.batch import IntArray, RequestState
+from engine.counter_rng import gumbel_noise, row_keys
+
+MIN_TEMPERATURE = 1e-30
+"""Lower ones, which float32 cannot divide by, act like this one: the arg max."""
+CANDIDATES = 256
+"""Likeliest tokens looked at first for top_p; sixteen times more each time the nucleus is larger than that."""
+ROWS_AT_ONCE = 4
+"""Rows of noise made together, so that a large vocabulary's intermediate values stay in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one row; `logprobs` where the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[SampledToken]:
+    """One token per row, for the request of that row; the logits are left as they are."""
+    raw_RV = logits_RV.to(torch.float32)
+    processed_RV = _processed(raw_RV, requests)
+    token_ids = processed_RV.argmax(-1).tolist()
+    random_rows = [row for row, request in enumerate(requests) if not request.sampling_params.is_greedy]
+    if random_rows:
+        rows_RV = processed_RV if len(random_rows) == len(requests) else processed_RV[random_rows]
+        drawn = _draw(rows_RV, [requests[row] for row in random_rows])
+        for row, token_id in zip(random_rows, drawn, strict=True):
+            token_ids[row] = token_id
+    logprobs = _logprobs(raw_RV, token_ids, requests)
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.Tensor:
+    """Bias, penalties and the `min_tokens` mask; the raw logits themselves where no row asks for any."""
+    changed = [row for row, request in enumerate(requests) if _is_processed(request)]
+    if not changed:
+        return raw_RV
+    processed_RV = raw_RV.clone()
+    for row in changed:
+        _process_(processed_RV[row], requests[row])
+    return processed_RV
+
+
+def _is_processed(request: RequestState) -> bool:
+    p = request.sampling_params
+    return bool(
+        p.logit_bias
+        or p.repetition_penalty != 1.0
+        or p.presence_penalty
+        or p.frequency_penalty
+        or request.num_output_tokens < p.min_tokens
+    )
+
+
+def _process_(logits_V: torch.Tensor, request: RequestState) -> None:
+    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary name nothing."""
+    p, vocab_size = request.sampling_params, len(logits_V)
+    if p.logit_bias:
+        bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
+        logits_V[list(bias)] += torch.tensor(list(bias.values()), device=logits_V.device)
+    if p.repetition_penalty != 1.0:
+        seen = _on_device(np.unique(request.token_ids), logits_V)
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        ids, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+        penalties = p.presence_penalty + p.frequency_penalty * _on_device(counts, logits_V)
+        logits_V[_on_device(ids, logits_V)] -= penalties
+    if request.num_output_tokens < p.min_tokens:
+        logits_V[[token_id for token_id in request.stop_token_ids if token_id < vocab_size]] = -math.inf
+
+
+def _draw(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[int]:
+    """Samples by Gumbel-max from what the filters leave. A request without a seed draws as if with seed 0."""
+    params = [request.sampling_params for request in requests]
+    keys = [
+        row_keys(p.seed or 0, request.num_output_tokens) for p, request in zip(params, requests, strict=True)
+    ]
+    temperatures_R1 = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits_RV)
+    scores_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures_R1
+    if any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+        probs_RV = scores_RV.softmax(-1)
+        scores_RV.masked_fill_(probs_RV < _lowest_kept(probs_RV, params), -math.inf)
+    for start in range(0, len(params), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        scores_RV[rows] += gumbel_noise(keys[rows], logits_RV.shape[1], logits_RV.device)
+    token_ids: list[int] = scores_RV.argmax(-1).tolist()
+    return token_ids
+
+
+def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """R x 1: the lowest probability that survives top_k, then top_p of what is left, then min_p.
+
+    Tokens as likely as the last survivor survive with it, which makes the cut independent of how ties are sorted.
+    """
+    vocab_size = probs_RV.shape[1]
+    top_ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    lowest_R1 = probs_RV.amax(-1, keepdim=True) * _column([p.min_p for p in params], probs_RV)
+    cut = [row for row, p in enumerate(params) if p.top_p < 1.0 or top_ks[row] < vocab_size]
+    if cut:
+        cut_R1 = _nucleus(probs_RV[cut], [top_ks[row] for row in cut], [params[row].top_p for row in cut])
+        lowest_R1[cut] = torch.maximum(lowest_R1[cut], cut_R1)
+    return lowest_R1
+
+
+def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
+    """R x 1: the probability of the last token within top_k and within top_p of the mass of those."""
+    vocab_size = probs_RV.shape[1]
+    top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
+    top_p_R1 = _column(top_ps, probs_RV)
+    num_candidates = min(vocab_size, max([CANDIDATES, *(k for k in top_ks if k < vocab_size)]))
+    while True:
+        candidates_RC = probs_RV.topk(num_candidates, sorted=True).values
+        mass_RC = candidates_RC.cumsum(-1)
+        mass_R1 = torch.where(
+            top_k_R1 <= num_candidates, mass_RC.gather(1, top_k_R1.clamp(max=num_candidates) - 1), 1.0
+        )
+        is_complete_R1 = (top_k_R1 <= num_candidates) | (mass_RC[:, -1:] >= top_p_R1)
+        if num_candidates == vocab_size or bool(is_complete_R1.all()):
+            break
+        num_candidates = min(vocab_size, 16 * num_candidates)
+    ranks_C = torch.arange(num_candidates, device=probs_RV.device)
+    is_kept_RC = (ranks_C < top_k_R1) & (mass_RC - candidates_RC < top_p_R1 * mass_R1)
+    is_kept_RC[:, 0] = True
+    return candidates_RC.gather(1, is_kept_RC.sum(-1, keepdim=True) - 1)
+
+
+def _logprobs(
+    raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RequestState]
+) -> dict[int, TokenLogprobs]:
+    """By row, for the requests that want them; from the logits before any processing."""
+    wanted = {
+        row: request.sampling_params.logprobs
+        for row, request in enumerate(requests)
+        if request.sampling_params.logprobs is not None
+    }
+    found = {}
+    for row, num_top in wanted.items():
+        logprobs_V = raw_RV[row].log_softmax(-1)
+        top = logprobs_V.topk(min(num_top, len(logprobs_V)))
+        logprob = logprobs_V[token_ids[row]]
+        found[row] = TokenLogprobs(
+            token_id=token_ids[row],
+            logprob=float(logprob),
+            rank=int((logprobs_V > logprob).sum()) + 1,
+            top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+        )
+    return found
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _on_device(array: IntArray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array).to(like.device)

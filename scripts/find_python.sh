@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Prints a Python interpreter that can build the environment: 3.11 or newer, with venv and pip. Says what to do if none.
+set -euo pipefail
+
+is_suitable() {
+    "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+    if command -v "$candidate" >/dev/null && is_suitable "$candidate"; then
+        command -v "$candidate"
+        exit 0
+    fi
+done
+
+{
+    echo "No suitable Python: 3.11 or newer with the venv module is needed."
+    found=$(python3 --version 2>/dev/null || echo "no python3 at all")
+    echo "Found: $found."
+    echo "On Debian or Ubuntu: apt install python3-venv    Elsewhere: make PYTHON=/path/to/python3.11 ..."
+} >&2
+exit 1

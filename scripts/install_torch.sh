@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# usage: install_torch.sh PYTHON VERSION
+# Installs PyTorch: the default build where an NVIDIA GPU is, else the CPU build, which is ten times smaller.
+set -euo pipefail
+python=$1 version=$2
+cpu_index=https://download.pytorch.org/whl/cpu
+
+if "$python" -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null; then
+    exit 0
+fi
+if nvidia-smi -L >/dev/null 2>&1; then
+    exec "$python" -m pip install --quiet "torch==$version"
+fi
+# Asking for the local version `+cpu` makes a CUDA build impossible, whichever indexes pip knows besides.
+if ! "$python" -m pip install --quiet --retries 2 --timeout 20 --extra-index-url "$cpu_index" "torch==$version+cpu"; then
+    echo "No CPU build of torch $version to be had; installing the default build, which may be large." >&2
+    exec "$python" -m pip install --quiet "torch==$version"
+fi

@@ -1,0 +1,137 @@
+"""A model runner driven by hand-written plans: the smallest possible scheduler, with blocks in shuffled order."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
+from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.kv_cache import KVPool
+from engine.loader import LoadedModel
+from engine.runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
+
+
+@dataclass
+class Leg:
+    """A request as the driver follows it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    outputs: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    is_known: bool = False
+    is_preempted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.outputs)
+
+
+class StepDriver:
+    """Holds a runner, its pool and the requests; every step names the requests and their token counts."""
+
+    def __init__(self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, seed: int = 0) -> None:
+        self.model = model
+        self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
+        self.runner = ModelRunner(model, self.pool)
+        self.legs: dict[str, Leg] = {}
+        self.free_blocks = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free_blocks)
+        self._finished: set[str] = set()
+        self._preempted: set[str] = set()
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        params: SamplingParams = GREEDY,
+        stop_token_ids: Iterable[int] = (),
+    ) -> Leg:
+        leg = Leg(request_id, tuple(prompt), params, frozenset(stop_token_ids))
+        self.legs[request_id] = leg
+        return leg
+
+    def finish(self, request_id: str) -> None:
+        """The runner hears of it with the next plan."""
+        self.free_blocks.extend(self.legs.pop(request_id).block_ids)
+        self._finished.add(request_id)
+
+    def preempt(self, request_id: str) -> None:
+        """Takes the blocks away; the request starts over when it is scheduled next."""
+        leg = self.legs[request_id]
+        self.free_blocks.extend(leg.block_ids)
+        leg.block_ids, leg.num_computed, leg.is_preempted = [], 0, True
+        self._preempted.add(request_id)
+
+    def step(self, num_scheduled_tokens: dict[str, int]) -> ModelRunnerOutput:
+        """One plan through the runner, and its outcome written down."""
+        output = self.runner.execute(self.plan(num_scheduled_tokens))
+        for request_id, n in num_scheduled_tokens.items():
+            leg = self.legs[request_id]
+            leg.num_computed += n
+            leg.outputs.extend(output.sampled_token_ids.get(request_id, []))
+            leg.logprobs.extend(output.logprobs.get(request_id, []))
+        return output
+
+    def plan(self, num_scheduled_tokens: dict[str, int]) -> SchedulerOutput:
+        new, cached, resumed = [], [], set()
+        for request_id, n in num_scheduled_tokens.items():
+            leg = self.legs[request_id]
+            new_blocks = self._grow(leg, n)
+            if not leg.is_known:
+                new.append(
+                    NewRequestData(
+                        request_id=request_id,
+                        prompt_token_ids=leg.prompt,
+                        output_token_ids=tuple(leg.outputs),
+                        sampling_params=leg.params,
+                        stop_token_ids=leg.stop_token_ids,
+                        block_ids=tuple(leg.block_ids),
+                        num_computed_tokens=leg.num_computed,
+                    )
+                )
+            else:
+                cached.append((request_id, new_blocks, leg.num_computed))
+                if leg.is_preempted:
+                    resumed.add(request_id)
+            leg.is_known, leg.is_preempted = True, False
+        finished, preempted = frozenset(self._finished), frozenset(self._preempted)
+        self._finished.clear()
+        self._preempted.clear()
+        return SchedulerOutput(
+            scheduled_new_reqs=tuple(new),
+            scheduled_cached_reqs=CachedRequestData(
+                request_ids=tuple(request_id for request_id, _, _ in cached),
+                resumed_request_ids=frozenset(resumed),
+                new_block_ids=tuple(blocks for _, blocks, _ in cached),
+                num_computed_tokens=tuple(num_computed for _, _, num_computed in cached),
+            ),
+            num_scheduled_tokens=dict(num_scheduled_tokens),
+            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
+            preempted_req_ids=preempted,
+            finished_req_ids=finished,
+        )
+
+    def generate(
+        self, prompts: dict[str, list[int]], max_tokens: int, *, chunk: int = 1000, params: SamplingParams = GREEDY
+    ) -> dict[str, list[int]]:
+        """All prompts together, each in chunks of at most `chunk` tokens, until every one has its tokens."""
+        legs = [self.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
+        while running := [leg for leg in legs if len(leg.outputs) < max_tokens]:
+            self.step({leg.request_id: min(chunk, leg.num_tokens - leg.num_computed) for leg in running})
+        for leg in legs:
+            self.finish(leg.request_id)
+        return {leg.request_id: leg.outputs for leg in legs}
+
+    def _grow(self, leg: Leg, n: int) -> tuple[int, ...]:
+        needed = -(-(leg.num_computed + n) // self.pool.shape.block_size) - len(leg.block_ids)
+        blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
+        leg.block_ids.extend(blocks)
+        return blocks

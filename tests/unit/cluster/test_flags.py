@@ -1,0 +1,58 @@
+"""Every flag of `baton serve` is a key of the configuration, and says what the key says."""
+
+import argparse
+
+import pytest
+
+from baton.config import BatonConfig
+from cluster.flags import SERVE_FLAGS, add_serve_flags, field_of, overrides_from
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_serve_flags(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(("flag", "place"), SERVE_FLAGS.items())
+def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
+    section, key = place
+    field = field_of(section, key)
+    samples = {"path": "some/folder", "ray_address": "head:6379", "host": "0.0.0.0"}
+    choices = [c for c in ("float32", "dummy", "cuda", "local") if c in str(field.annotation)]
+    text = samples.get(key) or (choices[0] if choices else "7")
+    overrides = overrides_from(parse(flag, text))
+    assert overrides == {section: {key: 7 if text == "7" else text}}
+    section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
+    assert str(getattr(section_of_config, key)) == text
+
+
+def test_flags_not_given_leave_the_file_alone() -> None:
+    assert overrides_from(parse()) == {}
+    assert overrides_from(parse("--prefill", "0")) == {"cluster": {"prefill": 0}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--prefill", "two"], "invalid int value: 'two'"),
+        (["--no-such-flag"], "unrecognized arguments"),
+    ],
+)
+def test_bad_values_are_usage_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_the_keys_own_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for section, key in SERVE_FLAGS.values():
+        assert f"{section}.{key} (default" in text
+    assert "A Hugging Face folder" in text

@@ -1,0 +1,42 @@
+"""What a worker asks of Ray, and whether a cluster can hold a fleet."""
+
+import pytest
+
+from baton.config import BatonConfig
+from cluster.placement import Bundle, bundle_of, fits
+
+
+def test_a_cpu_worker_asks_for_its_cpus() -> None:
+    config = BatonConfig.from_mapping({"cluster": {"cpus_per_worker": 0.5}})
+    assert bundle_of(config) == {"CPU": 0.5}
+
+
+def test_a_cuda_worker_asks_for_one_gpu_too() -> None:
+    config = BatonConfig.from_mapping({"engine": {"device": "cuda"}})
+    assert bundle_of(config) == {"CPU": 1.0, "GPU": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes", "room"),
+    [
+        (2, [{"CPU": 2.0}], True),
+        (3, [{"CPU": 2.0}], False),
+        (3, [{"CPU": 2.0}, {"CPU": 1.0}], True),
+        (2, [{"CPU": 1.5}, {"CPU": 1.5}], True),
+        (3, [{"CPU": 1.5}, {"CPU": 1.5}], False),  # 3 CPUs in all, but no node has the third one whole
+        (1, [], False),
+        (1, [{"memory": 1e9}], False),
+    ],
+)
+def test_room_is_counted_per_node(count: int, nodes: list[Bundle], room: bool) -> None:
+    assert fits({"CPU": 1.0}, count, nodes) is room
+
+
+def test_the_scarcest_resource_decides() -> None:
+    nodes: list[Bundle] = [{"CPU": 16.0, "GPU": 2.0}]
+    assert fits({"CPU": 1.0, "GPU": 1.0}, 2, nodes)
+    assert not fits({"CPU": 1.0, "GPU": 1.0}, 3, nodes)
+
+
+def test_fractions_are_not_lost_to_rounding() -> None:
+    assert fits({"CPU": 0.1}, 3, [{"CPU": 0.3}])

