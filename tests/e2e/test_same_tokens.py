@@ -1,0 +1,207 @@
+"""The promise that everything else serves: wherever a prompt is computed, the tokens are those of transformers.
+
+A real model, real worker processes, the real gateway and its gRPC API; in float32, since batches of different shapes
+round differently in bfloat16.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from baton.config import BatonConfig
+from engine.pretrained import default_cache_dir, resolve
+from tests.factories.local_cluster import Answer, LocalCluster, local_cluster
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+NUM_NEW_TOKENS = 6
+LENGTHS = [
+    *[
+        1,
+        2,
+        3,
+        7,
+        8,
+        14,
+        15,
+        16,
+        17,
+        18,
+        24,
+        30,
+        31,
+        32,
+        33,
+        34,
+        40,
+        46,
+        47,
+        48,
+        49,
+        50,
+        56,
+        62,
+        63,
+        64,
+        65,
+        66,
+    ],
+    *[79, 80, 81, 95, 96, 97, 111, 112, 113, 127, 128, 129, 143, 144, 145, 159, 160, 161, 191, 192, 193],
+    *[223, 224, 225, 255, 256, 257, 300, 319, 320, 321, 400, 512, 700, 1024, 1500],
+]
+Mode = Literal["disaggregated", "local"]
+
+
+def make_config(**scheduler: object) -> BatonConfig:
+    return BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32"},
+            "scheduler": {"max_num_batched_tokens": 256, **scheduler},
+            "gateway": {"grpc_port": 0},
+            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
+            "kv_transfer": {"peer_timeout_s": 60.0},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return resolve("smollm2", default_cache_dir(os.environ))
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2: Path) -> list[list[int]]:
+    """Real text in many lengths, each prompt beginning somewhere else."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    tokens = AutoTokenizer.from_pretrained(smollm2)(text)["input_ids"]
+    return [tokens[17 * i : 17 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def reference(folder: Path, prompts: list[list[int]], num_new_tokens: int) -> list[tuple[int, ...]]:
+    """What transformers' own greedy generation says, prompt by prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            tokens = torch.tensor([prompt])
+            out = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=num_new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            answers.append(tuple(out[0, len(prompt) :].tolist()))
+    return answers
+
+
+async def ask(cluster: LocalCluster, prompt: list[int], mode: Mode, salt: str, **sampling: object) -> Answer:
+    options = {"temperature": 0.0, "max_tokens": NUM_NEW_TOKENS, "ignore_eos": True} | sampling
+    answer = await cluster.answer(prompt, mode, cache_salt=salt, **options)
+    assert answer.completion.placement["mode"] == mode
+    assert answer.completion.usage["prompt_tokens"] == len(prompt)
+    return answer
+
+
+async def ask_all(
+    cluster: LocalCluster,
+    prompts: list[list[int]],
+    mode: Mode,
+    salt: str,
+    num_at_once: int,
+    **sampling: object,
+) -> list[tuple[int, ...]]:
+    """Every prompt's answer; the salt keeps one run's prefix cache from answering another's prompts."""
+    slots = asyncio.Semaphore(num_at_once)
+
+    async def one(prompt: list[int]) -> tuple[int, ...]:
+        async with slots:
+            return (await ask(cluster, prompt, mode, salt, **sampling)).token_ids
+
+    return await asyncio.gather(*[one(prompt) for prompt in prompts])
+
+
+async def check_same_tokens(
+    cluster: LocalCluster, prompts: list[list[int]], expected: list[tuple[int, ...]]
+) -> None:
+    for mode in ("disaggregated", "local"):
+        for num_at_once in (1, 16):
+            answers = await ask_all(cluster, prompts, mode, f"{mode} {num_at_once}", num_at_once)  # type: ignore[arg-type]
+            wrong = [len(p) for p, a, e in zip(prompts, answers, expected, strict=True) if a != e]
+            assert not wrong, (
+                f"{mode}, {num_at_once} at once: prompts of {wrong} tokens differ from transformers"
+            )
+            await cluster.at_rest()
+
+
+def test_a_real_model_answers_as_transformers_does(
+    smollm2: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    expected = reference(smollm2, prompts, NUM_NEW_TOKENS)
+
+    async def run() -> None:
+        async with local_cluster(make_config(), smollm2, tmp_path) as cluster:
+            await check_same_tokens(cluster, prompts, expected)
+            # Sampled: the seed decides, not who computes.
+            short = prompts[::6]
+            sampled = [
+                await ask_all(
+                    cluster, short, mode, f"sampled {mode}", 4, seed=11, temperature=0.9, top_p=0.95
+                )
+                for mode in ("disaggregated", "local")
+            ]
+            assert sampled[0] == sampled[1]
+            assert sampled[0] != [expected[i] for i in range(0, len(prompts), 6)]
+            description = await cluster.at_rest()
+            assert description["gateway"]["in_flight"] == 0
+            assert (await cluster.counters("d0"))["kv_loads_received"] == 2 * len(prompts) + len(short)
+
+    asyncio.run(run())
+
+
+def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(
+    smollm2: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    short = [prompt for prompt in prompts if 15 <= len(prompt) <= 97]
+    expected = reference(smollm2, short, 24)
+
+    async def run() -> None:
+        async with local_cluster(make_config(num_blocks=25), smollm2, tmp_path) as cluster:
+            for mode in ("disaggregated", "local"):
+                answers = await ask_all(cluster, short, mode, mode, 12, max_tokens=24)  # type: ignore[arg-type]
+                assert answers == expected, mode
+                await cluster.at_rest()
+            assert (await cluster.counters("d0"))["preemptions"] > 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 40, "num_attention_heads": 6, "hidden_size": 96}),
+    ],
+)
+def test_other_architectures_answer_as_transformers_does(
+    architecture: str, overrides: dict[str, object], tmp_path: Path
+) -> None:
+    folder = make_model_dir(tmp_path / "model", architecture, **overrides)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 129, 200, 300]
+    prompts = [torch.randint(3, 290, (length,), generator=generator).tolist() for length in lengths]
+    expected = reference(folder, prompts, NUM_NEW_TOKENS)
+
+    async def run() -> None:
+        config = make_config(max_num_batched_tokens=48)
+        async with local_cluster(config, folder, tmp_path) as cluster:
+            await check_same_tokens(cluster, prompts, expected)
+
+    asyncio.run(run())
