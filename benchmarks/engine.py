@@ -13,7 +13,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -50,7 +52,9 @@ class BatonSide:
 
     def __init__(self, model: LoadedModel) -> None:
         shape = model.kv_block_shape(BLOCK_SIZE)
-        num_blocks = 2 + max(DECODE_BATCHES) * (2 * CONTEXT // BLOCK_SIZE) + max(PREFILL_LENGTHS) // BLOCK_SIZE
+        num_blocks = (
+            2 + max(DECODE_BATCHES) * (2 * CONTEXT // BLOCK_SIZE) + max(PREFILL_LENGTHS) // BLOCK_SIZE
+        )
         config = SchedulerConfig(
             max_num_batched_tokens=max(*PREFILL_LENGTHS, CONTEXT * max(DECODE_BATCHES)),
             max_model_len=model.max_model_len,
@@ -88,7 +92,7 @@ class TransformersSide:
 
     def __init__(self, path: Path, dtype: str) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        self._model = model.eval()
+        self._model: Any = model
 
     def prefill_s(self, prompt: list[int]) -> float:
         return self._generate_s([prompt], 1)
@@ -115,7 +119,6 @@ def main() -> None:
     """Measures, prints a table, and writes JSON if asked to."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.disable_progress_bar()
     model = load_model(ModelConfig(dtype=arguments.dtype), arguments.model, torch.device("cpu"))
     baton, reference = BatonSide(model), TransformersSide(arguments.model, arguments.dtype)
     rng = random.Random(0)
@@ -131,8 +134,8 @@ def main() -> None:
                 f"prefill {length}",
                 length,
                 arguments.rounds,
-                lambda prompt=prompt: baton.prefill_s(prompt),
-                lambda prompt=prompt: reference.prefill_s(prompt),
+                partial(baton.prefill_s, prompt),
+                partial(reference.prefill_s, prompt),
             )
         )
     for batch in DECODE_BATCHES:
@@ -142,8 +145,8 @@ def main() -> None:
                 f"decode, batch {batch}",
                 batch,
                 arguments.rounds,
-                lambda group=group: baton.decode_s(group, arguments.decode_tokens),
-                lambda group=group: reference.decode_s(group, arguments.decode_tokens),
+                partial(baton.decode_s, group, arguments.decode_tokens),
+                partial(reference.decode_s, group, arguments.decode_tokens),
             )
         )
     _report(rows, arguments)
@@ -154,7 +157,8 @@ def _measure(
 ) -> Row:
     """One round to warm up, then alternating ones."""
     pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
-    return Row(workload, tokens, *(statistics.median(side) for side in zip(*pairs, strict=True)))
+    baton_s, transformers_s = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return Row(workload, tokens, baton_s, transformers_s)
 
 
 def _report(rows: list[Row], arguments: argparse.Namespace) -> None:
@@ -184,13 +188,17 @@ def _report(rows: list[Row], arguments: argparse.Namespace) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=24, help="steps a round")
-    parser.add_argument("--json", type=Path, help="write the result here, e.g. benchmarks/results/engine.json")
+    parser.add_argument(
+        "--json", type=Path, help="write the result here, e.g. benchmarks/results/engine.json"
+    )
     return parser.parse_args()
 
 

@@ -30,13 +30,15 @@ class WorkerActor:
     """What runs inside the actor's process: a worker, and an event that ends with it."""
 
     def __init__(self, config: BatonConfig, model_path: Path, role: WorkerRole, name: str) -> None:
-        # Imported here, so that the driver, which only names this class, does not load torch.
-        from cluster.worker_process import build_worker
-
-        self._worker = build_worker(config, model_path, role, name)
+        self._arguments = (config, model_path, role, name)
         self._stopped = threading.Event()
 
     def start(self) -> WorkerEndpoint:
+        # Not in the constructor, whose errors Ray reports as the actor's death; and imported here, so that the
+        # driver, which only names this class, does not load torch.
+        from cluster.worker_process import build_worker
+
+        self._worker = build_worker(*self._arguments)
         return self._worker.start()
 
     def status(self) -> WorkerStatus:

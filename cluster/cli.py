@@ -25,15 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
     options = build_parser().parse_args(arguments)
     try:
-        return _COMMANDS[options.command](options)
+        code: int = _COMMANDS[options.command](options)
+        return code
     except ConfigError as error:
-        print(f"baton {options.command}: {error}", file=sys.stderr)
-        return USAGE
+        return _fail(options, error, USAGE)
     except BatonError as error:
-        print(f"baton {options.command}: {error}", file=sys.stderr)
-        return REFUSED
+        return _fail(options, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _fail(options: argparse.Namespace, error: Exception, code: int) -> int:
+    print(f"baton {options.command}: {error}", file=sys.stderr)
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,14 +93,22 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     from cluster import generate
+    from gateway import GatewayError
 
-    return generate.run(options)
+    try:
+        return generate.run(options)
+    except GatewayError as error:
+        return _fail(options, error, REFUSED)
 
 
 def _status(options: argparse.Namespace) -> int:
     from cluster import status
+    from gateway import GatewayError
 
-    return status.run(options.target, as_json=options.json)
+    try:
+        return status.run(options.target, as_json=options.json)
+    except GatewayError as error:
+        return _fail(options, error, REFUSED)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -58,9 +58,9 @@ async def _run(config: BatonConfig, model_path: Path, screen: Screen, while_read
         try:
             await unless(signals.stop, start_and_use())
         finally:
-            with screen.stage("stop", "letting running requests end") as outcome:
-                await deployment.stop(signals.hurry)
-                outcome("gateway and workers are down")
+            grace_s = config.cluster.drain_timeout_s
+            screen.line("stopping", f"running requests have {grace_s:g} s to end; Ctrl-C again cuts them off")
+            await deployment.stop(signals.hurry)
 
 
 class _Deployment:

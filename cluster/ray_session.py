@@ -32,6 +32,8 @@ _SYSTEM_CONFIG = {
     "health_check_failure_threshold": 4,
 }
 
+_MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
+
 _ROOT = Path(__file__).resolve().parent.parent
 
 # What a joined cluster's workers need of our code; a private Ray runs in this very environment.
@@ -61,7 +63,7 @@ def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[No
         with _joined(ray, config.ray_address):
             yield
         return
-    folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))
+    folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
     is_worth_keeping = False
     try:
         with _private(ray, folder, config, num_workers, device):
@@ -79,17 +81,17 @@ def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[No
 def _private(
     ray: ModuleType, folder: Path, config: ClusterConfig, num_workers: int, device: str
 ) -> Iterator[None]:
-    _init(
-        ray,
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, math.ceil(num_workers * config.cpus_per_worker)),
-        num_gpus=None if device == "cuda" else 0,  # None: those the machine has
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        _temp_dir=str(folder),
-        _system_config=_SYSTEM_CONFIG,
-    )
     try:
+        _init(
+            ray,
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(num_workers * config.cpus_per_worker)),
+            num_gpus=None if device == "cuda" else 0,  # None: those the machine has
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=str(folder),
+            _system_config=_SYSTEM_CONFIG,
+        )
         yield
     finally:
         ray.shutdown()
@@ -99,16 +101,22 @@ def _private(
 def _joined(ray: ModuleType, address: str) -> Iterator[None]:
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
-    _init(ray, address=address, runtime_env={"py_modules": modules})
     try:
+        _init(ray, address=address, runtime_env={"py_modules": modules})
         yield
     finally:
         ray.shutdown()
 
 
+def _short_folder(folder: str) -> str:
+    """The folder for temporary files, unless the sockets that Ray makes deep below it would get too long a name."""
+    longest = f"{folder}/baton-ray-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
+    return folder if len(longest) <= _MAX_SOCKET_PATH else "/tmp"
+
+
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         what = (
             "start Ray" if address == "local" else f"join the Ray cluster at {address} (cluster.ray_address)"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-_LABEL_WIDTH = 8
+_LABEL_WIDTH = 9
 
 
 class Screen:

@@ -24,6 +24,7 @@ def run(config: BatonConfig, as_json: bool) -> int:
         await asyncio.Event().wait()  # until a signal cancels it
 
     run_deployment(config, screen, while_ready)
+    screen.line("stopped", "everything it started is gone")
     return 0
 
 

@@ -1,7 +1,9 @@
 """Logits to tokens, by each request's own parameters; knows no model, and keeps nothing between steps.
 
 Every row is computed from its own logits, request and (seed, position), so a request samples the same tokens
-alone, in any batch, after preemption or on another worker. Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
+alone, in any batch, after preemption or on another worker.
+
+Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
 """
 
 import math

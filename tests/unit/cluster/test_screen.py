@@ -16,7 +16,7 @@ def test_a_stage_is_one_line_with_its_outcome() -> None:
     screen, out = plain_screen()
     with screen.stage("model", "looking for smollm2") as done:
         done("found it")
-    assert out.getvalue().startswith("model    found it ")
+    assert out.getvalue().startswith("model     found it ")
     assert out.getvalue().endswith(" s\n")
 
 

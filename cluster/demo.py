@@ -1,0 +1,87 @@
+"""`baton demo`: a small cluster, one question over gRPC, and a picture of where the time went."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from baton.config import BatonConfig
+from cluster.deployment import Service, run_deployment
+from cluster.generate import Answer, Question, ask
+from cluster.screen import Screen
+
+_BAR_WIDTH = 40
+
+
+def demo_config() -> BatonConfig:
+    """One prefill worker and one decode worker for the smallest real model, on a free port."""
+    return BatonConfig.from_mapping(
+        {
+            "model": {"path": "smollm2"},
+            "engine": {"kv_cache_memory_mib": 256},
+            "gateway": {"grpc_port": 0},
+            "cluster": {"prefill": 1, "decode": 1},
+        }
+    )
+
+
+def run(config: BatonConfig, prompt: str) -> int:
+    """Starts, asks, shows, stops; the answer streams to the terminal as it is generated."""
+    console = Console()
+    screen = Screen(console)
+    question = Question(prompt=prompt, max_tokens=128, temperature=0.0, mode="disaggregated")
+
+    async def while_ready(service: Service) -> None:
+        screen.line("ready", f"gRPC on {service.target}")
+        console.print(f"\n[bold cyan]user[/]      {prompt}", highlight=False)
+        console.print("[bold cyan]assistant[/] ", end="")
+        answer = await ask(service.target, question, _printer(console))
+        console.print("\n")
+        show_timeline(answer, console)
+
+    run_deployment(config, screen, while_ready)
+    return 0
+
+
+def show_timeline(answer: Answer, console: Console) -> None:
+    """Where the time of one answer went, stage by stage, and who did the work."""
+    timing, usage, placement = (
+        answer.completion.timing,
+        answer.completion.usage,
+        answer.completion.placement,
+    )
+    prefill, decode = placement["prefill"], placement["decode"]
+    num_tokens = usage["completion_tokens"]
+    stages = (
+        ("queue", timing["queue_s"], f"on {prefill}"),
+        ("prefill", timing["prefill_s"], f"{usage['prompt_tokens']} tokens on {prefill}"),
+        (
+            "transfer",
+            timing["transfer_s"],
+            f"{timing['transfer_bytes'] / 1e6:.2f} MB of KV cache, {prefill} -> {decode}",
+        ),
+        ("decode", timing["decode_s"], f"{num_tokens} tokens on {decode}{_pace(timing)}"),
+    )
+    for name, seconds, what in stages:
+        width = max(1, round(seconds / timing["total_s"] * _BAR_WIDTH))
+        console.print(
+            f"{name:<8} {seconds * 1e3:8.1f} ms  [cyan]{'█' * width:<{_BAR_WIDTH}}[/]  {what}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        f"{'total':<8} {timing['total_s'] * 1e3:8.1f} ms  first token after {timing['ttft_s'] * 1e3:.1f} ms, "
+        f"next one {timing['handover_s'] * 1e3:.1f} ms later; mode {placement['mode']}, "
+        f"attempts {placement['attempts']}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _pace(timing: dict[str, Any]) -> str:
+    latencies = sorted(timing["itl_s"])
+    return f", {1 / latencies[len(latencies) // 2]:.0f} tokens/s" if latencies else ""
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,130 @@
+"""Attention of a prefill chunk: the last N tokens of S attend causally to all of them; knows no cache.
+
+Shape suffixes: N queries, S keys, Q query heads, H kv heads, G = Q / H, D head dimension, n and s those of a tile.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.layers.workspace import Workspace
+
+TILE = 128
+"""Queries computed together; best of 32 to 256 on an AVX-512 machine for heads of 64 and 128."""
+
+
+class ChunkAttention(Protocol):
+    """Prepared for one chunk and window; called with the tensors of every layer."""
+
+    def __call__(
+        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
+    ) -> None: ...
+
+
+class FusedAttention:
+    """torch's fused kernel: one call, scores kept in float32."""
+
+    def __init__(
+        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        is_plain = num_queries == num_keys and (window is None or window >= num_keys)
+        self._mask_NS = None if is_plain else _mask(num_queries, 0, num_keys, window, dtype, device)
+
+    def __call__(
+        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
+    ) -> None:
+        out_1QND = F.scaled_dot_product_attention(
+            q_NQD.transpose(0, 1).unsqueeze(0),
+            k_HSD.unsqueeze(0),
+            v_HSD.unsqueeze(0),
+            attn_mask=self._mask_NS,
+            is_causal=self._mask_NS is None,
+            enable_gqa=True,
+        )
+        out_NQD.copy_(out_1QND[0].transpose(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    queries: slice
+    keys: slice
+    """Those that any of the queries can see."""
+    masked: slice
+    """Keys, counted from the first of `keys`, that not all of the queries can see."""
+    mask_ns: torch.Tensor
+
+
+class TiledAttention:
+    """Two matrix products and a softmax per tile of queries, over only the keys that the tile can see.
+
+    In bfloat16 on CPU this runs 1.6 to 2 times as fast as the fused kernel, which computes in float32; here the
+    scores are rounded to bfloat16 before the softmax, as everything else between two layers is.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        num_keys: int,
+        window: int | None,
+        scores: Workspace,
+        weights: Workspace,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._scores, self._weights = scores, weights
+        self._tiles = [
+            _tile(start, min(start + TILE, num_queries), num_keys - num_queries, window, dtype, device)
+            for start in range(0, num_queries, TILE)
+        ]
+
+    def __call__(
+        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
+    ) -> None:
+        num_kv_heads, _, head_dim = k_HSD.shape
+        per_kv_head = q_NQD.shape[1] // num_kv_heads
+        k_HSD, v_HSD = k_HSD.contiguous(), v_HSD.contiguous()
+        for tile in self._tiles:
+            num_keys = tile.keys.stop - tile.keys.start
+            q_nHGD = q_NQD[tile.queries].unflatten(1, (num_kv_heads, per_kv_head)) * head_dim**-0.5
+            q_HXD = q_nHGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+            scores_HXs = self._scores.take(num_kv_heads, q_HXD.shape[1], num_keys)
+            torch.bmm(q_HXD, k_HSD[:, tile.keys].transpose(1, 2), out=scores_HXs)
+            scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
+            scores_HGns[..., tile.masked] += tile.mask_ns
+            weights_HXs = torch.softmax(scores_HXs, -1, out=self._weights.take(*scores_HXs.shape))
+            out_HGnD = torch.bmm(weights_HXs, v_HSD[:, tile.keys]).view(*scores_HGns.shape[:3], head_dim)
+            out_NQD[tile.queries] = out_HGnD.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _tile(
+    start: int, end: int, num_earlier: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> _Tile:
+    first_query, end_key = num_earlier + start, num_earlier + end
+    first_key = 0 if window is None else max(0, first_query - window + 1)
+    first_masked = first_query if window is None else first_key
+    return _Tile(
+        queries=slice(start, end),
+        keys=slice(first_key, end_key),
+        masked=slice(first_masked - first_key, end_key - first_key),
+        mask_ns=_mask(end - start, first_masked, end_key, window, dtype, device),
+    )
+
+
+def _mask(
+    num_queries: int,
+    first_key: int,
+    end_key: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """0 where a query sees a key, -inf elsewhere; the last query is at the last key."""
+    keys_S = torch.arange(first_key, end_key, device=device)
+    queries_N1 = torch.arange(end_key - num_queries, end_key, device=device).unsqueeze(1)
+    hidden_NS = keys_S > queries_N1
+    if window is not None:
+        hidden_NS |= keys_S <= queries_N1 - window
+    return torch.zeros(hidden_NS.shape, dtype=dtype, device=device).masked_fill_(hidden_NS, -math.inf)

@@ -1,0 +1,23 @@
+"""Workspace: memory that is reused from layer to layer and step to step; knows nothing of what lies in it."""
+
+import torch
+
+
+class Workspace:
+    """A buffer that grows to the largest shape ever asked for.
+
+    Large temporaries taken fresh from the allocator go back to the system after every use and come again one page
+    fault at a time, which on CPU costs more than the computation they are for.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """Uninitialised; valid until the next `take`."""
+        size = 1
+        for dimension in shape:
+            size *= dimension
+        if size > self._flat.numel():
+            self._flat = torch.empty(size, dtype=self._flat.dtype, device=self._flat.device)
+        return self._flat[:size].view(shape)

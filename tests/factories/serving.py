@@ -1,0 +1,126 @@
+"""`baton serve` as a user starts it: a process of its own, whose every descendant can be found afterwards."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_MARKER = "BATON_TEST_MARKER"
+
+
+class ServeProcess:
+    """A running `baton serve --json`. All its descendants inherit a marker in their environment."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._marker = secrets.token_hex(8)
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="b", dir="/tmp")
+        )  # short, or Ray's sockets go elsewhere
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", "--grpc-port", "0", "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, _MARKER: self._marker, "TMPDIR": str(self.temporary)},
+            start_new_session=True,
+        )
+        self.stderr = ""
+        self._stderr_grew = threading.Condition()
+        self._reader = threading.Thread(target=self._read_stderr)
+        self._reader.start()
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Blocks until the ready line; its object."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"baton serve ended with {self.process.wait()}:\n{self.stderr}"
+        ready: dict[str, Any] = json.loads(line)
+        return ready
+
+    def wait_for_text(self, text: str) -> None:
+        """Blocks until stderr holds this."""
+        with self._stderr_grew:
+            came = self._stderr_grew.wait_for(lambda: text in self.stderr, START_TIMEOUT_S)
+        assert came, f"{text!r} did not come:\n{self.stderr}"
+
+    def interrupt(self) -> None:
+        """Ctrl-C as a terminal does it: to the whole foreground process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every live process that carries the marker, whoever its parent is by now."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARKER) == self._marker and process.pid != self.process.pid:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def wait_gone(self) -> int:
+        """Waits for the command and everything it started; fails with what is left. Returns the exit code."""
+        code = self.process.wait(timeout=STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
+        _, alive = psutil.wait_procs(self.descendants(), timeout=STOP_TIMEOUT_S)
+        assert alive == [], f"left behind: {[(p.pid, p.cmdline()) for p in alive]}\n{self.stderr}"
+        return code
+
+    def destroy(self) -> None:
+        """For a test that failed half-way."""
+        for process in self.descendants():
+            process.kill()
+        self.process.kill()
+        self.process.wait(timeout=STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        shutil.rmtree(self.temporary)
+
+    def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr:
+            for line in self.process.stderr:
+                with self._stderr_grew:
+                    self.stderr += line
+                    self._stderr_grew.notify_all()
+
+
+def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]:
+    """(host, port) of every TCP socket that these processes listen on."""
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[ServeProcess]:
+    """`baton serve` with these arguments; nothing of it outlives the block, whatever happens inside."""
+    serve = ServeProcess(list(arguments))
+    try:
+        yield serve
+    finally:
+        serve.destroy()
+
+
+def baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Runs a client command to its end."""
+    command = [sys.executable, "-m", "cluster.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

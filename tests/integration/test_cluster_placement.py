@@ -1,0 +1,99 @@
+"""Room on Ray: a cluster that holds the fleet, and one that does not, joined from outside."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.factories.models import make_model_dir
+from tests.factories.serving import baton, serving
+
+pytestmark = pytest.mark.slow
+
+# A Ray of somebody else's, which lives until its stdin closes.
+FOREIGN_RAY = """
+import sys, ray
+ray.init(address="local", num_cpus=int(sys.argv[1]), num_gpus=0, include_dashboard=False, log_to_driver=False,
+         logging_level="ERROR", object_store_memory=100 * 2**20, _temp_dir=sys.argv[2])
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+
+
+@contextmanager
+def foreign_ray(num_cpus: int, folder: Path) -> Iterator[str]:
+    """The address of a Ray cluster that `baton serve` did not start."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FOREIGN_RAY, str(num_cpus), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address, "Ray did not start"
+        yield address  # leaving the block closes stdin
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """Ray's sockets do not fit below pytest's own temporary folders."""
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    model = make_model_dir(tmp_path / "tiny")
+    path = tmp_path / "baton.yaml"
+    sections = {
+        "model": {"path": str(model), "load_format": "dummy", "dtype": "float32"},
+        "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
+        "cluster": {"start_timeout_s": 60.0},
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) -> None:
+    with foreign_ray(2, short_tmp) as address:
+        for _ in range(2):  # the second time shows that the first one gave its room back
+            with serving(str(config), "--ray-address", address) as serve:
+                target = serve.wait_ready()["target"]
+                done = baton(
+                    "generate", "--target", target, "--json", "--max-tokens", "4", "--ignore-eos", "hello"
+                )
+                assert done.returncode == 0, done.stderr
+                assert json.loads(done.stdout)["placement"]["mode"] == "disaggregated"
+                serve.interrupt()
+                assert serve.wait_gone() == 0
+
+
+def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, short_tmp: Path) -> None:
+    text = config.read_text().replace("60.0", "2.0")
+    config.write_text(text)
+    with foreign_ray(1, short_tmp) as address, serving(str(config), "--ray-address", address) as serve:
+        assert serve.wait_gone() == 1
+        assert "no room for 2 workers of 1 CPU each: 1 nodes, free 1 CPU, 0 GPU" in serve.stderr
+        assert "cluster.decode" in serve.stderr
+
+
+def test_a_private_ray_with_too_few_gpus_says_so_at_once(config: Path) -> None:
+    with serving(str(config), "--device", "cuda", "--prefill", "64") as serve:
+        assert serve.wait_gone() == 1
+        assert "no room for 65 workers of 1 CPU, 1 GPU each" in serve.stderr
+
+
+def test_an_address_where_no_ray_is(config: Path) -> None:
+    with serving(str(config), "--ray-address", "127.0.0.1:9") as serve:
+        assert serve.wait_gone() == 1
+        assert "could not join the Ray cluster at 127.0.0.1:9 (cluster.ray_address)" in serve.stderr

@@ -1,0 +1,228 @@
+"""The command as a user meets it: real Ray, real workers, real gRPC, and nothing left afterwards."""
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.factories.models import make_model_dir
+from tests.factories.serving import ServeProcess, baton, listening_addresses, serving
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model_dir(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=16384))
+
+
+@pytest.fixture(scope="module")
+def shared(model: str) -> Iterator[tuple[ServeProcess, dict[str, Any]]]:
+    """One deployment for the tests that only talk to it."""
+    with serving("--model", model, *SMALL) as serve:
+        yield serve, serve.wait_ready()
+
+
+@pytest.fixture
+def target(shared: tuple[ServeProcess, dict[str, Any]]) -> str:
+    return str(shared[1]["target"])
+
+
+def status_of(target: str) -> dict[str, Any]:
+    done = baton("status", "--target", target, "--json")
+    assert done.returncode == 0, done.stderr
+    status: dict[str, Any] = json.loads(done.stdout)
+    return status
+
+
+def test_the_ready_text_shows_how_to_talk_to_it(
+    shared: tuple[ServeProcess, dict[str, Any]], target: str
+) -> None:
+    serve, ready = shared
+    assert {worker["role"] for worker in ready["workers"]} == {"prefill", "decode"}
+    for expected in (
+        f"baton generate --target {target}",
+        "grpcurl -plaintext",
+        "p0 (prefill, pid",
+        "d0 (decode, pid",
+    ):
+        assert expected in serve.stderr
+
+
+def test_everything_listens_on_loopback_only(shared: tuple[ServeProcess, dict[str, Any]]) -> None:
+    serve, ready = shared
+    addresses = listening_addresses([*serve.descendants()])
+    hosts = {ipaddress.ip_address(host.removeprefix("::ffff:")) for host, _ in addresses}
+    assert all(host.is_loopback for host in hosts), hosts
+    ports = {int(worker["request_address"].rpartition(":")[2]) for worker in ready["workers"]}
+    assert ports <= {port for _, port in addresses}
+
+
+def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
+    done = baton(
+        "generate", "--target", target, "--json", "--max-tokens", "9", "--ignore-eos", "What is a block?"
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert len(answer["token_ids"]) == 9
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"].keys() == {"prompt_tokens", "completion_tokens", "cached_tokens"}
+    assert answer["usage"]["completion_tokens"] == 9
+    timing = answer["timing"]
+    assert {
+        "ttft_s",
+        "itl_s",
+        "queue_s",
+        "prefill_s",
+        "transfer_s",
+        "transfer_bytes",
+        "total_s",
+    } <= timing.keys()
+    assert len(timing["itl_s"]) == 8
+    assert 0 < timing["ttft_s"] < timing["total_s"]
+    assert timing["transfer_bytes"] > 0
+    assert answer["placement"] == {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1}
+
+
+def test_the_mode_is_the_users_and_the_tokens_are_the_same(target: str) -> None:
+    arguments = (
+        "--json",
+        "--max-tokens",
+        "20",
+        "--seed",
+        "3",
+        "--temperature",
+        "0.9",
+        "--ignore-eos",
+        "Once upon",
+    )
+    answers = {
+        mode: json.loads(baton("generate", "--target", target, "--mode", mode, *arguments).stdout)
+        for mode in ("disaggregated", "local")
+    }
+    assert answers["local"]["placement"] == {"mode": "local", "prefill": None, "decode": "d0", "attempts": 1}
+    assert answers["local"]["token_ids"] == answers["disaggregated"]["token_ids"]
+
+
+def test_generate_streams_the_same_text_that_json_has(target: str) -> None:
+    arguments = ("generate", "--target", target, "--max-tokens", "12", "--raw", "The cache is")
+    streamed = baton(*arguments)
+    whole = baton(*arguments, "--json")
+    assert streamed.returncode == whole.returncode == 0
+    assert streamed.stdout == json.loads(whole.stdout)["text"] + "\n"
+
+
+def test_what_the_server_refuses_is_exit_code_1(target: str) -> None:
+    done = baton("generate", "--target", target, "--temperature", "-1", "hello")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "INVALID_ARGUMENT" in done.stderr
+    assert "temperature" in done.stderr
+
+
+def test_status_shows_every_worker_at_rest(shared: tuple[ServeProcess, dict[str, Any]], target: str) -> None:
+    status = status_of(target)
+    assert status["model"] == "tiny"
+    assert status["gateway"]["in_flight"] == status["gateway"]["queued"] == 0
+    pids = {worker["name"]: worker["pid"] for worker in shared[1]["workers"]}
+    assert {worker["name"]: worker["pid"] for worker in status["workers"]} == pids
+    for worker in status["workers"]:
+        blocks = worker["kv_blocks"]
+        assert worker["state"] == "ready"
+        assert blocks["free"] == blocks["total"] > 0
+        assert blocks["leased"] == blocks["quarantined"] == 0
+        assert worker["requests"] == {"running": 0, "waiting": 0, "waiting_for_remote_kvs": 0}
+
+
+def test_status_is_a_table_for_people(target: str) -> None:
+    done = baton("status", "--target", target)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in done.stdout.splitlines()[-2:]] == [
+        ["d0", "decode", "ready"],
+        ["p0", "prefill", "ready"],
+    ]
+
+
+def test_ctrl_c_leaves_nothing_behind(model: str) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    with serving("--model", model, *SMALL) as serve:
+        target = serve.wait_ready()["target"]
+        assert baton("generate", "--target", target, "--max-tokens", "3", "hello").returncode == 0
+        addresses = listening_addresses(serve.descendants())
+        serve.interrupt()
+        assert serve.wait_gone() == 0
+        for host, port in addresses:
+            with socket.socket() as probe:
+                assert probe.connect_ex((host, port)) != 0, f"{host}:{port} still answers"
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+        assert list(serve.temporary.iterdir()) == []
+
+
+def test_a_dead_worker_is_reported_and_others_take_over(model: str) -> None:
+    with serving("--model", model, *SMALL) as serve:
+        ready = serve.wait_ready()
+        target, pids = ready["target"], {worker["name"]: worker["pid"] for worker in ready["workers"]}
+        os.kill(pids["p0"], signal.SIGKILL)
+        done = baton("generate", "--target", target, "--json", "--max-tokens", "5", "--ignore-eos", "hello")
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["token_ids"]) == 5
+        done = baton("generate", "--target", target, "--mode", "disaggregated", "hello")
+        assert done.returncode == 1
+        assert "UNAVAILABLE" in done.stderr
+        assert [worker["name"] for worker in status_of(target)["workers"]] == ["d0"]
+        assert "worker p0 (prefill) died" in serve.stderr
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait_gone() == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_running_requests(tmp_path: Path, model: str) -> None:
+    config = tmp_path / "patient.yaml"
+    config.write_text("cluster: {drain_timeout_s: 600}\n")
+    with serving(str(config), "--model", model, *SMALL) as serve:
+        target = serve.wait_ready()["target"]
+        endless = [
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            "generate",
+            "--target",
+            target,
+            "--max-tokens",
+            "15000",
+        ]
+        with subprocess.Popen([*endless, "--ignore-eos", "hello"], stdout=subprocess.PIPE) as client:
+            assert client.stdout is not None
+            assert client.stdout.read(1)  # it runs
+            serve.interrupt()
+            serve.wait_for_text("Ctrl-C again")
+            serve.interrupt()
+            assert serve.wait_gone() == 0
+            client.stdout.read()
+        assert client.returncode == 1
+
+
+def test_kill_9_takes_everything_with_it(model: str) -> None:
+    with serving("--model", model, *SMALL) as serve:
+        serve.wait_ready()
+        assert len(serve.descendants()) > 4
+        serve.process.kill()
+        assert serve.wait_gone() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("moment", ["model ", "ray "])
+def test_ctrl_c_while_starting_stops_cleanly(model: str, moment: str) -> None:
+    with serving("--model", model, *SMALL) as serve:
+        serve.wait_for_text(moment)
+        serve.interrupt()
+        assert serve.wait_gone() in (0, 130)
+        assert "ready" not in serve.stderr

@@ -1,0 +1,128 @@
+"""What holds for the whole tree, whoever changes it."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    "baton",
+    "cluster",
+    "decode_worker",
+    "engine",
+    "gateway",
+    "kv_transfer",
+    "prefill_worker",
+    "scheduler",
+)
+MAX_LINES = 400
+
+# A package's door: what others may rely on. A change here is a change of the architecture.
+DOORS = {
+    "decode_worker": {"DecodeWorker"},
+    "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
+    "kv_transfer": {"KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker"},
+    "prefill_worker": {"PrefillWorker"},
+    "scheduler": {
+        "KVConnector",
+        "ModelRunnerOutput",
+        "Request",
+        "RequestStatus",
+        "SamplingParams",
+        "Scheduler",
+        "SchedulerConfig",
+    },
+}
+
+
+def modules(*folders: str) -> list[Path]:
+    """Python files written by hand."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [file for file in files if "v1" not in file.relative_to(ROOT).parts]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_root_packages_resolve_inside_the_repository(name: str) -> None:
+    """PyPI has packages called `scheduler` and `cluster`; none of them may win."""
+    assert importlib.import_module(name).__path__[0] == str(ROOT / name)
+
+
+@pytest.mark.parametrize("file", modules(*PACKAGES, "benchmarks"), ids=relative)
+def test_every_module_says_what_it_is(file: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    assert docstring, f"{relative(file)} has no docstring"
+    first = docstring.splitlines()[0]
+    assert first.endswith((".", ":")) or "\n" in docstring, f"{relative(file)}: {first!r} is no sentence"
+
+
+@pytest.mark.parametrize("file", modules(*PACKAGES, "benchmarks", "tests"), ids=relative)
+def test_files_stay_readable(file: Path) -> None:
+    num_lines = len(file.read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{relative(file)} has {num_lines} lines: look for the seam"
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_doors_are_pinned(name: str) -> None:
+    package = importlib.import_module(name)
+    assert set(package.__all__) == DOORS[name]
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+
+
+@pytest.mark.parametrize("name", sorted(set(PACKAGES) - set(DOORS)))
+def test_packages_without_a_door_export_nothing(name: str) -> None:
+    tree = ast.parse((ROOT / name / "__init__.py").read_text())
+    assert [type(node).__name__ for node in tree.body] == ["Expr"], (
+        f"{name}/__init__.py holds more than its sentence"
+    )
+
+
+def test_only_actors_knows_ray_remote() -> None:
+    users = [
+        relative(file) for file in modules(*PACKAGES) if re.search(r"\bray\.remote\b\(", file.read_text())
+    ]
+    assert users == ["cluster/actors.py"]
+
+
+@pytest.mark.parametrize("module", ["cluster", "cluster.worker_process"])
+def test_a_worker_needs_no_ray(module: str) -> None:
+    """GPU machines without Ray start workers as plain processes."""
+    program = f"import sys; sys.modules['ray'] = None; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_names_every_package_and_section() -> None:
+    from baton.config import BatonConfig
+
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in PACKAGES if f"`{name}/`" not in readme] == []
+    assert [section for section in BatonConfig.model_fields if f"| `{section}` |" not in readme] == []
+
+
+def test_readme_configuration_is_valid() -> None:
+    import yaml
+
+    from baton.config import BatonConfig
+
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    BatonConfig.from_mapping(yaml.safe_load(block), "README.md")
+
+
+def test_make_targets_of_the_documents_exist() -> None:
+    defined = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / document).read_text()
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+        assert named <= defined, f"{document} names targets that do not exist: {named - defined}"

@@ -1,0 +1,176 @@
+"""What the runner remembers, and how a plan becomes tensors."""
+
+import numpy as np
+import pytest
+import torch
+
+from baton.sampling import SamplingParams
+from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
+from engine.batch import MIN_GROUP_BLOCKS, GrowingArray, RequestBatch
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+def new(
+    request_id: str, prompt: list[int], blocks: list[int], *, computed: int = 0, outputs: tuple[int, ...] = ()
+) -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=outputs,
+        sampling_params=SamplingParams(),
+        stop_token_ids=frozenset(),
+        block_ids=tuple(blocks),
+        num_computed_tokens=computed,
+    )
+
+
+def plan(
+    tokens: dict[str, int],
+    *,
+    new: tuple[NewRequestData, ...] = (),
+    cached: dict[str, tuple[tuple[int, ...], int]] | None = None,
+    resumed: tuple[str, ...] = (),
+    finished: tuple[str, ...] = (),
+) -> SchedulerOutput:
+    cached = cached or {}
+    return SchedulerOutput(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=CachedRequestData(
+            request_ids=tuple(cached),
+            resumed_request_ids=frozenset(resumed),
+            new_block_ids=tuple(blocks for blocks, _ in cached.values()),
+            num_computed_tokens=tuple(computed for _, computed in cached.values()),
+        ),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=frozenset(),
+        finished_req_ids=frozenset(finished),
+    )
+
+
+def test_decodes_come_first_longest_first_then_chunks() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    step = plan(
+        {"chunk": 3, "short": 1, "long": 1},
+        new=(
+            new("chunk", [10, 11, 12, 13, 14], [7, 8]),
+            new("short", [20, 21], [5], computed=1),
+            new("long", [30, 31, 32, 33, 34, 35], [2, 9], computed=5),
+        ),
+    )
+    batch.update(step)
+    built = batch.build(step)
+    assert built.input_ids_T.tolist() == [35, 21, 10, 11, 12]
+    assert built.positions_T.tolist() == [5, 1, 0, 1, 2]
+    assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 1, 28, 29, 30]
+    (group,) = built.decode_groups
+    assert group.block_ids_BM.tolist() == [[2, 9], [5, 0]]
+    assert group.context_lens_B.tolist() == [6, 2]
+    (chunk,) = built.prefill_chunks
+    assert (chunk.start, chunk.num_tokens, chunk.num_computed_tokens) == (2, 3, 0)
+    assert chunk.block_ids_1M.tolist() == [[7]]
+    assert [request.request_id for request in built.sampling_requests] == ["long", "short"]
+    assert built.sampling_rows_R.tolist() == [0, 1]
+
+
+def test_a_request_samples_when_its_known_tokens_are_through() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    first = plan({"a": 3}, new=(new("a", [1, 2, 3, 4, 5], [3]),))
+    batch.update(first)
+    assert batch.build(first).sampling_requests == ()
+    second = plan({"a": 2}, cached={"a": ((6,), 3)})
+    batch.update(second)
+    built = batch.build(second)
+    assert built.input_ids_T.tolist() == [4, 5]
+    assert built.slots_T.tolist() == [3 * 4 + 3, 6 * 4]
+    assert built.sampling_rows_R.tolist() == [1]
+    assert built.prefill_chunks[0].block_ids_1M.tolist() == [[3, 6]]
+
+
+def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    step = plan({"a": 1}, new=(new("a", [1, 2, 3, 4], [3, 6], computed=4, outputs=(77,)),))
+    batch.update(step)
+    built = batch.build(step)
+    assert built.input_ids_T.tolist() == [77]
+    assert built.positions_T.tolist() == [4]
+    assert built.sampling_requests[0].num_output_tokens == 1
+    assert built.new_tails == ((6, 1),)
+
+
+def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    first = plan({"a": 2}, new=(new("a", [1, 2], [3]),))
+    batch.update(first)
+    batch.build(first).sampling_requests[0].append_token(50)
+    batch.update(plan({}))
+    resumed = plan({"a": 3}, cached={"a": ((9,), 0)}, resumed=("a",))
+    batch.update(resumed)
+    built = batch.build(resumed)
+    assert built.input_ids_T.tolist() == [1, 2, 50]
+    assert built.slots_T.tolist() == [36, 37, 38]
+    assert built.sampling_rows_R.tolist() == [2]
+
+
+def test_finished_requests_are_forgotten_and_ids_may_return() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch.update(plan({"a": 1}, new=(new("a", [1], [3]),)))
+    batch.update(plan({}, finished=("a", "never seen")))
+    assert len(batch) == 0
+    again = plan({"a": 2}, new=(new("a", [8, 9], [4]),), finished=("a",))
+    batch.update(again)
+    assert batch.build(again).input_ids_T.tolist() == [8, 9]
+
+
+def test_a_last_block_is_cleared_once_per_block() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    step = plan({"a": 1}, new=(new("a", [1], [3]),))
+    seen = []
+    for position in range(6):
+        batch.update(step)
+        built = batch.build(step)
+        seen.append(built.new_tails)
+        built.sampling_requests[0].append_token(0)
+        blocks = (8,) if position + 1 == BLOCK_SIZE else ()
+        step = plan({"a": 1}, cached={"a": (blocks, position + 1)})
+    assert seen == [((3, 1),), (), (), (), ((8, 1),), ()]
+
+
+def test_groups_pad_at_most_by_half() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    lengths = [1, 2, 30, 33, 40, 64, 65, 200, 390, 400]
+    requests = []
+    for number, length in enumerate(lengths):
+        num_blocks = -(-length // BLOCK_SIZE)
+        requests.append(new(str(number), [0] * length, list(range(1, num_blocks + 1)), computed=length - 1))
+    step = plan({request.request_id: 1 for request in requests}, new=tuple(requests))
+    batch.update(step)
+    groups = batch.build(step).decode_groups
+    assert sum(len(group.context_lens_B) for group in groups) == len(lengths)
+    assert [group.start for group in groups] == [
+        sum(len(g.context_lens_B) for g in groups[:i]) for i in range(len(groups))
+    ]
+    for group in groups:
+        num_blocks = [-(-length // BLOCK_SIZE) for length in group.context_lens_B.tolist()]
+        width = group.block_ids_BM.shape[1]
+        assert max(num_blocks) == width
+        assert width <= MIN_GROUP_BLOCKS or min(num_blocks) > width // 2
+
+
+def test_a_plan_beyond_the_known_tokens_is_a_bug() -> None:
+    batch = RequestBatch(BLOCK_SIZE, CPU)
+    step = plan({"a": 3}, new=(new("a", [1, 2], [3]),))
+    batch.update(step)
+    with pytest.raises(AssertionError, match="3 tokens scheduled for a"):
+        batch.build(step)
+
+
+def test_growing_array_keeps_what_it_was_given() -> None:
+    array = GrowingArray((1, 2))
+    for value in range(100):
+        array.extend((value, value + 1))
+    expected = [1, 2, *(v for value in range(100) for v in (value, value + 1))]
+    assert np.array_equal(array.values, expected)
+    assert GrowingArray(()).values.tolist() == []

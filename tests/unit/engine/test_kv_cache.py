@@ -1,0 +1,75 @@
+"""The pool's memory: what is where, and that a block is one span."""
+
+import numpy as np
+import torch
+
+from engine.kv_cache import KVBlockShape, KVPool
+
+SHAPE = KVBlockShape(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+def test_a_block_is_one_contiguous_span_of_bytes() -> None:
+    pool = KVPool(5, SHAPE, CPU)
+    pool.blocks_NLKHTD[2] = 1.0
+    spans = pool.block_bytes()
+    assert spans.shape == (5, SHAPE.size_bytes) == (5, 3 * 2 * 2 * 4 * 8 * 4)
+    assert spans.flags["C_CONTIGUOUS"]
+    assert spans[2].any()
+    assert not spans[[0, 1, 3, 4]].any()
+
+
+def test_block_bytes_share_memory_both_ways() -> None:
+    pool = KVPool(4, KVBlockShape(1, 2, 4, 8, torch.bfloat16), CPU)
+    pool.blocks_NLKHTD[3].normal_()
+    copied = pool.block_bytes()[3].copy()
+    pool.block_bytes()[1] = copied
+    assert torch.equal(pool.blocks_NLKHTD[1], pool.blocks_NLKHTD[3])
+
+
+def test_the_pool_starts_as_zeros() -> None:
+    assert not np.any(KVPool(4, SHAPE, CPU).block_bytes())
+
+
+def test_slot_rows_write_each_key_and_value_to_its_place() -> None:
+    pool, layer = KVPool(6, SHAPE, CPU), 1
+    slots = torch.tensor([5 * 4 + 3, 2 * 4 + 0])
+    kv = torch.randn(2, 2, SHAPE.num_kv_heads, SHAPE.head_dim)
+    pool.layers[layer].slot_rows_RD.index_copy_(0, pool.slot_rows(slots), kv.view(-1, SHAPE.head_dim))
+    assert torch.equal(pool.blocks_NLKHTD[5, layer, :, :, 3], kv[0])
+    assert torch.equal(pool.blocks_NLKHTD[2, layer, :, :, 0], kv[1])
+    assert pool.blocks_NLKHTD.count_nonzero() == kv.numel()
+
+
+def test_block_rows_read_whole_contexts_heads_first() -> None:
+    pool, layer = KVPool(6, SHAPE, CPU), 2
+    pool.blocks_NLKHTD.normal_()
+    tables = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    rows = pool.layers[layer].block_rows_RX[pool.block_rows(tables)]
+    gathered = rows.view(2, 2, SHAPE.num_kv_heads, 3 * SHAPE.block_size, SHAPE.head_dim)
+    for pair in (0, 1):
+        for request, table in enumerate(tables.tolist()):
+            expected = torch.cat([pool.blocks_NLKHTD[block, layer, pair] for block in table], dim=1)
+            assert torch.equal(gathered[pair, request], expected)
+
+
+def test_clear_from_zeroes_the_rest_of_a_block_in_every_layer() -> None:
+    pool = KVPool(3, SHAPE, CPU)
+    pool.blocks_NLKHTD.fill_(torch.nan)
+    pool.clear_from(1, 3)
+    assert pool.blocks_NLKHTD[1, :, :, :, 3:].count_nonzero() == 0
+    assert pool.blocks_NLKHTD[1, :, :, :, :3].isnan().all()
+    assert pool.blocks_NLKHTD[[0, 2]].isnan().all()
+
+
+def test_num_blocks_for_counts_whole_blocks() -> None:
+    assert SHAPE.num_blocks_for(10 * SHAPE.size_bytes) == 10
+    assert SHAPE.num_blocks_for(10 * SHAPE.size_bytes - 1) == 9
+
+
+def test_fingerprints_of_unequal_pools_name_the_difference() -> None:
+    ours = KVPool(3, SHAPE, CPU).fingerprint("digest")
+    assert ours == KVPool(9, SHAPE, CPU).fingerprint("digest")
+    assert (ours.dtype, ours.layout, ours.block_size) == ("float32", "LKHTD", 4)
+    other = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float16), CPU).fingerprint("another")
+    assert ours.differences(other) == ["model: digest != another", "dtype: float32 != float16"]

@@ -1,0 +1,169 @@
+"""config.json files of the past and present, and those that cannot be served."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ModelError
+from engine.model_config import ModelArchitecture, RopeConfig, RopeType, read_architecture, read_eos_token_ids
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+
+
+def read(path: Path, **overrides: Any) -> ModelArchitecture:
+    """Reads a Llama config with some keys replaced; None takes a key away."""
+    values = {key: value for key, value in {**LLAMA, **overrides}.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(values))
+    return read_architecture(path)
+
+
+def test_a_sparse_config_gets_the_architecture_s_defaults(tmp_path: Path) -> None:
+    llama = read(tmp_path)
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
+    assert llama.rope == RopeConfig()
+    assert llama.sliding_windows == (None, None, None)
+    assert not (llama.has_qkv_bias or llama.has_o_bias or llama.has_mlp_bias or llama.has_qk_norm)
+
+
+def test_options_follow_the_architecture(tmp_path: Path) -> None:
+    llama = read(tmp_path, attention_bias=True, mlp_bias=True, head_dim=24, num_key_value_heads=2)
+    assert (llama.has_qkv_bias, llama.has_o_bias, llama.has_mlp_bias) == (True, True, True)
+    assert (llama.head_dim, llama.num_kv_heads) == (24, 2)
+    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.has_qkv_bias, qwen2.has_o_bias, qwen2.has_qk_norm) == (True, False, False)
+    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.has_qkv_bias, qwen3.has_qk_norm, qwen3.head_dim) == (False, True, 128)
+
+
+def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None:
+    assert read(tmp_path, architectures=None, model_type="qwen2").has_qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("overrides", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 9}, (9, 9, 9)),
+        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}, (4096,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 2,
+            },
+            (None, None, 9),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+        ({"sliding_window": 9}, (None,) * 3),
+    ],
+)
+def test_sliding_windows(tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, **overrides).sliding_windows == windows
+
+
+def test_mistral_may_switch_its_window_off(tmp_path: Path) -> None:
+    values = {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_architecture(tmp_path).sliding_windows == (None, None, None)
+
+
+def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    new = read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    old = read(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    oldest = read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    assert new == old == oldest
+    assert new.rope == RopeConfig(
+        rope_type=RopeType.LLAMA3,
+        theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are Llama"),
+        ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, got '3'"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["chunked_attention"] * 3,
+            },
+            "layer_types must hold",
+        ),
+    ],
+)
+def test_what_would_change_results_is_refused_by_name(
+    tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, **overrides)
+    assert message in str(raised.value)
+    assert str(tmp_path / "config.json") in str(raised.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="expected a JSON object, got list"):
+        read_architecture(tmp_path)
+
+
+def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert read_eos_token_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert read_eos_token_ids(tmp_path) == (5, 7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert read_eos_token_ids(tmp_path) == (2,)
+    (tmp_path / "config.json").write_text("{}")
+    assert read_eos_token_ids(tmp_path) == ()

@@ -1,0 +1,130 @@
+"""Mixed steps over scattered, dirty blocks against attention written out."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from engine.batch import DecodeGroup, PrefillChunk, StepBatch
+from engine.kv_cache import KVBlockShape, KVPool
+from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.paged_attention import PagedAttention
+from engine.layers.workspace import Workspace
+
+CPU = torch.device("cpu")
+KV_HEADS, PER_KV_HEAD, HEAD_DIM, BLOCK_SIZE = 2, 3, 8, 4
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    """q: N x Q x D, the last N of S positions; k, v: H x S x D."""
+    num_queries, num_keys = q.shape[0], k.shape[1]
+    k, v = (x.double().repeat_interleave(PER_KV_HEAD, 0) for x in (k, v))
+    scores = torch.einsum("nqd,qsd->qns", q.double(), k) / math.sqrt(HEAD_DIM)
+    for n, s in itertools.product(range(num_queries), range(num_keys)):
+        position = num_keys - num_queries + n
+        if s > position or (window is not None and s <= position - window):
+            scores[:, n, s] = -math.inf
+    return torch.einsum("qns,qsd->nqd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("windows", [(None, None), (5, 5), (None, 3)], ids=str)
+def test_a_mixed_step_equals_attention_written_out(
+    dtype: torch.dtype, windows: tuple[int | None, ...]
+) -> None:
+    """Decodes in two groups, a first chunk and a later chunk, in a pool whose unused slots are all NaN."""
+    torch.manual_seed(0)
+    contexts = [
+        (9, 1),
+        (8, 1),
+        (1, 1),
+        (6, 6),
+        (11, 5),
+    ]  # (tokens to the end of the step, tokens of the step)
+    pool = KVPool(40, KVBlockShape(2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype), CPU)
+    pool.blocks_NLKHTD[1:] = torch.nan
+    free = torch.randperm(39).add(1).tolist()
+    tables = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length, _ in contexts]
+    kv = [
+        torch.randn(2, 2, KV_HEADS, length, HEAD_DIM).to(dtype) for length, _ in contexts
+    ]  # layer, pair, ...
+    for (length, new), table, values in zip(contexts, tables, kv, strict=True):
+        for position in range(length - new):
+            pool.blocks_NLKHTD[table[position // BLOCK_SIZE], :, :, :, position % BLOCK_SIZE] = values[
+                :, :, :, position
+            ]
+
+    num_tokens = sum(new for _, new in contexts)
+    q = torch.randn(num_tokens, KV_HEADS * PER_KV_HEAD, HEAD_DIM).to(dtype)
+    attention = PagedAttention(pool, KV_HEADS * PER_KV_HEAD, windows)
+    step = attention.prepare(step_batch(contexts, tables))
+    for layer, window in enumerate(windows):
+        new_kv = torch.cat(
+            [v[layer, :, :, length - n :] for v, (length, n) in zip(kv, contexts, strict=True)], dim=2
+        ).permute(2, 0, 1, 3)
+        out = step(layer, q, new_kv.flatten(1, 2)).view(q.shape)
+        start = 0
+        for (_, new), values in zip(contexts, kv, strict=True):
+            rows = slice(start, start + new)
+            expected = reference(q[rows], values[layer, 0], values[layer, 1], window)
+            error = (out[rows].double() - expected).abs().max().item()
+            assert error < TOLERANCE[dtype], (layer, window, start)
+            start += new
+
+
+def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> StepBatch:
+    """The first two are one decode group, the third another, the rest chunks."""
+    slots, chunks = [], []
+    start = 0
+    for (length, new), table in zip(contexts, tables, strict=True):
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length - new, length)]
+        if new > 1:
+            chunks.append(PrefillChunk(start, new, length - new, torch.tensor([table], dtype=torch.int32)))
+        start += new
+    lengths = torch.tensor([length for length, _ in contexts])
+    padded = torch.tensor([tables[0], [*tables[1], 0]], dtype=torch.int32)
+    groups = (DecodeGroup(0, padded, lengths[:2]), DecodeGroup(2, torch.tensor([tables[2]]), lengths[2:3]))
+    tails = ((tables[0][-1], 1), (tables[2][-1], 1))  # the second decode fills its last block
+    empty = torch.empty(0, dtype=torch.int64)
+    return StepBatch(empty, empty, torch.tensor(slots), groups, tuple(chunks), empty, (), tails)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40, TILE + 1, 10_000])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(2, 2), (5, 30), (TILE, TILE), (TILE + 3, TILE + 50)])
+def test_both_chunk_kernels_equal_attention_written_out(
+    num_queries: int, num_keys: int, window: int | None
+) -> None:
+    torch.manual_seed(1)
+    q = torch.randn(num_queries, KV_HEADS * PER_KV_HEAD, HEAD_DIM)
+    k, v = torch.randn(2, KV_HEADS, num_keys, HEAD_DIM)
+    scores, weights = Workspace(torch.float32, CPU), Workspace(torch.float32, CPU)
+    kernels: list[ChunkAttention] = [
+        FusedAttention(num_queries, num_keys, window, torch.float32, CPU),
+        TiledAttention(num_queries, num_keys, window, scores, weights, torch.float32, CPU),
+    ]
+    expected = fast_reference(q, k, v, window)
+    for kernel in kernels:
+        out = torch.full_like(q, torch.nan)
+        kernel(q, k, v, out)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+
+def fast_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    num_queries, num_keys = q.shape[0], k.shape[1]
+    positions = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
+    hidden = torch.arange(num_keys) > positions
+    if window is not None:
+        hidden |= torch.arange(num_keys) <= positions - window
+    k, v = (x.double().repeat_interleave(PER_KV_HEAD, 0) for x in (k, v))
+    scores = torch.einsum("nqd,qsd->qns", q.double(), k) / math.sqrt(HEAD_DIM)
+    return torch.einsum("qns,qsd->nqd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def test_the_workspace_hands_out_the_same_memory_again() -> None:
+    workspace = Workspace(torch.float32, CPU)
+    first = workspace.take(4, 8)
+    assert first.shape == (4, 8)
+    assert workspace.take(2, 3).data_ptr() == first.data_ptr()
+    assert workspace.take(100, 8).shape == (100, 8)

@@ -1,0 +1,111 @@
+"""However a request's tokens are cut into steps, the same ones come out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import ModelConfig
+from baton.sampling import SamplingParams
+from engine.loader import LoadedModel, load_model
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+
+PROMPTS = {f"r{length}": [(7 * i + length) % 300 for i in range(length)] for length in (1, 3, 4, 5, 9, 30)}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, repetition_penalty=1.1, max_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = make_model_dir(tmp_path_factory.mktemp("model"), "llama")
+    return load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: LoadedModel) -> dict[str, list[int]]:
+    """Each prompt by itself, whole: what every other way must reproduce."""
+    return {
+        name: StepDriver(model).generate({name: prompt}, 10, params=SAMPLED)[name]
+        for name, prompt in PROMPTS.items()
+    }
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_chunks_and_company_change_nothing(
+    model: LoadedModel, alone: dict[str, list[int]], chunk: int
+) -> None:
+    assert StepDriver(model).generate(PROMPTS, 10, chunk=chunk, params=SAMPLED) == alone
+
+
+def test_block_size_and_block_order_change_nothing(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+    for block_size, seed in ((1, 1), (5, 2), (64, 3)):
+        driver = StepDriver(model, block_size=block_size, seed=seed)
+        assert driver.generate(PROMPTS, 10, params=SAMPLED) == alone
+
+
+def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+    driver = StepDriver(model)
+    name = "r9"
+    driver.add(name, PROMPTS[name], SAMPLED)
+    driver.step({name: 9})
+    driver.step({name: 1})
+    driver.preempt(name)
+    driver.step({})
+    while len(driver.legs[name].outputs) < 10:
+        leg = driver.legs[name]
+        driver.step({name: min(4, leg.num_tokens - leg.num_computed)})
+    assert driver.legs[name].outputs == alone[name]
+
+
+def test_a_handed_over_request_goes_on_from_its_blocks(
+    model: LoadedModel, alone: dict[str, list[int]]
+) -> None:
+    """The blocks travel as bytes, the first token in the plan; nothing is computed twice."""
+    name, prompt = "r30", PROMPTS["r30"]
+    producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    producer.add(name, prompt, SAMPLED)
+    producer.step({name: len(prompt)})
+    leg = consumer.add(name, prompt, SAMPLED)
+    leg.outputs = list(producer.legs[name].outputs)
+    leg.num_computed = len(prompt)
+    source = producer.legs[name].block_ids
+    leg.block_ids = [consumer.free_blocks.pop(0) for _ in source]
+    consumer.pool.block_bytes()[leg.block_ids] = producer.pool.block_bytes()[source]
+    while len(leg.outputs) < 10:
+        consumer.step({name: 1})
+    assert leg.outputs == alone[name]
+
+
+def test_garbage_in_free_blocks_reaches_nobody(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+    driver = StepDriver(model)
+    driver.pool.blocks_NLKHTD[1:] = torch.nan
+    assert driver.generate(PROMPTS, 10, chunk=4, params=SAMPLED) == alone
+
+
+def test_an_unfinished_prompt_samples_nothing(model: LoadedModel) -> None:
+    driver = StepDriver(model)
+    driver.add("a", range(10))
+    assert driver.step({"a": 9}).sampled_token_ids == {}
+    assert list(driver.step({"a": 1}).sampled_token_ids) == ["a"]
+
+
+def test_logprobs_come_with_the_tokens_that_asked(model: LoadedModel) -> None:
+    driver = StepDriver(model)
+    wants = SamplingParams(temperature=0.0, logprobs=2, max_tokens=10)
+    driver.add("wants", range(5), wants)
+    driver.add("does not", range(5))
+    output = driver.step({"wants": 5, "does not": 5})
+    (logprobs,) = output.logprobs["wants"]
+    assert "does not" not in output.logprobs
+    assert logprobs.token_id == output.sampled_token_ids["wants"][0] == logprobs.top[0][0]
+    assert logprobs.rank == 1
+
+
+def test_a_plan_without_tokens_only_forgets(model: LoadedModel) -> None:
+    driver = StepDriver(model)
+    driver.add("a", range(3))
+    driver.step({"a": 3})
+    driver.finish("a")
+    assert driver.step({}).sampled_token_ids == {}
+    driver.add("a", range(4))
+    assert list(driver.step({"a": 4}).sampled_token_ids) == ["a"]

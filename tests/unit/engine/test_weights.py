@@ -1,0 +1,125 @@
+"""Model folders on disk: sharded, damaged, or with other tensors than the config promises."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.config import ModelConfig
+from baton.errors import ModelError
+from engine.loader import LoadedModel, load_model
+from engine.weights import DummyWeights, model_digest
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, **config: str) -> LoadedModel:
+    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
+
+
+def tokens(model: LoadedModel) -> list[int]:
+    return StepDriver(model).generate({"a": [5, 6, 7]}, 8)["a"]
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replaces tensors of a folder; None removes one."""
+    tensors = load_file(path / "model.safetensors") | {k: v for k, v in change.items() if v is not None}
+    kept = {name: tensor for name, tensor in tensors.items() if change.get(name, tensor) is not None}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_facts_of_a_loaded_model(tmp_path: Path) -> None:
+    model = load(
+        make_model_dir(tmp_path, "qwen3", head_dim=16, max_position_embeddings=512), dtype="bfloat16"
+    )
+    assert (model.max_model_len, model.vocab_size, model.eos_token_ids) == (512, 300, (2,))
+    shape = model.kv_block_shape(8)
+    assert shape.dimensions == (3, 2, 2, 8, 16)
+    assert shape.dtype is torch.bfloat16
+
+
+def test_an_index_over_several_files_serves_the_same_model(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    expected = tokens(load(path))
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert tokens(load(path)) == expected
+    (path / "part-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"part-1\.safetensors does not exist"):
+        load(path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors does not exist; weights must be safetensors"):
+        load(path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    (path / "model.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(path)
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = make_model_dir(tmp_path / "missing")
+    rewrite(path, {name: None})
+    with pytest.raises(ModelError, match=rf"tensor {name} \(shape \[128, 64\]\) is missing"):
+        load(path)
+    path = make_model_dir(tmp_path / "misshapen")
+    rewrite(path, {name: torch.zeros(128, 63)})
+    with pytest.raises(ModelError, match=rf"{name} has shape \[128, 63\], config.json says \[128, 64\]"):
+        load(path)
+    path = make_model_dir(tmp_path / "unexpected")
+    rewrite(path, {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)})
+    with pytest.raises(
+        ModelError, match=r"1 tensors that .* does not have: model.layers.1.self_attn.q_proj.bias"
+    ):
+        load(path)
+
+
+def test_leftovers_that_change_nothing_are_allowed(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, tie_word_embeddings=True)
+    expected = tokens(load(path))
+    rewrite(path, {"lm_head.weight": torch.zeros(300, 64), "model.rotary_emb.inv_freq": torch.zeros(8)})
+    assert tokens(load(path)) == expected
+
+
+def test_dummy_weights_come_from_the_config_alone(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    (path / "model.safetensors").unlink()
+    first, second = load(path, load_format="dummy"), load(path, load_format="dummy")
+    assert tokens(first) == tokens(second)
+    assert first.digest == second.digest
+    assert first.digest.endswith("-dummy")
+
+
+def test_dummy_weights_differ_by_name_and_are_the_same_in_every_process() -> None:
+    weights = DummyWeights(torch.float32)
+    tensor = weights.take("model.layers.0.self_attn.q_proj.weight", 4, 6)
+    assert not torch.equal(tensor, weights.take("model.layers.1.self_attn.q_proj.weight", 4, 6))
+    pinned = torch.randn((4, 6), generator=torch.Generator().manual_seed(0x4EB5CB06)) * 6**-0.5
+    torch.testing.assert_close(tensor, pinned)
+
+
+def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> None:
+    paths = [
+        make_model_dir(tmp_path / "a", seed=1),
+        make_model_dir(tmp_path / "copy", seed=1),
+        make_model_dir(tmp_path / "tuned", seed=2),
+        make_model_dir(tmp_path / "stretched", seed=1, max_position_embeddings=2048),
+    ]
+    original, copy, tuned, stretched = (model_digest(path, has_weights=True) for path in paths)
+    assert original == copy
+    assert len({original, tuned, stretched}) == 3
