@@ -53,6 +53,16 @@ MOVES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why there will be no more blocks."""
+
+    reason: str
+    is_cancelled: bool = False
+    is_producers_word: bool = False
+    """The producer said so itself and has forgotten the transfer."""
+
+
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One hand-over as its taker sees it."""
@@ -69,7 +79,7 @@ class Incoming:
     verified: set[int] = field(default_factory=set)
     num_bad: int = 0
     end: End | None = None
-    loss: tuple[str, bool] | None = None
+    loss: Loss | None = None
     opened_at: float = 0.0
     first_block_at: float | None = None
 
@@ -123,7 +133,7 @@ class Consumer:
         transfer = self._transfers[self._keys[request_id]]
         transfer.first_block, transfer.block_ids = first_block, block_ids
         if transfer.loss is not None:
-            return self._fail(transfer, *transfer.loss)
+            return self._fail(transfer, transfer.loss)
         transfer.move_to(State.LOADING)
         transfer.opened_at = now
         self._deadlines.set(transfer.key, now + self._load_timeout_s)
@@ -150,9 +160,11 @@ class Consumer:
             case Opened():
                 return []
             case Refused(reason=reason):
-                return self._lose(transfer, f"the prefill worker refused: {reason}", False)
+                return self._lose(
+                    transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
+                )
             case Aborted(reason=reason, is_cancelled=is_cancelled):
-                return self._lose(transfer, reason, is_cancelled)
+                return self._lose(transfer, Loss(reason, is_cancelled, is_producers_word=True))
             case End():
                 return self._on_end(transfer, message, now)
             case Block():
@@ -183,7 +195,7 @@ class Consumer:
         self._counters["kv_checksum_failures"] += 1
         transfer.num_bad += 1
         if transfer.num_bad > MAX_BAD_BLOCKS:
-            return self._lose(transfer, f"{transfer.num_bad} blocks arrived damaged", False)
+            return self._lose(transfer, Loss(f"{transfer.num_bad} blocks arrived damaged"))
         return [ack]
 
     def on_time(self, now: float) -> list[Effect]:
@@ -192,13 +204,13 @@ class Consumer:
         for key in list(self._deadlines.pop_due(now)):
             transfer = self._transfers[key]
             effects += self._lose(
-                transfer, f"the prompt did not arrive within {self._load_timeout_s:g} s", False
+                transfer, Loss(f"the prompt did not arrive within {self._load_timeout_s:g} s")
             )
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
             if now - transfer.last_heard > self._peer_timeout_s:
                 reason = f"the prefill worker was silent for {now - transfer.last_heard:.1f} s"
-                effects += self._lose(transfer, reason, False)
+                effects += self._lose(transfer, Loss(reason))
             else:
                 effects += self._beat(transfer, now)
         return effects
@@ -233,7 +245,7 @@ class Consumer:
             return []
         if message.num_blocks != transfer.first_block + len(transfer.block_ids):
             reason = f"{message.num_blocks} blocks were sent, {len(transfer.block_ids)} expected"
-            return self._lose(transfer, reason, False)
+            return self._lose(transfer, Loss(reason))
         transfer.end = message
         return self._complete(transfer, now)
 
@@ -253,22 +265,22 @@ class Consumer:
             ),
         ]
 
-    def _lose(self, transfer: Incoming, reason: str, is_cancelled: bool) -> list[Effect]:
+    def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         """There will be no more blocks: fails the load, or remembers that there is nothing to load."""
         if transfer.state is State.LOADING:
-            return self._fail(transfer, reason, is_cancelled)
-        transfer.loss = (reason, is_cancelled)
+            return self._fail(transfer, loss)
+        transfer.loss = loss
         transfer.move_to(State.LOST)
         self._beats.cancel(transfer.key)
         return []
 
-    def _fail(self, transfer: Incoming, reason: str, is_cancelled: bool) -> list[Effect]:
+    def _fail(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         self._forget(transfer)
         self._counters["kv_loads_failed"] += 1
-        return [
-            Send(transfer.address, Cancel(transfer.key, reason)),
-            Failed(transfer.request_id, transfer.num_valid_blocks, reason, is_cancelled),
-        ]
+        failed = Failed(transfer.request_id, transfer.num_valid_blocks, loss.reason, loss.is_cancelled)
+        if loss.is_producers_word:
+            return [failed]
+        return [Send(transfer.address, Cancel(transfer.key, loss.reason)), failed]
 
     def _forget(self, transfer: Incoming) -> None:
         del self._transfers[transfer.key]

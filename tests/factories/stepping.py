@@ -37,7 +37,9 @@ class Leg:
 class StepDriver:
     """Holds a runner, its pool and the requests; every step names the requests and their token counts."""
 
-    def __init__(self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, seed: int = 0
+    ) -> None:
         self.model = model
         self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
         self.runner = ModelRunner(model, self.pool)
@@ -120,7 +122,12 @@ class StepDriver:
         )
 
     def generate(
-        self, prompts: dict[str, list[int]], max_tokens: int, *, chunk: int = 1000, params: SamplingParams = GREEDY
+        self,
+        prompts: dict[str, list[int]],
+        max_tokens: int,
+        *,
+        chunk: int = 1000,
+        params: SamplingParams = GREEDY,
     ) -> dict[str, list[int]]:
         """All prompts together, each in chunks of at most `chunk` tokens, until every one has its tokens."""
         legs = [self.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
