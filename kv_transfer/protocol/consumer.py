@@ -71,7 +71,6 @@ class Incoming:
     address: str
     request_id: str
     num_prompt_tokens: int
-    last_heard: float
     state: State = State.HOLDING
     first_block: int = 0
     block_ids: tuple[int, ...] = ()
@@ -105,15 +104,19 @@ class Consumer:
         heartbeat_s: float,
         peer_timeout_s: float,
         load_timeout_s: float,
+        with_checksums: bool,
         counters: Counter[str],
     ) -> None:
         self._fingerprint = fingerprint
+        self._with_checksums = with_checksums
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
         self._load_timeout_s = load_timeout_s
         self._counters = counters
         self._transfers: dict[TransferKey, Incoming] = {}
         self._keys: dict[str, TransferKey] = {}
+        self._last_heard: dict[str, float] = {}
+        """When each producer, by incarnation, last said anything about any transfer."""
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -122,14 +125,23 @@ class Consumer:
     def begin(
         self, request_id: str, key: TransferKey, address: str, num_prompt_tokens: int, now: float
     ) -> list[Effect]:
-        """The engine took the request; until it has room, the producer is asked to hold."""
-        transfer = Incoming(key, address, request_id, num_prompt_tokens, last_heard=now)
+        """The engine took the request; until it has room, the producer is asked to hold.
+
+        A second claim to one key is never served.
+        """
+        if key in self._transfers:
+            self._counters["kv_duplicate_messages"] += 1
+            return []
+        transfer = Incoming(key, address, request_id, num_prompt_tokens)
         self._transfers[key] = transfer
         self._keys[request_id] = key
+        self._last_heard.setdefault(key.producer, now)
         return self._beat(transfer, now)
 
     def load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
         """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
+        if request_id not in self._keys:
+            return [Failed(request_id, 0, "another request has claimed this transfer", False)]
         transfer = self._transfers[self._keys[request_id]]
         transfer.first_block, transfer.block_ids = first_block, block_ids
         if transfer.loss is not None:
@@ -140,7 +152,9 @@ class Consumer:
         return self._beat(transfer, now)
 
     def abort(self, request_id: str, reason: str) -> list[Effect]:
-        """The request ended here; the producer is told, whatever it knows."""
+        """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
+        if request_id not in self._keys:
+            return []
         transfer = self._transfers[self._keys[request_id]]
         was_loading = transfer.state is State.LOADING
         self._forget(transfer)
@@ -155,7 +169,7 @@ class Consumer:
         if transfer is None or transfer.state is State.LOST:
             self._counters["kv_late_messages"] += 1
             return []
-        transfer.last_heard = now
+        self._last_heard[message.key.producer] = now
         match message:
             case Opened():
                 return []
@@ -184,7 +198,7 @@ class Consumer:
     def on_block(self, header: Block, is_valid: bool, now: float) -> list[Effect]:
         """The payload is in the block that `destination` named, and its checksum was compared."""
         transfer = self._transfers[header.key]
-        transfer.last_heard = now
+        self._last_heard[header.key.producer] = now
         if transfer.first_block_at is None:
             transfer.first_block_at = now
         self._beats.set(transfer.key, now + self._heartbeat_s)
@@ -208,9 +222,9 @@ class Consumer:
             )
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
-            if now - transfer.last_heard > self._peer_timeout_s:
-                reason = f"the prefill worker was silent for {now - transfer.last_heard:.1f} s"
-                effects += self._lose(transfer, Loss(reason))
+            silent_s = now - self._last_heard[key.producer]
+            if silent_s > self._peer_timeout_s:
+                effects += self._lose(transfer, Loss(f"the prefill worker was silent for {silent_s:.1f} s"))
             else:
                 effects += self._beat(transfer, now)
         return effects
@@ -233,6 +247,7 @@ class Consumer:
             transfer.num_prompt_tokens,
             transfer.first_block,
             tuple(sorted(transfer.verified)),
+            self._with_checksums,
         )
         return [Send(transfer.address, message)]
 
@@ -285,5 +300,7 @@ class Consumer:
     def _forget(self, transfer: Incoming) -> None:
         del self._transfers[transfer.key]
         del self._keys[transfer.request_id]
+        if all(key.producer != transfer.key.producer for key in self._transfers):
+            del self._last_heard[transfer.key.producer]
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

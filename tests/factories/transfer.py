@@ -56,7 +56,7 @@ class Wire:
         self.consumer_counters: Counter[str] = Counter()
         self.producer = Producer("p-1", FINGERPRINT, LEASE_S, window_blocks, self.producer_counters)
         self.consumer = Consumer(
-            FINGERPRINT, HEARTBEAT_S, PEER_TIMEOUT_S, LOAD_TIMEOUT_S, self.consumer_counters
+            FINGERPRINT, HEARTBEAT_S, PEER_TIMEOUT_S, LOAD_TIMEOUT_S, True, self.consumer_counters
         )
         self.source_blocks: dict[int, int] = {}
         self.target_blocks: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Wire:
             match effect:
                 case Send(peer, message):
                     self._post(str(peer), Frame(source, message))
-                case SendBlock(peer, key, index, block_id):
+                case SendBlock(peer, key, index, block_id, _):
                     header = Block(key, index, checksum=self.source_blocks[block_id])
                     self._post(str(peer), Frame(source, header, self.source_blocks[block_id]))
                 case news:

@@ -390,3 +390,100 @@ def test_c49_no_message_carries_a_time_of_day() -> None:
     wire.finish_send(3)
     wire.deliver()
     assert "123456" not in repr(wire.sent)
+
+
+def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_again() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 48)
+    wire.ready(0, 2)
+    wire.at_producer(wire.producer.withdraw("r"))
+    wire.source_blocks.clear()  # they belong to other requests now
+    wire.begin_load(KEY, 48)
+    wire.load(0, 3)
+    wire.deliver()
+    assert sent(wire, Block) == []
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+    assert isinstance(wire.news[0], Received)
+    wire.assert_at_rest()
+
+
+def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw("r"))
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert [block.index for block in sent(wire, Block)] == [0, 1, 2]
+    assert isinstance(wire.news[0], Received)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_c33_an_abort_that_crosses_the_end_of_its_load_is_ignored(is_complete: bool) -> None:
+    wire = Wire()
+    start(wire)
+    if is_complete:
+        wire.ready(0, 3)
+        wire.finish_send(3)
+    else:
+        wire.at_producer(wire.producer.abort("r", "the prefill failed", False))
+    wire.deliver()
+    before = list(wire.news)
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    assert wire.news == before
+    wire.assert_at_rest()
+
+
+def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.deliver()
+    assert Failed("r", 0, "the request ended", True) in wire.news
+    wire.assert_at_rest()
+
+
+def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_within_a_lease() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert "was not asked" in wire.news[0].reason
+    wire.assert_at_rest()
+
+
+def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.deliver()
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    wire.load(0, 1)
+    assert [type(news) for news in wire.news] == [Freed, Failed]
+
+
+def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
+    wire = Wire()
+    start(wire)
+    wire.begin_send(KEY, 48, "second")
+    wire.begin_load(KEY, 48, "second")
+    wire.at_producer(wire.producer.blocks_ready("second", 0, [1]))
+    wire.at_consumer(wire.consumer.load("second", 0, (1, 2, 3), wire.clock.now()))
+    wire.finish_send(3, "second")
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert {type(news) for news in wire.news if news.request_id == "second"} == {Failed, Freed}
+    assert {type(news) for news in wire.news if news.request_id == "r"} == {Received, Freed}
+    wire.assert_at_rest()
