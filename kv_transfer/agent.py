@@ -25,6 +25,7 @@ from kv_transfer.orders import (
     FinishSend,
     LoadBlocks,
     SendBlocks,
+    WithdrawBlocks,
 )
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Failed, Freed, Quiesced, Received, Send, SendBlock
@@ -54,6 +55,9 @@ COUNTERS = (
 )
 """Every counter exists from the start, so that other threads may copy them while they grow."""
 
+TURN_TIMEOUT_S = 5.0
+"""A turn of the agent's loop takes milliseconds; if it takes this long, the thread is lost and `_failure` tells."""
+
 Order = BeforeStep | SendBlocks
 
 
@@ -81,11 +85,12 @@ class TransferAgent:
         self._clock = clock
         self._checksum = checksum
         self._on_news = on_news
-        self._orders: queue.SimpleQueue[tuple[Order, ...]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[tuple[Order, ...], threading.Event]] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[Freed | Received | Failed | Quiesced] = queue.SimpleQueue()
         self._wakeup = WakeUp()
         self._transport.wake_on(self._wakeup)
         self._is_stopping = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -99,11 +104,17 @@ class TransferAgent:
         self._wakeup.close()
 
     def post(self, orders: tuple[Order, ...]) -> None:
-        self._orders.put(orders)
+        """Gives orders. Returns at once, unless one takes blocks back: then when nothing reads them any more."""
+        done = threading.Event()
+        self._orders.put((orders, done))
         self._wakeup.set()
+        if any(isinstance(order, WithdrawBlocks) for order in orders):
+            done.wait(TURN_TIMEOUT_S)
+        self._check_alive()
 
     def take_news(self) -> KVConnectorOutput:
-        """Everything that happened since the last call."""
+        """Everything that happened since the last call; raises if the agent's thread has died."""
+        self._check_alive()
         sent, quiet = [], []
         received, failed = [], []
         while not self._news.empty():
@@ -126,15 +137,25 @@ class TransferAgent:
         return KVConnectorOutput(tuple(sent), tuple(received), tuple(failed), tuple(quiet))
 
     def _run(self) -> None:
-        while not self._is_stopping:
-            for arrival in self._transport.wait(self._seconds_to_deadline()):
-                self._do(self._take(arrival))
-            self._wakeup.clear()
-            self._take_orders()
-            now = self._clock.now()
-            self._do(self._producer.on_time(now))
-            self._do(self._consumer.on_time(now))
-        self._transport.close()
+        try:
+            while not self._is_stopping:
+                for arrival in self._transport.wait(self._seconds_to_deadline()):
+                    self._do(self._take(arrival))
+                self._wakeup.clear()
+                self._take_orders()
+                now = self._clock.now()
+                self._do(self._producer.on_time(now))
+                self._do(self._consumer.on_time(now))
+        except Exception as error:  # the edge of the thread: the engine must not go on as if it were there
+            logger.exception("the transfer thread ended")
+            self._failure = error
+            self._on_news()
+        finally:
+            self._transport.close()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the transfer thread has died") from self._failure
 
     def _seconds_to_deadline(self) -> float | None:
         times = [self._producer.next_deadline(), self._consumer.next_deadline()]
@@ -143,8 +164,10 @@ class TransferAgent:
 
     def _take_orders(self) -> None:
         while not self._orders.empty():
-            for order in self._orders.get():
+            orders, done = self._orders.get()
+            for order in orders:
                 self._do(self._obey(order))
+            done.set()
 
     def _obey(self, order: Order) -> list[Effect]:
         now = self._clock.now()
@@ -156,6 +179,8 @@ class TransferAgent:
                 return self._producer.begin(request_id, key, num_prompt_tokens)
             case SendBlocks(request_id, first_index, block_ids):
                 return self._producer.blocks_ready(request_id, first_index, block_ids)
+            case WithdrawBlocks(request_id):
+                return self._producer.withdraw(request_id)
             case FinishSend(request_id, num_blocks, tail, first_token):
                 ready = self._producer.blocks_ready(request_id, num_blocks - len(tail), tail)
                 return ready + self._producer.finish(request_id, num_blocks, first_token, now)
@@ -195,7 +220,9 @@ class TransferAgent:
         block = self._blocks[block_id]
         is_valid = self._transport.read_payload(block)
         if self._checksum and is_valid:
-            is_valid = xxhash.xxh3_64_intdigest(block) == header.checksum
+            is_valid = (
+                xxhash.xxh3_64_intdigest(block) == header.checksum
+            )  # a missing one does not match either
         self._counters["kv_bytes_received"] += block.nbytes
         return self._consumer.on_block(header, is_valid, self._clock.now())
 
@@ -216,7 +243,7 @@ class TransferAgent:
 
     def _send_block(self, effect: SendBlock) -> None:
         block = self._blocks[effect.block_id]
-        checksum = xxhash.xxh3_64_intdigest(block) if self._checksum else 0
+        checksum = xxhash.xxh3_64_intdigest(block) if effect.with_checksum else None
         self._transport.send(
             effect.peer, TO_CONSUMER.encode(Block(effect.key, effect.index, checksum)), block
         )

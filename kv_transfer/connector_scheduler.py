@@ -19,6 +19,7 @@ from kv_transfer.orders import (
     KVConnectorMetadata,
     LoadBlocks,
     SendBlocks,
+    WithdrawBlocks,
 )
 
 
@@ -96,6 +97,9 @@ class KVConnectorScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
         """The orders since the last step, and the blocks that this one will fill."""
+        for request_id in self._sending.keys() & scheduler_output.preempted_req_ids:
+            self._sending[request_id].num_sent = 0
+            self._orders.append(WithdrawBlocks(request_id))
         after = self._blocks_filled_by(scheduler_output) if self._sending else []
         if not self._orders and not after:
             return None
@@ -132,7 +136,7 @@ class KVConnectorScheduler:
         return True
 
     def _blocks_filled_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
-        """Full prompt blocks that this step completes. What was sent before a preemption is not sent again."""
+        """Full prompt blocks that this step completes; after a preemption, all of them anew."""
         cached = plan.scheduled_cached_reqs
         filled = [
             self._progress(plan, new.request_id, new.block_ids, new.num_computed_tokens, is_fresh=True)

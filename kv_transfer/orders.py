@@ -25,6 +25,13 @@ class SendBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class WithdrawBlocks:
+    """The producer was preempted: its blocks belong to others from this step on."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class FinishSend:
     """The prompt is complete; `tail_block_ids` holds its last, partly filled block, if there is one."""
 
@@ -70,7 +77,7 @@ class AbortLoad:
     reason: str
 
 
-BeforeStep = BeginSend | FinishSend | AbortSend | BeginLoad | LoadBlocks | AbortLoad
+BeforeStep = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | LoadBlocks | AbortLoad
 
 
 @dataclass(frozen=True, slots=True)

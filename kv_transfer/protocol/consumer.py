@@ -53,6 +53,16 @@ MOVES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why there will be no more blocks."""
+
+    reason: str
+    is_cancelled: bool = False
+    is_producers_word: bool = False
+    """The producer said so itself and has forgotten the transfer."""
+
+
 @dataclass(slots=True, eq=False)
 class Incoming:
     """One hand-over as its taker sees it."""
@@ -61,7 +71,6 @@ class Incoming:
     address: str
     request_id: str
     num_prompt_tokens: int
-    last_heard: float
     state: State = State.HOLDING
     first_block: int = 0
     block_ids: tuple[int, ...] = ()
@@ -69,7 +78,7 @@ class Incoming:
     verified: set[int] = field(default_factory=set)
     num_bad: int = 0
     end: End | None = None
-    loss: tuple[str, bool] | None = None
+    loss: Loss | None = None
     opened_at: float = 0.0
     first_block_at: float | None = None
 
@@ -95,15 +104,19 @@ class Consumer:
         heartbeat_s: float,
         peer_timeout_s: float,
         load_timeout_s: float,
+        with_checksums: bool,
         counters: Counter[str],
     ) -> None:
         self._fingerprint = fingerprint
+        self._with_checksums = with_checksums
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
         self._load_timeout_s = load_timeout_s
         self._counters = counters
         self._transfers: dict[TransferKey, Incoming] = {}
         self._keys: dict[str, TransferKey] = {}
+        self._last_heard: dict[str, float] = {}
+        """When each producer, by incarnation, last said anything about any transfer."""
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -112,25 +125,36 @@ class Consumer:
     def begin(
         self, request_id: str, key: TransferKey, address: str, num_prompt_tokens: int, now: float
     ) -> list[Effect]:
-        """The engine took the request; until it has room, the producer is asked to hold."""
-        transfer = Incoming(key, address, request_id, num_prompt_tokens, last_heard=now)
+        """The engine took the request; until it has room, the producer is asked to hold.
+
+        A second claim to one key is never served.
+        """
+        if key in self._transfers:
+            self._counters["kv_duplicate_messages"] += 1
+            return []
+        transfer = Incoming(key, address, request_id, num_prompt_tokens)
         self._transfers[key] = transfer
         self._keys[request_id] = key
+        self._last_heard.setdefault(key.producer, now)
         return self._beat(transfer, now)
 
     def load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
         """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
+        if request_id not in self._keys:
+            return [Failed(request_id, 0, "another request has claimed this transfer", False)]
         transfer = self._transfers[self._keys[request_id]]
         transfer.first_block, transfer.block_ids = first_block, block_ids
         if transfer.loss is not None:
-            return self._fail(transfer, *transfer.loss)
+            return self._fail(transfer, transfer.loss)
         transfer.move_to(State.LOADING)
         transfer.opened_at = now
         self._deadlines.set(transfer.key, now + self._load_timeout_s)
         return self._beat(transfer, now)
 
     def abort(self, request_id: str, reason: str) -> list[Effect]:
-        """The request ended here; the producer is told, whatever it knows."""
+        """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
+        if request_id not in self._keys:
+            return []
         transfer = self._transfers[self._keys[request_id]]
         was_loading = transfer.state is State.LOADING
         self._forget(transfer)
@@ -145,14 +169,16 @@ class Consumer:
         if transfer is None or transfer.state is State.LOST:
             self._counters["kv_late_messages"] += 1
             return []
-        transfer.last_heard = now
+        self._last_heard[message.key.producer] = now
         match message:
             case Opened():
                 return []
             case Refused(reason=reason):
-                return self._lose(transfer, f"the prefill worker refused: {reason}", False)
+                return self._lose(
+                    transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
+                )
             case Aborted(reason=reason, is_cancelled=is_cancelled):
-                return self._lose(transfer, reason, is_cancelled)
+                return self._lose(transfer, Loss(reason, is_cancelled, is_producers_word=True))
             case End():
                 return self._on_end(transfer, message, now)
             case Block():
@@ -172,7 +198,7 @@ class Consumer:
     def on_block(self, header: Block, is_valid: bool, now: float) -> list[Effect]:
         """The payload is in the block that `destination` named, and its checksum was compared."""
         transfer = self._transfers[header.key]
-        transfer.last_heard = now
+        self._last_heard[header.key.producer] = now
         if transfer.first_block_at is None:
             transfer.first_block_at = now
         self._beats.set(transfer.key, now + self._heartbeat_s)
@@ -183,7 +209,7 @@ class Consumer:
         self._counters["kv_checksum_failures"] += 1
         transfer.num_bad += 1
         if transfer.num_bad > MAX_BAD_BLOCKS:
-            return self._lose(transfer, f"{transfer.num_bad} blocks arrived damaged", False)
+            return self._lose(transfer, Loss(f"{transfer.num_bad} blocks arrived damaged"))
         return [ack]
 
     def on_time(self, now: float) -> list[Effect]:
@@ -192,13 +218,13 @@ class Consumer:
         for key in list(self._deadlines.pop_due(now)):
             transfer = self._transfers[key]
             effects += self._lose(
-                transfer, f"the prompt did not arrive within {self._load_timeout_s:g} s", False
+                transfer, Loss(f"the prompt did not arrive within {self._load_timeout_s:g} s")
             )
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
-            if now - transfer.last_heard > self._peer_timeout_s:
-                reason = f"the prefill worker was silent for {now - transfer.last_heard:.1f} s"
-                effects += self._lose(transfer, reason, False)
+            silent_s = now - self._last_heard[key.producer]
+            if silent_s > self._peer_timeout_s:
+                effects += self._lose(transfer, Loss(f"the prefill worker was silent for {silent_s:.1f} s"))
             else:
                 effects += self._beat(transfer, now)
         return effects
@@ -221,6 +247,7 @@ class Consumer:
             transfer.num_prompt_tokens,
             transfer.first_block,
             tuple(sorted(transfer.verified)),
+            self._with_checksums,
         )
         return [Send(transfer.address, message)]
 
@@ -233,7 +260,7 @@ class Consumer:
             return []
         if message.num_blocks != transfer.first_block + len(transfer.block_ids):
             reason = f"{message.num_blocks} blocks were sent, {len(transfer.block_ids)} expected"
-            return self._lose(transfer, reason, False)
+            return self._lose(transfer, Loss(reason))
         transfer.end = message
         return self._complete(transfer, now)
 
@@ -253,25 +280,27 @@ class Consumer:
             ),
         ]
 
-    def _lose(self, transfer: Incoming, reason: str, is_cancelled: bool) -> list[Effect]:
+    def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         """There will be no more blocks: fails the load, or remembers that there is nothing to load."""
         if transfer.state is State.LOADING:
-            return self._fail(transfer, reason, is_cancelled)
-        transfer.loss = (reason, is_cancelled)
+            return self._fail(transfer, loss)
+        transfer.loss = loss
         transfer.move_to(State.LOST)
         self._beats.cancel(transfer.key)
         return []
 
-    def _fail(self, transfer: Incoming, reason: str, is_cancelled: bool) -> list[Effect]:
+    def _fail(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         self._forget(transfer)
         self._counters["kv_loads_failed"] += 1
-        return [
-            Send(transfer.address, Cancel(transfer.key, reason)),
-            Failed(transfer.request_id, transfer.num_valid_blocks, reason, is_cancelled),
-        ]
+        failed = Failed(transfer.request_id, transfer.num_valid_blocks, loss.reason, loss.is_cancelled)
+        if loss.is_producers_word:
+            return [failed]
+        return [Send(transfer.address, Cancel(transfer.key, loss.reason)), failed]
 
     def _forget(self, transfer: Incoming) -> None:
         del self._transfers[transfer.key]
         del self._keys[transfer.request_id]
+        if all(key.producer != transfer.key.producer for key in self._transfers):
+            del self._last_heard[transfer.key.producer]
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

@@ -23,6 +23,7 @@ class SendBlock:
     key: TransferKey
     index: int
     block_id: int
+    with_checksum: bool
 
 
 @dataclass(frozen=True, slots=True)

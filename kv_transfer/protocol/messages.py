@@ -16,12 +16,17 @@ the producer's sign of life, and an Open that lists what arrived heals every los
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import xxhash
+
+from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
 from baton.wire import Codec
 
 MAX_HEADER_BYTES = 1024 * 1024
+SEAL_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Open:
     """Blocks before this one are in the consumer's prefix cache."""
     received: tuple[int, ...]
     """Blocks that arrived already; everything else is still wanted."""
+    with_checksums: bool
+    """The consumer compares checksums, so it decides whether they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,8 @@ class Block:
     key: TransferKey
     index: int
     """Position in the prompt's chain of blocks."""
-    checksum: int
-    """xxh3_64 of the payload; 0 where checksums are off."""
+    checksum: int | None
+    """xxh3_64 of the payload; None where Open asked for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,5 +115,26 @@ class Aborted:
 ToProducer = Hold | Open | Ack | Release | Cancel
 ToConsumer = Opened | Refused | Block | End | Aborted
 
-TO_PRODUCER: Codec[ToProducer] = Codec(Hold, Open, Ack, Release, Cancel, max_bytes=MAX_HEADER_BYTES)
-TO_CONSUMER: Codec[ToConsumer] = Codec(Opened, Refused, Block, End, Aborted, max_bytes=MAX_HEADER_BYTES)
+M = TypeVar("M")
+
+
+class SealedCodec(Generic[M]):
+    """A Codec whose frames begin with their own xxh3_64: a flipped bit in a token id must not pass either."""
+
+    def __init__(self, *kinds: type[M]) -> None:
+        self._codec: Codec[M] = Codec(*kinds, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
+
+    def encode(self, message: M) -> bytes:
+        data = self._codec.encode(message)
+        return xxhash.xxh3_64_digest(data) + data
+
+    def decode(self, frame: bytes) -> M:
+        """The message in a frame; WireError says what is wrong with it."""
+        seal, data = frame[:SEAL_BYTES], frame[SEAL_BYTES:]
+        if seal != xxhash.xxh3_64_digest(data):
+            raise WireError(f"a frame of {len(frame)} bytes is damaged")
+        return self._codec.decode(data)
+
+
+TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel)
+TO_CONSUMER: SealedCodec[ToConsumer] = SealedCodec(Opened, Refused, Block, End, Aborted)

@@ -8,8 +8,9 @@ EARLY: the consumer spoke first. PREPARING: blocks become ready, nobody reads th
 become ready, within a window of unacknowledged blocks per peer, in which transfers take turns. CANCELLED: the consumer
 wants no more, but our own engine does not know yet.
 
-A lease runs while the prefill is complete (or not begun), and begins anew with every sign of the consumer's life; while
-the prompt is being computed, the request's own deadline applies. What comes for another incarnation is refused.
+A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
+being computed, the request's own deadline applies. EARLY lasts one lease at most. How a hand-over ended is remembered
+for a while, and told to a consumer that asks late. What comes for another incarnation is refused.
 """
 
 from collections import Counter, deque
@@ -38,6 +39,9 @@ from kv_transfer.protocol.timers import Timers
 MAX_EARLY = 1024
 """Hand-overs that a consumer may announce before this worker's engine has heard of them."""
 
+MAX_ENDED = 4096
+"""Hand-overs whose end is remembered."""
+
 
 class State(Enum):
     EARLY = auto()
@@ -65,12 +69,14 @@ class Outgoing:
     num_prompt_tokens: int = 0
     peer: Peer = b""
     first_block: int = 0
+    with_checksums: bool = True
     open: Open | None = None
     """An Open that came early."""
     ready: dict[int, int] = field(default_factory=dict)
     """Prompt block index -> local block id, for blocks that are computed."""
     unsent: deque[int] = field(default_factory=deque)
     unacked: set[int] = field(default_factory=set)
+    acked: set[int] = field(default_factory=set)
     first_token: FirstToken | None = None
     """Set when the prefill is complete; the lease runs from then on."""
     num_blocks: int = 0
@@ -104,15 +110,20 @@ class Producer:
         self._turns: deque[Outgoing] = deque()
         """Streaming transfers with blocks to send, in round-robin order."""
         self._leases: Timers[TransferKey] = Timers()
+        self._farewells: dict[TransferKey, Aborted] = {}
+        """The latest ends that a consumer may not have heard of."""
 
     # orders of this worker's engine
 
     def begin(self, request_id: str, key: TransferKey, num_prompt_tokens: int) -> list[Effect]:
-        """The engine took the request; its prompt will be computed."""
+        """The engine took the request; its prompt will be computed. A second claim to one key is never served."""
         transfer = self._transfers.get(key)
         if transfer is None:
             transfer = self._transfers[key] = Outgoing(key, State.PREPARING)
         else:
+            if transfer.request_id is not None:
+                self._counters["kv_duplicate_messages"] += 1
+                return []
             self._num_early -= 1
             self._leases.cancel(key)
             if transfer.state is State.EARLY:
@@ -127,17 +138,29 @@ class Producer:
     def blocks_ready(self, request_id: str, first_index: int, block_ids: Iterable[int]) -> list[Effect]:
         """These blocks are computed and will not change until `Freed`."""
         transfer = self._of(request_id)
-        if transfer.state is State.CANCELLED:
+        if transfer is None or transfer.state is State.CANCELLED:
             return []
         for index, block_id in enumerate(block_ids, first_index):
             transfer.ready[index] = block_id
-            if index >= transfer.first_block:
+            if index >= transfer.first_block and index not in transfer.acked:
                 transfer.unsent.append(index)
         return self._pump(transfer)
+
+    def withdraw(self, request_id: str) -> list[Effect]:
+        """The request was preempted: after this returns, none of its blocks is read until it is ready again."""
+        transfer = self._of(request_id)
+        if transfer is None:
+            return []
+        transfer.ready.clear()
+        transfer.unsent.clear()
+        self._release_window(transfer)
+        return self._pump()
 
     def finish(self, request_id: str, num_blocks: int, first_token: FirstToken, now: float) -> list[Effect]:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
         transfer = self._of(request_id)
+        if transfer is None:
+            return [Freed(request_id)]
         if transfer.state is State.CANCELLED:
             return self._forget(transfer)
         transfer.first_token, transfer.num_blocks = first_token, num_blocks
@@ -147,10 +170,13 @@ class Producer:
     def abort(self, request_id: str, reason: str, is_cancelled: bool) -> list[Effect]:
         """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
         transfer = self._of(request_id)
+        if transfer is None:
+            return [Freed(request_id)]
         told: list[Effect] = []
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, Aborted(transfer.key, reason, is_cancelled))]
         self._counters["kv_sends_aborted"] += 1
+        self._remember(Aborted(transfer.key, reason, is_cancelled))
         return told + self._forget(transfer)
 
     # what peers and time bring
@@ -163,7 +189,7 @@ class Producer:
         transfer = self._transfers.get(key)
         if transfer is None:
             return self._on_unknown(peer, message, now)
-        if transfer.request_id is None or transfer.first_token is not None:
+        if transfer.first_token is not None:
             self._leases.set(key, now + self._lease_s)
         if transfer.state is State.CANCELLED:
             self._counters["kv_late_messages"] += 1
@@ -184,11 +210,19 @@ class Producer:
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
-        """Ends the leases whose time has come."""
+        """Ends the leases whose time has come, and tells the consumers, in case they live after all."""
         effects: list[Effect] = []
         for key in list(self._leases.pop_due(now)):
+            transfer = self._transfers[key]
+            reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
+            if transfer.request_id is None:
+                reason = "the prefill worker was not asked for this prompt"
             self._counters["kv_lease_expiries"] += 1
-            effects += self._forget(self._transfers[key])
+            farewell = Aborted(key, reason, is_cancelled=False)
+            self._remember(farewell)
+            if transfer.peer:
+                effects.append(Send(transfer.peer, farewell))
+            effects += self._forget(transfer)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -197,13 +231,17 @@ class Producer:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def _of(self, request_id: str) -> Outgoing:
-        return self._transfers[self._keys[request_id]]
+    def _of(self, request_id: str) -> Outgoing | None:
+        """The hand-over of a request; None if another request had claimed its key before."""
+        key = self._keys.get(request_id)
+        return None if key is None else self._transfers[key]
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         """News of a hand-over that is over, or that our own engine has not announced yet."""
         key = message.key
-        if not isinstance(message, Open | Hold | Cancel):
+        if isinstance(message, Open | Hold) and key in self._farewells:
+            return [Send(peer, self._farewells[key])]
+        if not isinstance(message, Open | Hold | Cancel) or key in self._farewells:
             self._counters["kv_late_messages"] += 1
             return []
         if self._num_early >= MAX_EARLY:
@@ -229,10 +267,11 @@ class Producer:
         if transfer.state is State.PREPARING:
             transfer.move_to(State.STREAMING)
         self._release_window(transfer)
-        transfer.peer = peer
+        transfer.peer, transfer.with_checksums = peer, message.with_checksums
         transfer.first_block = message.first_block
+        transfer.acked = set(message.received)
         transfer.is_end_sent = False
-        missing = set(transfer.ready).difference(message.received)
+        missing = set(transfer.ready) - transfer.acked
         transfer.unsent = deque(sorted(index for index in missing if index >= message.first_block))
         return [Send(peer, Opened(transfer.key)), *self._pump(transfer)]
 
@@ -249,7 +288,9 @@ class Producer:
             return []
         transfer.unacked.remove(message.index)
         self._inflight[transfer.peer] -= 1
-        if not message.is_valid:
+        if message.is_valid:
+            transfer.acked.add(message.index)
+        elif message.index in transfer.ready:
             self._counters["kv_blocks_resent"] += 1
             transfer.unsent.append(message.index)
         return self._pump(transfer)
@@ -270,7 +311,7 @@ class Producer:
                 index = turn.unsent.popleft()
                 turn.unacked.add(index)
                 self._inflight[turn.peer] += 1
-                effects.append(SendBlock(turn.peer, turn.key, index, turn.ready[index]))
+                effects.append(SendBlock(turn.peer, turn.key, index, turn.ready[index], turn.with_checksums))
                 self._turns.append(turn)
         self._turns.extend(stalled)
         return effects
@@ -299,6 +340,11 @@ class Producer:
             return effects
         del self._keys[transfer.request_id]
         return [*effects, Freed(transfer.request_id)]
+
+    def _remember(self, farewell: Aborted) -> None:
+        self._farewells[farewell.key] = farewell
+        if len(self._farewells) > MAX_ENDED:
+            del self._farewells[next(iter(self._farewells))]
 
     def _leave_turns(self, transfer: Outgoing) -> list[Effect]:
         if transfer in self._turns:

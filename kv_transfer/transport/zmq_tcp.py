@@ -20,6 +20,9 @@ MAX_QUEUED_FRAMES = 10_000
 MAX_PEERS = 256
 """Connections kept open; past this the one unused for longest is closed, and opened again when needed."""
 
+MAX_ARRIVALS_PER_TURN = 64
+"""A peer that never stops sending must not keep orders and deadlines waiting."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -116,9 +119,9 @@ class ZmqTcp:
         return socket
 
     def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:
-        """Headers until the socket is empty. What a reader left of a message is skipped before the next."""
+        """Headers until the socket is empty, or it is somebody else's turn. What a reader left is skipped."""
         self._reading = socket
-        while True:
+        for _ in range(MAX_ARRIVALS_PER_TURN):
             try:
                 peer: Peer = socket.recv(zmq.NOBLOCK) if address is None else address
                 header = socket.recv(zmq.NOBLOCK)

@@ -36,7 +36,7 @@ def make_config(**overrides: Any) -> SchedulerConfig:
     return SchedulerConfig(**values | overrides)
 
 
-def make_scheduler(connector: "FakeConnector | None" = None, **overrides: Any) -> Scheduler:
+def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
     return Scheduler(make_config(**overrides), connector, hash_key=b"test" * 8)
 
 
@@ -116,6 +116,7 @@ class FakeConnector:
     added: list[Request] = field(default_factory=list)
     news: list[KVConnectorOutput] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
     num_questions: int = 0
 
     def request_added(self, request: Request) -> None:
@@ -123,6 +124,7 @@ class FakeConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.news.append(output)
+        self.ended |= {load.request_id for load in (*output.finished_recving, *output.failed_recving)}
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -144,7 +146,8 @@ class FakeConnector:
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         self.finished.append(request)
-        return self.holds and bool(block_ids)
+        is_loading = request.request_id in self.started.keys() - self.ended
+        return self.holds and bool(block_ids) and (request.is_producer or is_loading)
 
 
 def received(request: Request, token_id: int = 7) -> KVConnectorOutput:
@@ -174,18 +177,20 @@ def run_step(scheduler: Scheduler, runner: FakeRunner) -> tuple[SchedulerOutput,
 def run_to_end(
     scheduler: Scheduler, runner: FakeRunner | None = None, max_steps: int = 10_000
 ) -> dict[str, list[int]]:
-    """Steps until nobody is left; every token by request, in the order it was reported."""
+    """Steps until nobody is left; the tokens of every request that were reported meanwhile, in order."""
     runner = runner or FakeRunner()
     tokens: dict[str, list[int]] = {}
+    next_positions: dict[str, int] = {}
     for _ in range(max_steps):
         if not scheduler.has_requests():
             assert_at_rest(scheduler)
             return tokens
         _, outputs = run_step(scheduler, runner)
         for output in outputs:
-            known = tokens.setdefault(output.request_id, [])
-            assert output.first_position == len(known), f"{output} does not continue {len(known)} tokens"
-            known.extend(output.token_ids)
+            expected = next_positions.setdefault(output.request_id, output.first_position)
+            assert output.first_position == expected, f"{output} does not continue at {expected}"
+            next_positions[output.request_id] += len(output.token_ids)
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
     raise AssertionError(f"not done after {max_steps} steps: {scheduler.request_counts()}")
 
 

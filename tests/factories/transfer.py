@@ -1,0 +1,170 @@
+"""Both ends of a hand-over and a network between them, in one thread on virtual time."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.clock import VirtualClock
+from baton.kv import KVFingerprint
+from baton.request import FirstToken
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.effects import Effect, Failed, Freed, Quiesced, Received, Send, SendBlock
+from kv_transfer.protocol.messages import Block, ToConsumer, ToProducer, TransferKey
+from kv_transfer.protocol.producer import Producer
+
+FINGERPRINT = KVFingerprint(1, "model", "float32", "LKHTD", 16, 2, 2, 8)
+FIRST_TOKEN = FirstToken(7, None)
+LEASE_S = 10.0
+HEARTBEAT_S = 1.0
+PEER_TIMEOUT_S = 4.0
+LOAD_TIMEOUT_S = 60.0
+ADDRESS = "producer"
+"""How the consumer reaches the producer."""
+
+
+def make_key(
+    transfer_id: str = "t", attempt: int = 0, producer: str = "p-1", consumer: str = "d-1"
+) -> TransferKey:
+    return TransferKey(transfer_id, attempt, producer, consumer)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message on its way, with the bytes of its block if it carries one."""
+
+    source: str
+    message: ToProducer | ToConsumer
+    payload: int | None = None
+
+
+Tamper = Callable[[Frame], list[Frame]]
+"""What the network makes of a frame: one is honest, none is a loss, two a duplicate."""
+
+
+def honest(frame: Frame) -> list[Frame]:
+    return [frame]
+
+
+class Wire:
+    """A producer and a consumer, joined by queues that a test may tamper with. Block contents are plain numbers."""
+
+    def __init__(self, tamper: Tamper = honest, *, window_blocks: int = 4) -> None:
+        self.clock = VirtualClock()
+        self.tamper = tamper
+        self.producer_counters: Counter[str] = Counter()
+        self.consumer_counters: Counter[str] = Counter()
+        self.producer = Producer("p-1", FINGERPRINT, LEASE_S, window_blocks, self.producer_counters)
+        self.consumer = Consumer(
+            FINGERPRINT, HEARTBEAT_S, PEER_TIMEOUT_S, LOAD_TIMEOUT_S, True, self.consumer_counters
+        )
+        self.source_blocks: dict[int, int] = {}
+        self.target_blocks: dict[int, int] = {}
+        self.in_flight: deque[tuple[str, Frame]] = deque()
+        self.sent: list[Frame] = []
+        self.news: list[Freed | Received | Failed | Quiesced] = []
+
+    def do(self, effects: list[Effect], source: str) -> None:
+        """Carries out what one end wants done."""
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._post(str(peer), Frame(source, message))
+                case SendBlock(peer, key, index, block_id, _):
+                    header = Block(key, index, checksum=self.source_blocks[block_id])
+                    self._post(str(peer), Frame(source, header, self.source_blocks[block_id]))
+                case news:
+                    self.news.append(news)
+
+    def at_producer(self, effects: list[Effect]) -> None:
+        self.do(effects, ADDRESS)
+
+    def at_consumer(self, effects: list[Effect]) -> None:
+        self.do(effects, "consumer")
+
+    def deliver(self, limit: int = 100_000) -> None:
+        """Delivers everything in flight, and what that leads to, without any time passing."""
+        while self.in_flight and limit:
+            limit -= 1
+            self._arrive(*self.in_flight.popleft())
+        assert limit, "the two ends talk without end"
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass from deadline to deadline, delivering on the way."""
+        end = self.clock.now() + seconds
+        while True:
+            self.deliver()
+            times = [
+                t for t in (self.producer.next_deadline(), self.consumer.next_deadline()) if t is not None
+            ]
+            when = min(times, default=end)
+            if when > end:
+                break
+            self.clock.advance(max(0.0, when - self.clock.now()))
+            self.at_producer(self.producer.on_time(self.clock.now()))
+            self.at_consumer(self.consumer.on_time(self.clock.now()))
+            if when == end:
+                break
+        self.clock.advance(max(0.0, end - self.clock.now()))
+        self.deliver()
+
+    # the orders of both engines, for one prompt of whole blocks
+
+    def begin_send(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
+        self.at_producer(self.producer.begin(request_id, key, num_tokens))
+
+    def ready(self, first_index: int, num_blocks: int, request_id: str = "r") -> None:
+        """Blocks `first_index`... are computed; block i of the prompt lives in local block 100 + i."""
+        block_ids = [100 + index for index in range(first_index, first_index + num_blocks)]
+        for block_id in block_ids:
+            self.source_blocks[block_id] = block_id * 1_000
+        self.at_producer(self.producer.blocks_ready(request_id, first_index, block_ids))
+
+    def finish_send(self, num_blocks: int, request_id: str = "r") -> None:
+        self.at_producer(self.producer.finish(request_id, num_blocks, FIRST_TOKEN, self.clock.now()))
+
+    def begin_load(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
+        self.at_consumer(self.consumer.begin(request_id, key, ADDRESS, num_tokens, self.clock.now()))
+
+    def load(self, first_block: int, num_blocks: int, request_id: str = "r") -> None:
+        """Block i of the prompt goes to local block 200 + i."""
+        block_ids = tuple(200 + index for index in range(first_block, first_block + num_blocks))
+        self.at_consumer(self.consumer.load(request_id, first_block, block_ids, self.clock.now()))
+
+    def received_blocks(self) -> dict[int, int]:
+        """Contents by prompt block index."""
+        return {block_id - 200: content for block_id, content in self.target_blocks.items()}
+
+    def assert_at_rest(self) -> None:
+        assert len(self.producer) == len(self.consumer) == 0
+        assert self.producer.next_deadline() is self.consumer.next_deadline() is None
+
+    def _post(self, target: str, frame: Frame) -> None:
+        self.sent.append(frame)
+        self.in_flight.extend((target, survivor) for survivor in self.tamper(frame))
+
+    def _arrive(self, target: str, frame: Frame) -> None:
+        now = self.clock.now()
+        if target == ADDRESS:
+            self.at_producer(self.producer.on_message(b"consumer", frame.message, now))  # type: ignore[arg-type]
+        elif not isinstance(frame.message, Block):
+            self.at_consumer(self.consumer.on_message(frame.message, now))  # type: ignore[arg-type]
+        elif (block_id := self.consumer.destination(frame.message)) is not None:
+            assert frame.payload is not None
+            self.target_blocks[block_id] = frame.payload
+            is_valid = frame.payload == frame.message.checksum
+            self.at_consumer(self.consumer.on_block(frame.message, is_valid, now))
+
+
+def lossy(seed: int, *, loss: float = 0.1, doubling: float = 0.1, damage: float = 0.05) -> Tamper:
+    """A network that loses, doubles and damages frames at random."""
+    rng = random.Random(seed)
+
+    def tamper(frame: Frame) -> list[Frame]:
+        if rng.random() < loss:
+            return []
+        if frame.payload is not None and rng.random() < damage:
+            frame = Frame(frame.source, frame.message, frame.payload + 1)
+        return [frame, frame] if rng.random() < doubling else [frame]
+
+    return tamper

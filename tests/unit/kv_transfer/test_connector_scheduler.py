@@ -1,0 +1,131 @@
+"""The scheduler half: what happens to requests becomes the right orders, driven by the real scheduler."""
+
+from baton.kv import TransferRole
+from baton.request import FirstToken
+from kv_transfer import KVConnectorScheduler
+from kv_transfer.orders import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    KVConnectorMetadata,
+    LoadBlocks,
+    SendBlocks,
+    WithdrawBlocks,
+)
+from scheduler import RequestStatus, Scheduler
+from tests.factories.scheduling import FakeRunner, make_config, make_request, received
+
+PRODUCER, CONSUMER = TransferRole.PRODUCER, TransferRole.CONSUMER
+
+
+def make_scheduler(**overrides: object) -> Scheduler:
+    return Scheduler(make_config(**overrides), KVConnectorScheduler(16), hash_key=b"k" * 16)
+
+
+def step(scheduler: Scheduler, runner: FakeRunner) -> KVConnectorMetadata | None:
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, runner.execute(plan))
+    metadata = plan.kv_connector_metadata
+    assert metadata is None or isinstance(metadata, KVConnectorMetadata)
+    return metadata
+
+
+def test_a_producer_sends_each_chunks_full_blocks_and_its_tail_with_the_end() -> None:
+    scheduler, runner = make_scheduler(max_num_batched_tokens=24), FakeRunner(lambda *_: 9)
+    request = make_request(40, role=PRODUCER)
+    scheduler.add_request(request)
+    assert request.kv_transfer is not None
+    first = step(scheduler, runner)
+    assert first == KVConnectorMetadata(
+        (BeginSend(request.request_id, request.kv_transfer, 40),), (SendBlocks(request.request_id, 0, (1,)),)
+    )
+    second = step(scheduler, runner)
+    assert second == KVConnectorMetadata((), (SendBlocks(request.request_id, 1, (2,)),))
+    third = step(scheduler, runner)
+    assert third == KVConnectorMetadata((FinishSend(request.request_id, 3, (3,), FirstToken(9, None)),), ())
+    assert step(scheduler, runner) is None
+
+
+def test_a_prompt_of_whole_blocks_has_no_tail() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner(lambda *_: 9)
+    request = make_request(32, role=PRODUCER)
+    scheduler.add_request(request)
+    first, second = step(scheduler, runner), step(scheduler, runner)
+    assert first is not None
+    assert second is not None
+    assert first.after == (SendBlocks(request.request_id, 0, (1, 2)),)
+    assert second.before == (FinishSend(request.request_id, 2, (), FirstToken(9, None)),)
+
+
+def test_blocks_that_were_in_the_prefix_cache_are_sent_too() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner()
+    prompt = range(40)
+    scheduler.add_request(make_request(prompt=prompt, max_tokens=1))
+    step(scheduler, runner)
+    request = make_request(prompt=prompt, role=PRODUCER)
+    scheduler.add_request(request)
+    metadata = step(scheduler, runner)
+    assert metadata is not None
+    assert [len(order.block_ids) for order in metadata.after] == [2]
+    assert metadata.after[0].first_index == 0
+
+
+def test_c41_a_preempted_producer_takes_its_blocks_back_before_others_write_them() -> None:
+    scheduler, runner = make_scheduler(max_num_batched_tokens=32), FakeRunner(lambda *_: 9)
+    request = make_request(60, role=PRODUCER)
+    scheduler.add_request(request)
+    step(scheduler, runner)
+    scheduler.reset_prefix_cache(force=True)
+    again = step(scheduler, runner)
+    assert again is not None
+    assert again.before == (WithdrawBlocks(request.request_id),)
+    assert [order.first_index for order in again.after] == [0]
+    rest = step(scheduler, runner)
+    assert rest is not None
+    assert [order.first_index for order in rest.after] == [2]
+
+
+def test_a_consumer_announces_itself_loads_once_and_is_quiet_after_arrival() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner()
+    request = make_request(40, role=CONSUMER)
+    scheduler.add_request(request)
+    assert request.kv_transfer is not None
+    metadata = step(scheduler, runner)
+    assert metadata is not None
+    assert metadata.before == (
+        BeginLoad(request.request_id, request.kv_transfer, 40),
+        LoadBlocks(request.request_id, 0, (1, 2, 3)),
+    )
+    scheduler.update_connector_output(received(request))
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler, runner) is None
+
+
+def test_c39_a_consumer_that_ends_before_it_had_room_still_tells_its_producer() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner()
+    request = make_request(40, role=CONSUMER)
+    scheduler.add_request(request)
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    metadata = step(scheduler, runner)
+    assert metadata is not None
+    assert [type(order) for order in metadata.before] == [BeginLoad, AbortLoad]
+
+
+def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt_is_still_wanted() -> None:
+    for status, is_cancelled in (
+        (RequestStatus.FINISHED_ABORTED, True),
+        (RequestStatus.FINISHED_ERROR, False),
+    ):
+        scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
+        request = make_request(40, role=PRODUCER)
+        scheduler.add_request(request)
+        step(scheduler, runner)
+        scheduler.finish_requests([request.request_id], status)
+        metadata = step(scheduler, runner)
+        assert metadata is not None
+        (order,) = metadata.before
+        assert isinstance(order, AbortSend)
+        assert (order.is_cancelled, order.is_held) == (is_cancelled, True)
+        assert scheduler.kv_block_counts().leased == 1

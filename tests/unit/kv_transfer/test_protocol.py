@@ -1,0 +1,489 @@
+"""The hand-over between both state machines: what is promised when all goes well, and when it does not."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from kv_transfer.protocol.effects import Failed, Freed, Quiesced, Received
+from kv_transfer.protocol.messages import Aborted, Block, Cancel, End, Hold, Opened, Refused, Release
+from tests.factories.transfer import (
+    FINGERPRINT,
+    FIRST_TOKEN,
+    HEARTBEAT_S,
+    LEASE_S,
+    LOAD_TIMEOUT_S,
+    PEER_TIMEOUT_S,
+    Frame,
+    Wire,
+    lossy,
+    make_key,
+)
+
+M = TypeVar("M")
+
+KEY = make_key()
+
+
+def start(wire: Wire, num_blocks: int = 3) -> None:
+    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
+    wire.begin_send(KEY, num_blocks * 16)
+    wire.begin_load(KEY, num_blocks * 16)
+    wire.load(0, num_blocks)
+    wire.deliver()
+
+
+def sent(wire: Wire, kind: type[M]) -> list[M]:
+    return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
+
+
+def test_blocks_leave_as_soon_as_they_are_computed() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000}
+    assert wire.news == []
+    wire.ready(2, 1)
+    wire.finish_send(3)
+    wire.deliver()
+    assert wire.news == [Received("r", FIRST_TOKEN, 3, 0.0, 0.0), Freed("r")]
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+    wire.assert_at_rest()
+
+
+def test_blocks_computed_before_the_consumer_had_room_are_sent_when_it_has() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 48)
+    wire.begin_load(KEY, 48)
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert sent(wire, Block) == []
+    wire.load(0, 3)
+    wire.deliver()
+    assert isinstance(wire.news[0], Received)
+    wire.assert_at_rest()
+
+
+@pytest.mark.parametrize("first", ["Hold", "Open"])
+def test_a_consumer_that_speaks_before_the_producer_knows_of_the_request_is_heard(first: str) -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 32)
+    if first == "Open":
+        wire.load(0, 2)
+    wire.deliver()
+    wire.begin_send(KEY, 32)
+    wire.ready(0, 2)
+    wire.finish_send(2)
+    if first == "Hold":
+        wire.load(0, 2)
+    wire.deliver()
+    assert isinstance(wire.news[0], Received)
+    wire.assert_at_rest()
+
+
+def test_only_blocks_that_the_consumer_lacks_are_sent() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 64)
+    wire.begin_load(KEY, 64)
+    wire.load(2, 2)
+    wire.ready(0, 4)
+    wire.finish_send(4)
+    wire.deliver()
+    assert [block.index for block in sent(wire, Block)] == [2, 3]
+    assert wire.news[0] == Received("r", FIRST_TOKEN, 2, 0.0, 0.0)
+
+
+def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_take_turns() -> None:
+    wire = Wire(window_blocks=4)
+    keys = {name: make_key(name) for name in ("a", "b")}
+    for name, key in keys.items():
+        wire.at_producer(wire.producer.begin(name, key, 160))
+        wire.begin_load(key, 160, name)
+        wire.at_consumer(wire.consumer.load(name, 0, tuple(range(10)), wire.clock.now()))
+    wire.deliver()
+    for name in keys:
+        for index in range(10):
+            wire.source_blocks[index] = index
+        wire.at_producer(wire.producer.blocks_ready(name, 0, range(10)))
+    under_way = [
+        frame.message.key.transfer_id for _, frame in wire.in_flight if isinstance(frame.message, Block)
+    ]
+    assert len(under_way) == 4
+    wire.deliver()
+    order = [block.key.transfer_id for block in sent(wire, Block)]
+    assert sorted(order[4:10]) == ["a"] * 3 + ["b"] * 3, "the transfers did not take turns"
+
+
+def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -> None:
+    wire = Wire(lambda frame: [frame, frame])
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert [type(news) for news in wire.news] == [Received, Freed]
+    assert wire.consumer_counters["kv_duplicate_messages"] + wire.consumer_counters["kv_late_messages"] > 0
+    assert wire.producer_counters["kv_late_messages"] > 0
+    before = list(wire.news)
+    for message in (Opened(KEY), Refused(KEY, "?"), End(KEY, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
+        wire.at_consumer(wire.consumer.on_message(message, wire.clock.now()))
+    assert wire.consumer.destination(Block(KEY, 0, 0)) is None
+    assert wire.producer.on_message(b"d", Release(KEY), wire.clock.now()) == []
+    assert wire.news == before
+
+
+def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 1)
+    wire.advance(LOAD_TIMEOUT_S)
+    assert wire.news == [Failed("r", 1, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)]
+    wire.finish_send(3)
+    assert wire.news[1:] == [Freed("r")]
+    wire.assert_at_rest()
+
+
+def test_c35_a_failure_reports_how_many_blocks_were_verified_in_order() -> None:
+    wire = Wire(
+        lambda frame: [] if isinstance(frame.message, Block) and frame.message.index == 1 else [frame]
+    )
+    start(wire, num_blocks=4)
+    wire.ready(0, 4)
+    wire.deliver()
+    wire.advance(LOAD_TIMEOUT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert wire.news[0].num_valid_blocks == 1  # block 0; blocks 2 and 3 came without their predecessor
+
+
+def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.advance(LEASE_S - 0.1)
+    assert wire.news == []
+    wire.advance(0.2)
+    assert wire.news == [Freed("r")]
+    assert wire.producer_counters["kv_lease_expiries"] == 1
+    wire.assert_at_rest()
+
+
+def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)  # waits for room, and says so again and again
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.advance(5 * LEASE_S)
+    assert wire.news == []
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S)
+    assert wire.news == [Freed("r")]
+
+
+def test_c38_one_long_lease_does_not_delay_another() -> None:
+    wire = Wire()
+    for name in ("long", "short"):
+        wire.begin_send(make_key(name), 16, name)
+        wire.ready(0, 1, name)
+        wire.finish_send(1, name)
+    for _ in range(4):
+        wire.advance(LEASE_S / 2)
+        wire.at_producer(wire.producer.on_message(b"d", Hold(make_key("long")), wire.clock.now()))
+    assert wire.news == [Freed("short")]
+
+
+@pytest.mark.parametrize("moment", ["queued", "loading", "complete"])
+def test_c39_an_abort_on_the_decode_side_releases_the_producers_blocks_by_message(moment: str) -> None:
+    wire = Wire(lambda frame: [] if isinstance(frame.message, End) else [frame])
+    wire.begin_send(KEY, 32)
+    wire.begin_load(KEY, 32)
+    wire.ready(0, 2)
+    wire.finish_send(2)
+    if moment != "queued":
+        wire.load(0, 2)
+    if moment == "complete":
+        wire.deliver()
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.deliver()
+    assert Freed("r") in wire.news
+    assert (Quiesced("r") in wire.news) == (moment != "queued")
+    wire.assert_at_rest()
+
+
+def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.in_flight.clear()  # the Hold is lost, the Cancel is not
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.deliver()
+    wire.begin_send(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    assert wire.news == [Freed("r")]
+    wire.assert_at_rest()
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading: bool) -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    if is_loading:
+        wire.load(0, 1)
+    wire.deliver()
+    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.deliver()
+    if not is_loading:
+        wire.load(0, 1)
+    assert [news for news in wire.news if isinstance(news, Failed)] == [
+        Failed("r", 0, "the request ended", True)
+    ]
+    wire.deliver()
+    wire.assert_at_rest()
+
+
+def test_c42_a_silent_producer_is_noticed_by_heartbeat() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 1)
+    wire.deliver()
+    wire.tamper = lambda frame: [] if frame.source == "producer" else [frame]
+    wire.advance(PEER_TIMEOUT_S + 2 * HEARTBEAT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert "silent" in wire.news[0].reason
+    assert wire.news[0].num_valid_blocks == 1
+
+
+def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_named() -> None:
+    wire = Wire()
+    wire.consumer._fingerprint = replace(FINGERPRINT, dtype="bfloat16")
+    start(wire)
+    wire.ready(0, 3)
+    wire.deliver()
+    assert sent(wire, Block) == []
+    assert isinstance(wire.news[0], Failed)
+    assert "dtype: float32 != bfloat16" in wire.news[0].reason
+
+
+def test_c43_prompts_of_different_lengths_are_refused() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 48)
+    wire.begin_load(KEY, 47)
+    wire.load(0, 3)
+    wire.deliver()
+    assert isinstance(wire.news[0], Failed)
+    assert "48 != 47" in wire.news[0].reason
+
+
+def test_c44_what_is_meant_for_an_earlier_life_of_the_producer_is_refused() -> None:
+    wire = Wire()
+    old = make_key(producer="p-0")
+    wire.begin_load(old, 16)
+    wire.load(0, 1)
+    wire.deliver()
+    assert isinstance(wire.news[0], Failed)
+    assert "restarted" in wire.news[0].reason
+    assert wire.producer_counters["kv_foreign_messages"] > 0
+    wire.assert_at_rest()
+
+
+def test_c44_another_life_of_the_consumer_has_no_claim_on_a_transfer() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 3)
+    stranger = replace(KEY, consumer="d-0")
+    effects = wire.producer.on_message(b"d-0", Cancel(stranger, "?"), wire.clock.now())
+    assert effects == []
+    wire.finish_send(3)
+    wire.deliver()
+    assert isinstance(wire.news[0], Received)
+
+
+def test_c45_a_damaged_block_is_found_and_sent_again() -> None:
+    damaged: list[int] = []
+
+    def damage_once(frame: Frame) -> list[Frame]:
+        if isinstance(frame.message, Block) and frame.message.index == 1 and not damaged:
+            damaged.append(1)
+            return [Frame(frame.source, frame.message, 666)]
+        return [frame]
+
+    wire = Wire(damage_once)
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+    assert isinstance(wire.news[0], Received)
+    assert (wire.consumer_counters["kv_checksum_failures"], wire.producer_counters["kv_blocks_resent"]) == (
+        1,
+        1,
+    )
+
+
+def test_c45_a_path_that_damages_everything_is_given_up() -> None:
+    wire = Wire(
+        lambda frame: [Frame(frame.source, frame.message, -1)] if frame.payload is not None else [frame]
+    )
+    start(wire)
+    wire.ready(0, 3)
+    wire.deliver()
+    assert isinstance(wire.news[0], Failed)
+    assert "damaged" in wire.news[0].reason
+
+
+def test_a_lost_block_heals_without_ending_the_transfer() -> None:
+    lost: list[Frame] = []
+
+    def lose_first_block(frame: Frame) -> list[Frame]:
+        if isinstance(frame.message, Block) and not lost:
+            lost.append(frame)
+            return []
+        return [frame]
+
+    wire = Wire(lose_first_block)
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.advance(2 * HEARTBEAT_S)
+    assert isinstance(wire.news[0], Received)
+    wire.assert_at_rest()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_on_a_bad_network_every_transfer_ends_on_both_sides_and_no_wrong_byte_is_accepted(seed: int) -> None:
+    wire = Wire(lossy(seed))
+    num_transfers, num_blocks = 4, 5
+    for i in range(num_transfers):
+        key = make_key(f"t{i}")
+        wire.at_producer(wire.producer.begin(f"r{i}", key, num_blocks * 16))
+        wire.at_consumer(wire.consumer.begin(f"r{i}", key, "producer", num_blocks * 16, wire.clock.now()))
+        targets = tuple(200 + 10 * i + index for index in range(num_blocks))
+        wire.at_consumer(wire.consumer.load(f"r{i}", 0, targets, wire.clock.now()))
+    for index in range(num_blocks):
+        for i in range(num_transfers):
+            wire.source_blocks[10 * i + index] = 1_000 * i + index
+            wire.at_producer(wire.producer.blocks_ready(f"r{i}", index, [10 * i + index]))
+        wire.advance(0.3)
+    for i in range(num_transfers):
+        wire.at_producer(wire.producer.finish(f"r{i}", num_blocks, FIRST_TOKEN, wire.clock.now()))
+    wire.advance(LOAD_TIMEOUT_S + LEASE_S + PEER_TIMEOUT_S)
+    wire.assert_at_rest()
+    freed = [news.request_id for news in wire.news if isinstance(news, Freed)]
+    ended = [news.request_id for news in wire.news if isinstance(news, Received | Failed)]
+    assert sorted(freed) == sorted(ended) == [f"r{i}" for i in range(num_transfers)]
+    for news in wire.news:
+        if isinstance(news, Received):
+            i = int(news.request_id[1:])
+            assert [wire.target_blocks[200 + 10 * i + n] for n in range(num_blocks)] == [
+                1_000 * i + n for n in range(num_blocks)
+            ]
+
+
+def test_c49_no_message_carries_a_time_of_day() -> None:
+    wire = Wire()
+    wire.clock.advance(123_456.789)
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert "123456" not in repr(wire.sent)
+
+
+def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_again() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 48)
+    wire.ready(0, 2)
+    wire.at_producer(wire.producer.withdraw("r"))
+    wire.source_blocks.clear()  # they belong to other requests now
+    wire.begin_load(KEY, 48)
+    wire.load(0, 3)
+    wire.deliver()
+    assert sent(wire, Block) == []
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+    assert isinstance(wire.news[0], Received)
+    wire.assert_at_rest()
+
+
+def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw("r"))
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert [block.index for block in sent(wire, Block)] == [0, 1, 2]
+    assert isinstance(wire.news[0], Received)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_c33_an_abort_that_crosses_the_end_of_its_load_is_ignored(is_complete: bool) -> None:
+    wire = Wire()
+    start(wire)
+    if is_complete:
+        wire.ready(0, 3)
+        wire.finish_send(3)
+    else:
+        wire.at_producer(wire.producer.abort("r", "the prefill failed", False))
+    wire.deliver()
+    before = list(wire.news)
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    assert wire.news == before
+    wire.assert_at_rest()
+
+
+def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.deliver()
+    assert Failed("r", 0, "the request ended", True) in wire.news
+    wire.assert_at_rest()
+
+
+def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_within_a_lease() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert "was not asked" in wire.news[0].reason
+    wire.assert_at_rest()
+
+
+def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.deliver()
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    wire.load(0, 1)
+    assert [type(news) for news in wire.news] == [Freed, Failed]
+
+
+def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
+    wire = Wire()
+    start(wire)
+    wire.begin_send(KEY, 48, "second")
+    wire.begin_load(KEY, 48, "second")
+    wire.at_producer(wire.producer.blocks_ready("second", 0, [1]))
+    wire.at_consumer(wire.consumer.load("second", 0, (1, 2, 3), wire.clock.now()))
+    wire.finish_send(3, "second")
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert {type(news) for news in wire.news if news.request_id == "second"} == {Failed, Freed}
+    assert {type(news) for news in wire.news if news.request_id == "r"} == {Received, Freed}
+    wire.assert_at_rest()

@@ -1,0 +1,322 @@
+"""Behaviours 28 to 37, 39 and 40 as the scheduler sees them: prompts that come from elsewhere, or go there."""
+
+import pytest
+
+from baton.kv import TransferRole
+from baton.request import FinishReason
+from baton.step import FailedKV, KVConnectorOutput
+from scheduler import Request, RequestStatus, Scheduler
+from tests.factories.scheduling import (
+    EOS,
+    FakeConnector,
+    FakeRunner,
+    assert_at_rest,
+    failed,
+    flatten,
+    make_request,
+    make_scheduler,
+    received,
+    run_step,
+    run_to_end,
+)
+
+CONSUMER, PRODUCER = TransferRole.CONSUMER, TransferRole.PRODUCER
+
+
+def start_load(
+    num_tokens: int = 40, **overrides: object
+) -> tuple[Scheduler, FakeConnector, FakeRunner, Request]:
+    """A consumer whose load is under way."""
+    connector, runner = FakeConnector(holds=True), FakeRunner()
+    scheduler = make_scheduler(connector, **overrides)
+    request = make_request(num_tokens, role=CONSUMER, max_tokens=4)
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return scheduler, connector, runner, request
+
+
+def test_c28_a_request_with_a_remote_prompt_holds_blocks_and_is_not_scheduled() -> None:
+    scheduler, connector, runner, request = start_load(40)
+    block_ids, num_tokens = connector.started[request.request_id]
+    assert (len(block_ids), num_tokens) == (3, 40)
+    assert scheduler.kv_block_counts().referenced == 3
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {}
+    assert scheduler.request_counts().waiting_for_remote_kvs == 1
+
+
+def test_c28_its_blocks_cannot_be_hit_until_they_were_received() -> None:
+    scheduler, _, runner, request = start_load(40)
+    early = make_request(prompt=request.prompt_token_ids, max_tokens=1)
+    scheduler.add_request(early)
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {early.request_id: 40}
+    scheduler.update_connector_output(received(request))
+    late = make_request(prompt=request.prompt_token_ids, max_tokens=1)
+    scheduler.add_request(late)
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens[late.request_id] == 8
+
+
+def test_c29_a_received_prompt_is_scheduled_in_the_next_step_and_nothing_is_recomputed() -> None:
+    scheduler, _, runner, request = start_load(48)
+    outputs = flatten(scheduler.update_connector_output(received(request, token_id=77)))
+    assert [(o.first_position, o.token_ids, o.finish_reason) for o in outputs] == [(0, (77,), None)]
+    plan, outputs = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {request.request_id: 1}
+    new = plan.scheduled_new_reqs[0]
+    assert (new.num_computed_tokens, new.output_token_ids, len(new.block_ids)) == (48, (77,), 4)
+    assert [output.first_position for output in outputs] == [1]
+
+
+def test_c29_received_requests_go_before_new_ones() -> None:
+    scheduler, _, runner, request = start_load(40, max_num_batched_tokens=8)
+    late = make_request(30)
+    scheduler.add_request(late)
+    scheduler.update_connector_output(received(request))
+    plan, _ = run_step(scheduler, runner)
+    assert dict(plan.num_scheduled_tokens) == {request.request_id: 1, late.request_id: 7}
+
+
+def test_c30_not_known_yet_skips_the_request_for_this_step_only() -> None:
+    connector = FakeConnector(is_unknown=True)
+    scheduler, runner = make_scheduler(connector), FakeRunner()
+    request = make_request(role=CONSUMER)
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert request.status is RequestStatus.WAITING
+    connector.is_unknown = False
+    run_step(scheduler, runner)
+    assert scheduler.request_counts().waiting_for_remote_kvs == 1
+
+
+def test_c31_too_few_blocks_and_no_transfer_starts() -> None:
+    connector, runner = FakeConnector(), FakeRunner()
+    scheduler = make_scheduler(connector, num_blocks=6)
+    scheduler.add_request(make_request(33, max_tokens=3))
+    run_step(scheduler, runner)
+    request = make_request(32, role=CONSUMER)  # two blocks are free, but token 0 needs a third
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert connector.started == {}
+    for _ in range(3):
+        run_step(scheduler, runner)
+    assert list(connector.started) == [request.request_id]
+
+
+def test_c31_what_a_half_computed_prompt_still_needs_is_not_given_to_a_load() -> None:
+    connector, runner = FakeConnector(), FakeRunner()
+    scheduler = make_scheduler(connector, num_blocks=9, max_num_batched_tokens=16)
+    scheduler.add_request(make_request(80, max_tokens=1))  # needs five of eight blocks, holds one
+    run_step(scheduler, runner)
+    scheduler.add_request(make_request(60, role=CONSUMER))  # needs four: free, but spoken for
+    run_step(scheduler, runner)
+    assert connector.started == {}
+
+
+def test_c31_loads_that_fill_the_pool_can_all_take_their_first_step() -> None:
+    connector, runner = FakeConnector(), FakeRunner()
+    scheduler = make_scheduler(connector, num_blocks=7)
+    requests = [make_request(32, role=CONSUMER, max_tokens=3) for _ in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert len(connector.started) == 2  # three blocks each
+    for request in requests[:2]:
+        scheduler.update_connector_output(received(request))
+    plan, _ = run_step(scheduler, runner)
+    assert set(plan.num_scheduled_tokens.values()) == {1}
+    assert len(plan.num_scheduled_tokens) == 2
+
+
+def test_c32_an_abort_during_a_transfer_quarantines_the_blocks_until_they_are_quiet() -> None:
+    scheduler, connector, _, request = start_load(40)
+    outputs = flatten(scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED))
+    assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
+    assert connector.finished == [request]
+    blocks = scheduler.kv_block_counts()
+    assert (blocks.quarantined, blocks.free) == (3, blocks.total - 3)
+    scheduler.check_integrity()
+    scheduler.update_connector_output(KVConnectorOutput(quiesced=(request.request_id,)))
+    assert_at_rest(scheduler)
+
+
+def test_c32_a_completion_also_ends_a_quarantine() -> None:
+    scheduler, _, _, request = start_load(40)
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    assert scheduler.update_connector_output(received(request)) == {}
+    assert_at_rest(scheduler)
+
+
+def test_c32_only_blocks_that_may_be_written_are_quarantined() -> None:
+    connector, runner = FakeConnector(), FakeRunner()
+    scheduler = make_scheduler(connector)
+    prompt = range(100)
+    scheduler.add_request(make_request(prompt=prompt, max_tokens=1))
+    run_to_end(scheduler, runner)
+    connector.holds = True
+    request = make_request(prompt=prompt, role=CONSUMER)
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert connector.started[request.request_id][1] == 4  # the rest is in the local prefix cache
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    assert scheduler.kv_block_counts().quarantined == 1
+
+
+def test_c32_an_abort_after_arrival_frees_at_once() -> None:
+    scheduler, connector, _, request = start_load(40)
+    scheduler.update_connector_output(received(request))
+    connector.holds = False
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    assert_at_rest(scheduler)
+
+
+def test_c33_late_double_and_unknown_completions_are_counted_and_ignored() -> None:
+    scheduler, _, runner, request = start_load(40)
+    scheduler.update_connector_output(received(request))
+    stranger = make_request()
+    for news in (
+        received(request),
+        failed(request),
+        received(stranger),
+        KVConnectorOutput(finished_sending=("nobody",), quiesced=("nobody", request.request_id)),
+    ):
+        assert scheduler.update_connector_output(news) == {}
+        scheduler.check_integrity()
+    assert scheduler.counters()["kv_unknown_completions"] == 6
+    run_step(scheduler, runner)
+    assert request.num_output_tokens == 2
+
+
+def test_c34_policy_recompute_computes_the_prompt_here_and_loads_no_second_time() -> None:
+    scheduler, connector, runner, request = start_load(40)
+    assert scheduler.update_connector_output(failed(request)) == {}
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {request.request_id: 40}
+    assert len(connector.started) == 1
+    connector.holds = False
+    run_to_end_from(scheduler, runner)
+    assert scheduler.counters()["kv_load_failures"] == 1
+
+
+def test_c34_policy_fail_ends_the_request_with_the_reason() -> None:
+    scheduler, connector, _, request = start_load(40, load_failure_policy="fail")
+    connector.holds = False
+    outputs = flatten(scheduler.update_connector_output(failed(request)))
+    assert [(o.finish_reason, o.error) for o in outputs] == [(FinishReason.ERROR, "peer lost")]
+    assert_at_rest(scheduler)
+
+
+def test_c34_a_prompt_that_was_cancelled_elsewhere_is_not_computed_here() -> None:
+    scheduler, connector, _, request = start_load(40)
+    connector.holds = False
+    outputs = flatten(scheduler.update_connector_output(failed(request, is_cancelled=True)))
+    assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
+    assert_at_rest(scheduler)
+
+
+@pytest.mark.parametrize(("num_valid", "num_left"), [(0, 70), (1, 54), (4, 6)])
+def test_c35_a_partial_failure_keeps_the_valid_prefix_and_no_bad_block(num_valid: int, num_left: int) -> None:
+    scheduler, _, runner, request = start_load(70)
+    scheduler.update_connector_output(failed(request, num_valid_blocks=num_valid))
+    twin = make_request(prompt=request.prompt_token_ids)
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {request.request_id: num_left}
+    scheduler.add_request(twin)
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens[twin.request_id] == 6, "recomputed blocks are hit, by everyone"
+
+
+def test_c36_a_preempted_consumer_recomputes_here_and_loses_no_token() -> None:
+    scheduler, connector, runner, request = start_load(40)
+    connector.holds = False
+    scheduler.update_connector_output(received(request, token_id=77))
+    run_step(scheduler, runner)
+    known = list(request.output_token_ids)
+    scheduler.reset_prefix_cache(force=True)
+    assert request.status is RequestStatus.PREEMPTED
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {request.request_id: 42}
+    assert request.output_token_ids[:2] == known
+    assert known[0] == 77
+    assert len(connector.started) == 1
+
+
+def produce(
+    connector: FakeConnector, **options: object
+) -> tuple[Scheduler, Request, list[FinishReason | None]]:
+    scheduler = make_scheduler(connector)
+    request = make_request(40, role=PRODUCER, **options)  # type: ignore[arg-type]
+    scheduler.add_request(request)
+    _, outputs = run_step(scheduler, FakeRunner(lambda _, __: EOS if options.get("ends") else 9))
+    return scheduler, request, [output.finish_reason for output in outputs]
+
+
+def test_c37_a_finished_prefill_keeps_all_its_blocks_until_they_are_released() -> None:
+    connector = FakeConnector(holds=True)
+    scheduler, request, reasons = produce(connector)
+    assert reasons == [FinishReason.HANDED_OVER]
+    assert request.first_token is not None
+    assert request.first_token.token_id == 9
+    assert not scheduler.has_requests()
+    assert scheduler.kv_block_counts().leased == 3
+    scheduler.check_integrity()
+    scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request.request_id,)))
+    assert_at_rest(scheduler)
+
+
+def test_c37_prefills_that_share_a_prefix_count_its_blocks_once() -> None:
+    connector, runner = FakeConnector(holds=True), FakeRunner()
+    scheduler = make_scheduler(connector)
+    requests = [make_request(prompt=range(40), role=PRODUCER) for _ in range(2)]
+    for request in requests:
+        scheduler.add_request(request)
+        run_step(scheduler, runner)
+    blocks = scheduler.kv_block_counts()
+    assert (blocks.leased, blocks.free, blocks.referenced) == (4, blocks.total - 4, 0)
+    for request in requests:
+        scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request.request_id,)))
+        scheduler.check_integrity()
+    assert_at_rest(scheduler)
+
+
+def test_c40_a_request_that_ends_with_its_first_token_is_answered_by_the_producer_alone() -> None:
+    scheduler, request, reasons = produce(FakeConnector(), max_tokens=1)
+    assert reasons == [FinishReason.LENGTH]
+    assert not request.is_handed_over
+    assert_at_rest(scheduler)
+
+
+def test_c40_a_cancel_during_the_last_prefill_step_counts_as_cancel() -> None:
+    connector, runner = FakeConnector(), FakeRunner()
+    scheduler = make_scheduler(connector)
+    request = make_request(40, role=PRODUCER)
+    scheduler.add_request(request)
+    plan = scheduler.schedule()
+    result = runner.execute(plan)
+    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    assert scheduler.update_from_output(plan, result) == {}
+    assert connector.finished == [request]
+    assert not request.is_handed_over
+    assert_at_rest(scheduler)
+
+
+def test_the_connector_hears_of_every_transfer_and_of_nothing_else() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector)
+    local, consumer = make_request(), make_request(role=CONSUMER)
+    scheduler.add_request(local)
+    scheduler.add_request(consumer)
+    assert connector.added == [consumer]
+    scheduler.finish_requests([local.request_id, consumer.request_id], RequestStatus.FINISHED_ABORTED)
+    assert connector.finished == [consumer]
+    news = KVConnectorOutput(failed_recving=(FailedKV("nobody", 0, "?"),))
+    scheduler.update_connector_output(news)
+    assert connector.news == [news]
+
+
+def run_to_end_from(scheduler: Scheduler, runner: FakeRunner) -> None:
+    while scheduler.has_requests():
+        run_step(scheduler, runner)
+    assert_at_rest(scheduler)
