@@ -70,14 +70,15 @@ class EngineCore:
         """Takes in what transfers brought, schedules, runs, and returns the news by client."""
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
-        outputs = self._scheduler.update_connector_output(news)
+        outputs: ClientOutputs = defaultdict(list)
+        self._stamp(self._scheduler.update_connector_output(news), outputs)
         plan = self._scheduler.schedule()
         self._stages.planned(plan)
-        outputs_of_step = self._run(plan)
+        self._stamp(self._run(plan), outputs)
         self.may_progress = bool(
             plan.num_scheduled_tokens or plan.preempted_req_ids or plan.kv_connector_metadata is not None
         )
-        return self._stamp(outputs, outputs_of_step)
+        return outputs
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
@@ -101,7 +102,9 @@ class EngineCore:
     ) -> ClientOutputs:
         """Ends requests in whatever state they are; unknown and finished ones are ignored."""
         self.may_progress = True  # the runner and the connector have to hear of it
-        return self._stamp(self._scheduler.finish_requests(request_ids, status, error))
+        outputs: ClientOutputs = defaultdict(list)
+        self._stamp(self._scheduler.finish_requests(request_ids, status, error), outputs)
+        return outputs
 
     def request_counts(self) -> RequestCounts:
         return self._scheduler.request_counts()
@@ -118,7 +121,8 @@ class EngineCore:
             result = self._runner.execute(plan)
         except Exception:  # the edge to the device: one bad step must not end the worker
             return self._fail()
-        self._num_failed_steps = 0
+        if plan.num_scheduled_tokens:
+            self._num_failed_steps = 0
         self._connector.save_kv_blocks(plan.kv_connector_metadata)
         return self._scheduler.update_from_output(plan, result)
 
@@ -134,11 +138,9 @@ class EngineCore:
         self._scheduler.reset_prefix_cache(force=True)
         return outputs
 
-    def _stamp(self, *parts: dict[str, EngineCoreOutputs]) -> ClientOutputs:
-        stamped: ClientOutputs = defaultdict(list)
-        for part in parts:
-            for client_id, news in part.items():
-                for output in news.outputs:
-                    stages = self._stages.produced(output)
-                    stamped[client_id].append(replace(output, stage_times=stages) if stages else output)
-        return stamped
+    def _stamp(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+        """Adds what has just happened to `outputs`, with the stages of every request that ended."""
+        for client_id, part in news.items():
+            for output in part.outputs:
+                stages = self._stages.produced(output)
+                outputs[client_id].append(replace(output, stage_times=stages) if stages else output)

@@ -90,7 +90,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
 def test_generate_gives_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     """transformers decoding with its own cache, token by token."""
     path = make_model_dir(tmp_path, architecture)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     driver = StepDriver(load_model(ModelConfig(dtype="float32"), path, torch.device("cpu")), block_size=16)
     prompts = {str(length): [(11 * i) % 300 for i in range(length)] for length in PROMPT_LENGTHS}
     ours = driver.generate(prompts, NUM_TOKENS)

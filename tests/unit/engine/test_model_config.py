@@ -33,7 +33,8 @@ def test_a_sparse_config_gets_the_architecture_s_defaults(tmp_path: Path) -> Non
     assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
     assert llama.rope == RopeConfig()
     assert llama.sliding_windows == (None, None, None)
-    assert not (llama.has_qkv_bias or llama.has_o_bias or llama.has_mlp_bias or llama.has_qk_norm)
+    options = (llama.has_qkv_bias, llama.has_o_bias, llama.has_mlp_bias, llama.has_qk_norm)
+    assert not any(options)
 
 
 def test_options_follow_the_architecture(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """However a request's tokens are cut into steps, the same ones come out."""
 
-from pathlib import Path
-
 import pytest
 import torch
 

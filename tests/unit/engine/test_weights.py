@@ -109,7 +109,7 @@ def test_dummy_weights_differ_by_name_and_are_the_same_in_every_process() -> Non
     weights = DummyWeights(torch.float32)
     tensor = weights.take("model.layers.0.self_attn.q_proj.weight", 4, 6)
     assert not torch.equal(tensor, weights.take("model.layers.1.self_attn.q_proj.weight", 4, 6))
-    pinned = torch.randn((4, 6), generator=torch.Generator().manual_seed(0x4EB5CB06)) * 6**-0.5
+    pinned = torch.randn((4, 6), generator=torch.Generator().manual_seed(0xAA823655)) * 6**-0.5
     torch.testing.assert_close(tensor, pinned)
 
 

@@ -1,0 +1,99 @@
+"""An engine without a device: the real loop, core and scheduler over a fake runner and a connector that is told."""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.clock import Clock, SystemClock
+from baton.request import EngineRequest, RequestOutput
+from baton.sampling import SamplingParams
+from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from decode_worker import DecodeWorker
+from engine.core import EngineCore
+from engine.loop import EngineLoop
+from engine.role import Role
+from kv_transfer import KVConnectorScheduler
+from scheduler import Scheduler
+from tests.factories.scheduling import EOS, FakeRunner, make_config
+
+
+@dataclass
+class FakeConnectorWorker:
+    """Moves nothing; says what a test puts into `news`, and keeps the orders it was given."""
+
+    news: list[KVConnectorOutput] = field(default_factory=list)
+    orders: list[Any] = field(default_factory=list)
+
+    def get_finished(self) -> KVConnectorOutput:
+        return self.news.pop(0) if self.news else KVConnectorOutput()
+
+    def start_load_kv(self, metadata: Any) -> None:
+        self.orders += metadata.before if metadata else ()
+
+    def save_kv_blocks(self, metadata: Any) -> None:
+        self.orders += metadata.after if metadata else ()
+
+    def counters(self) -> dict[str, int]:
+        return {"kv_bytes_sent": 0}
+
+
+class StepHook:
+    """A runner that calls a test before each step; what the call raises is the device's failure."""
+
+    def __init__(self, before_step: Callable[[SchedulerOutput], None]) -> None:
+        self._runner = FakeRunner()
+        self._before_step = before_step
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if plan.num_scheduled_tokens:
+            self._before_step(plan)
+        return self._runner.execute(plan)
+
+
+def make_core(
+    runner: FakeRunner | StepHook | None = None,
+    connector: FakeConnectorWorker | None = None,
+    clock: Clock | None = None,
+    **overrides: Any,
+) -> EngineCore:
+    scheduler = Scheduler(make_config(**overrides), KVConnectorScheduler(16), hash_key=b"k" * 16)
+    return EngineCore(
+        scheduler, runner or FakeRunner(), connector or FakeConnectorWorker(), (EOS,), clock or SystemClock()
+    )
+
+
+def make_engine_request(request_id: str = "r", num_tokens: int = 10, **options: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens=options.pop("max_tokens", 4))
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=(7,) * num_tokens, sampling_params=params, **options
+    )
+
+
+class RunningLoop:
+    """An EngineLoop with an inbox for what it delivers; a context manager."""
+
+    def __init__(self, core: EngineCore | None = None, role: Role | None = None) -> None:
+        self.outputs: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
+        self.loop = EngineLoop(core or make_core(), role or DecodeWorker(100), self._deliver, SystemClock())
+
+    def __enter__(self) -> "RunningLoop":
+        self.loop.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.stop()
+
+    def next_output(self) -> tuple[str, RequestOutput]:
+        return self.outputs.get(timeout=10)
+
+    def until_finished(self, request_id: str) -> RequestOutput:
+        """The request's last output; those of others are passed over."""
+        while True:
+            _, output = self.next_output()
+            if output.request_id == request_id and output.finish_reason is not None:
+                return output
+
+    def _deliver(self, client_id: str, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self.outputs.put((client_id, output))
