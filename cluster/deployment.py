@@ -10,13 +10,13 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.worker import WorkerEndpoint
+from cluster.fleet import served_model, worker_names
 from cluster.ray_session import connect
 from cluster.screen import Screen
 from cluster.signals import StopSignals, unless
-from cluster.supervisor import Supervisor, worker_names
-from engine.model_config import read_architecture, read_eos_token_ids
-from engine.pretrained import PRETRAINED, default_cache_dir, resolve
-from gateway import Gateway, ServedModel, Tokenizer
+from cluster.supervisor import Supervisor
+from engine.pretrained import default_cache_dir, resolve
+from gateway import Gateway, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +95,6 @@ class _Deployment:
             if not await unless(hurry, self._gateway.stop(grace_s)):
                 await self._gateway.stop(0.0)
         await self._supervisor.stop(hurry)
-
-
-def served_model(config: BatonConfig, model_path: Path) -> ServedModel:
-    """What clients are told of the model, from its folder and what the configuration makes of it."""
-    architecture = read_architecture(model_path)
-    name = config.model.path if config.model.path in PRETRAINED else model_path.name
-    return ServedModel(
-        name=name,
-        path=str(model_path),
-        max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
-        vocab_size=architecture.vocab_size,
-        eos_token_ids=read_eos_token_ids(model_path),
-    )
 
 
 def _resolve_model(config: BatonConfig, screen: Screen) -> Path:

@@ -10,8 +10,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import WorkerEndpoint
 from cluster.actors import WorkerHandle
+from cluster.fleet import worker_names
 from cluster.placement import bundle_of, reserve
 from cluster.signals import unless
 
@@ -29,13 +30,6 @@ class Registry(Protocol):
     async def wait_for_worker(self, name: str) -> None: ...
 
     def remove_worker(self, name: str, reason: str) -> None: ...
-
-
-def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
-    """The fleet by name: p0, p1, ... prefill; d0, d1, ... decode."""
-    prefill = [(f"p{index}", WorkerRole.PREFILL) for index in range(config.cluster.prefill)]
-    decode = [(f"d{index}", WorkerRole.DECODE) for index in range(config.cluster.decode)]
-    return prefill + decode
 
 
 class Supervisor:

@@ -52,10 +52,11 @@ LENGTHS = [
         65,
         66,
     ],
-    *[79, 80, 81, 95, 96, 97, 111, 112, 113, 127, 128, 129, 143, 144, 145, 159, 160, 161, 191, 192, 193],
-    *[223, 224, 225, 255, 256, 257, 300, 319, 320, 321, 400, 512, 700, 1024, 1500],
+    *[79, 80, 81, 95, 96, 97, 111, 112, 113, 127, 128, 129, 143, 144, 145, 159, 160, 161, 175, 176, 177],
+    *[191, 192, 193, 207, 208, 209, 223, 224, 225, 255, 256, 257, 400, 700, 1500],
 ]
 Mode = Literal["disaggregated", "local"]
+MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
 
 def make_config(**scheduler: object) -> BatonConfig:
@@ -131,9 +132,9 @@ async def ask_all(
 async def check_same_tokens(
     cluster: LocalCluster, prompts: list[list[int]], expected: list[tuple[int, ...]]
 ) -> None:
-    for mode in ("disaggregated", "local"):
+    for mode in MODES:
         for num_at_once in (1, 16):
-            answers = await ask_all(cluster, prompts, mode, f"{mode} {num_at_once}", num_at_once)  # type: ignore[arg-type]
+            answers = await ask_all(cluster, prompts, mode, f"{mode} {num_at_once}", num_at_once)
             wrong = [len(p) for p, a, e in zip(prompts, answers, expected, strict=True) if a != e]
             assert not wrong, (
                 f"{mode}, {num_at_once} at once: prompts of {wrong} tokens differ from transformers"
@@ -141,13 +142,11 @@ async def check_same_tokens(
             await cluster.at_rest()
 
 
-def test_a_real_model_answers_as_transformers_does(
-    smollm2: Path, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[list[int]]) -> None:
     expected = reference(smollm2, prompts, NUM_NEW_TOKENS)
 
     async def run() -> None:
-        async with local_cluster(make_config(), smollm2, tmp_path) as cluster:
+        async with local_cluster(make_config(), smollm2) as cluster:
             await check_same_tokens(cluster, prompts, expected)
             # Sampled: the seed decides, not who computes.
             short = prompts[::6]
@@ -155,7 +154,7 @@ def test_a_real_model_answers_as_transformers_does(
                 await ask_all(
                     cluster, short, mode, f"sampled {mode}", 4, seed=11, temperature=0.9, top_p=0.95
                 )
-                for mode in ("disaggregated", "local")
+                for mode in MODES
             ]
             assert sampled[0] == sampled[1]
             assert sampled[0] != [expected[i] for i in range(0, len(prompts), 6)]
@@ -167,15 +166,15 @@ def test_a_real_model_answers_as_transformers_does(
 
 
 def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(
-    smollm2: Path, prompts: list[list[int]], tmp_path: Path
+    smollm2: Path, prompts: list[list[int]]
 ) -> None:
     short = [prompt for prompt in prompts if 15 <= len(prompt) <= 97]
     expected = reference(smollm2, short, 24)
 
     async def run() -> None:
-        async with local_cluster(make_config(num_blocks=25), smollm2, tmp_path) as cluster:
-            for mode in ("disaggregated", "local"):
-                answers = await ask_all(cluster, short, mode, mode, 12, max_tokens=24)  # type: ignore[arg-type]
+        async with local_cluster(make_config(num_blocks=25), smollm2) as cluster:
+            for mode in MODES:
+                answers = await ask_all(cluster, short, mode, mode, 12, max_tokens=24)
                 assert answers == expected, mode
                 await cluster.at_rest()
             assert (await cluster.counters("d0"))["preemptions"] > 0
@@ -201,7 +200,7 @@ def test_other_architectures_answer_as_transformers_does(
 
     async def run() -> None:
         config = make_config(max_num_batched_tokens=48)
-        async with local_cluster(config, folder, tmp_path) as cluster:
+        async with local_cluster(config, folder) as cluster:
             await check_same_tokens(cluster, prompts, expected)
 
     asyncio.run(run())

@@ -124,7 +124,8 @@ class FakeConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.news.append(output)
-        self.ended |= {load.request_id for load in (*output.finished_recving, *output.failed_recving)}
+        self.ended.update(load.request_id for load in output.finished_recving)
+        self.ended.update(load.request_id for load in output.failed_recving)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -141,7 +142,7 @@ class FakeConnector:
     ) -> None:
         self.started[request.request_id] = (block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:  # noqa: ARG002 - the Protocol's shape
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return None
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:

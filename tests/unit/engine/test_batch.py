@@ -153,10 +153,10 @@ def test_groups_pad_at_most_by_half() -> None:
         sum(len(g.context_lens_B) for g in groups[:i]) for i in range(len(groups))
     ]
     for group in groups:
-        num_blocks = [-(-length // BLOCK_SIZE) for length in group.context_lens_B.tolist()]
+        used = [-(-length // BLOCK_SIZE) for length in group.context_lens_B.tolist()]
         width = group.block_ids_BM.shape[1]
-        assert max(num_blocks) == width
-        assert width <= MIN_GROUP_BLOCKS or min(num_blocks) > width // 2
+        assert max(used) == width
+        assert width <= MIN_GROUP_BLOCKS or min(used) > width // 2
 
 
 def test_a_plan_beyond_the_known_tokens_is_a_bug() -> None:

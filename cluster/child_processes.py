@@ -1,0 +1,109 @@
+"""A cluster of child processes on this machine, without Ray: for tests, benchmarks and machines that have no Ray.
+
+The same workers, the same gateway and the same planes as under Ray; only who starts them differs.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.errors import WorkerUnavailable
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.fleet import served_model, worker_names
+from cluster.worker_process import endpoint_from_json
+from gateway import Gateway, Tokenizer
+
+STOP_TIMEOUT_S = 30.0
+
+
+class WorkerProcess:
+    """One worker; it lives no longer than this process, whose end closes its stdin."""
+
+    def __init__(self, config_path: Path, role: WorkerRole, name: str) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "cluster.worker_process", "--role", role.value, "--name", name]
+        self._process = subprocess.Popen(
+            [*command, "--config", str(config_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> WorkerEndpoint:
+        """Blocks until the worker serves; WorkerUnavailable if it ends instead."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerUnavailable(
+                f"worker {self.name} ended with {self._process.wait()} before it was ready"
+            )
+        return endpoint_from_json(line)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def stop(self) -> int:
+        """Lets the worker end by itself and returns its exit code; one that does not is killed."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class ChildProcesses:
+    """A running cluster: its gateway, and its workers by name."""
+
+    def __init__(self, gateway: Gateway, workers: dict[str, WorkerProcess]) -> None:
+        self.gateway = gateway
+        self.workers = workers
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.gateway.grpc_port}"
+
+
+@asynccontextmanager
+async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
+    """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the block ends."""
+    workers: dict[str, WorkerProcess] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = Path(folder) / "baton.json"
+            path.write_text(json.dumps(_with_path(config, model_path)))  # JSON is YAML
+            for name, role in worker_names(config):
+                workers[name] = WorkerProcess(path, role, name)
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
+            endpoints = await asyncio.gather(
+                *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
+            )
+            model = served_model(config, model_path)
+            gateway = Gateway(config.gateway, config.network, model, await loading, SystemClock())
+            await gateway.start()
+            try:
+                for endpoint in endpoints:
+                    gateway.add_worker(endpoint)
+                await asyncio.gather(*[gateway.wait_for_worker(name) for name in workers])
+                yield ChildProcesses(gateway, workers)
+            finally:
+                await gateway.stop(grace_s=1.0)
+        finally:
+            await asyncio.gather(*[asyncio.to_thread(worker.stop) for worker in workers.values()])
+
+
+def _with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
+    values = config.model_dump()
+    values["model"]["path"] = str(model_path)
+    return values

@@ -1,0 +1,29 @@
+"""What a configuration asks for: which workers there are, and what clients are told of the model; knows no Ray."""
+
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.worker import WorkerRole
+from engine.model_config import read_architecture, read_eos_token_ids
+from engine.pretrained import PRETRAINED
+from gateway import ServedModel
+
+
+def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
+    """The fleet by name: p0, p1, ... prefill; d0, d1, ... decode."""
+    prefill = [(f"p{index}", WorkerRole.PREFILL) for index in range(config.cluster.prefill)]
+    decode = [(f"d{index}", WorkerRole.DECODE) for index in range(config.cluster.decode)]
+    return prefill + decode
+
+
+def served_model(config: BatonConfig, model_path: Path) -> ServedModel:
+    """What clients are told of the model, from its folder and what the configuration makes of it."""
+    architecture = read_architecture(model_path)
+    name = config.model.path if config.model.path in PRETRAINED else model_path.name
+    return ServedModel(
+        name=name,
+        path=str(model_path),
+        max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
+        vocab_size=architecture.vocab_size,
+        eos_token_ids=read_eos_token_ids(model_path),
+    )

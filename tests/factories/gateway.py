@@ -1,0 +1,149 @@
+"""A real gateway on a loopback port, and workers that speak the real request plane but only say what they are told."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import GatewayConfig, NetworkConfig
+from baton.kv import TransferRole, WorkerRef
+from baton.request import EngineRequest, FinishReason, RequestOutput
+from baton.worker import (
+    KVBlockCounts,
+    RequestCounts,
+    WorkerEndpoint,
+    WorkerRole,
+    WorkerState,
+    WorkerStatus,
+)
+from engine.request_plane import RequestServer
+from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
+
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
+
+Script = Callable[[EngineRequest], list[RequestOutput]]
+"""What a worker says at once when it is given a leg."""
+
+
+class ScriptedWorker:
+    """A worker without an engine. `heard` holds what reached it: legs and the ids of aborted ones."""
+
+    def __init__(self, name: str, role: WorkerRole, script: Script) -> None:
+        self._script = script
+        self._ref = WorkerRef(name, f"{name}-life", "tcp://127.0.0.1:1")
+        self._role = role
+        self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
+        self._server = RequestServer(NETWORK, self._ref.incarnation, self._status, SystemClock())
+        self._server.start(self)
+        self.endpoint = WorkerEndpoint(self._ref, role, self._server.address, "here", 1)
+        self._clients: dict[str, str] = {}
+
+    def submit(self, client_id: str, request: EngineRequest) -> None:
+        self._clients[request.request_id] = client_id
+        self.heard.put(request)
+        self.say(request, self._script(request))
+
+    def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
+        for request_id in request_ids:
+            self.heard.put(request_id)
+
+    def abort_client(self, client_id: str) -> None:
+        self.heard.put(f"client {client_id}")
+
+    def say(self, request: EngineRequest, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self._server.send(self._clients[request.request_id], outputs)
+
+    async def next_leg(self) -> EngineRequest:
+        heard = await asyncio.to_thread(self.heard.get, True, 10)
+        assert isinstance(heard, EngineRequest), f"expected a leg, got an abort of {heard}"
+        return heard
+
+    async def next_abort(self) -> str:
+        heard = await asyncio.to_thread(self.heard.get, True, 10)
+        assert isinstance(heard, str), f"expected an abort, got {heard}"
+        return heard
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def _status(self) -> WorkerStatus:
+        counts = RequestCounts(0, 0, 0)
+        return WorkerStatus(
+            self._ref, self._role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {"preemptions": 0}
+        )
+
+
+def silent(_: EngineRequest) -> list[RequestOutput]:
+    """Takes a leg and says nothing."""
+    return []
+
+
+def outputs_of(
+    request: EngineRequest,
+    token_ids: list[int],
+    start: int = 0,
+    finish: FinishReason | None = FinishReason.LENGTH,
+) -> list[RequestOutput]:
+    """One output per token, the last one with the finish."""
+    last = len(token_ids) - 1
+    return [
+        RequestOutput(
+            request_id=request.request_id,
+            first_position=start + index,
+            token_ids=(token_id,),
+            finish_reason=finish if index == last else None,
+        )
+        for index, token_id in enumerate(token_ids)
+    ]
+
+
+def answering(token_ids: list[int]) -> Script:
+    """A worker that knows the answer: token 0 if it only prefills, everything if it decodes."""
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        if request.kv_transfer is not None and request.kv_transfer.role is TransferRole.PRODUCER:
+            return outputs_of(request, token_ids[:1], finish=FinishReason.HANDED_OVER)
+        return outputs_of(request, token_ids)
+
+    return script
+
+
+class GatewayUnderTest:
+    def __init__(self, gateway: Gateway, client: GatewayClient, workers: dict[str, ScriptedWorker]) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.workers = workers
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def gateway_with(
+    folder: Path, prefill: dict[str, Script], decode: dict[str, Script], **config: object
+) -> AsyncIterator[GatewayUnderTest]:
+    """A gateway whose workers follow scripts; at the end nothing may be in flight."""
+    tokenizer = Tokenizer(folder)
+    model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
+    gateway = Gateway(GatewayConfig(grpc_port=0, **config), NETWORK, model, tokenizer, SystemClock())  # type: ignore[arg-type]
+    workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
+    workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
+    try:
+        await gateway.start()
+        for worker in workers.values():
+            gateway.add_worker(worker.endpoint)
+        async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
+            under_test = GatewayUnderTest(gateway, client, workers)
+            await under_test.until(lambda: gateway.num_ready == len(workers))
+            yield under_test
+            description = await client.describe()
+            assert description["gateway"]["in_flight"] == 0
+    finally:
+        await gateway.stop(grace_s=0.0)
+        for worker in workers.values():
+            worker.stop()

@@ -1,0 +1,138 @@
+"""One client's request: every token once, in order, whatever the workers and the network do to it."""
+
+import random
+
+import pytest
+
+from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
+from baton.sampling import SamplingParams
+from gateway.client_request import ClientRequest, Delta
+from gateway.router import Mode, Placement
+from gateway.text import TextStream
+from tests.factories.models import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+PLACEMENT = Placement(Mode.DISAGGREGATED, "p0", "d0")
+TEXT = "The cache is the baton"
+TOKENS = TOKENIZER.encode(TEXT).ids
+
+
+def make_client_request(**sampling: object) -> ClientRequest:
+    params = SamplingParams(max_tokens=100, **sampling)  # type: ignore[arg-type]
+    request = ClientRequest(
+        5, params, TextStream(TOKENIZER, params.stop, params.min_tokens, True), arrived_at=10.0
+    )
+    request.begin_attempt(PLACEMENT)
+    return request
+
+
+def output(position: int, *token_ids: int, **options: object) -> RequestOutput:
+    return RequestOutput(request_id="r", first_position=position, token_ids=token_ids, **options)  # type: ignore[arg-type]
+
+
+def collect(request: ClientRequest, news: list[tuple[str, RequestOutput]]) -> list[Delta]:
+    deltas = [request.accept(worker, item, 11.0 + i) for i, (worker, item) in enumerate(news)]
+    return [delta for delta in deltas if delta is not None]
+
+
+def whole_story() -> list[tuple[str, RequestOutput]]:
+    """Token 0 of both workers, the rest one by one, the end with the last token."""
+    story = [
+        ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER)),
+        ("d0", output(0, TOKENS[0])),
+    ]
+    story += [("d0", output(i, token_id)) for i, token_id in enumerate(TOKENS[1:-1], 1)]
+    return [*story, ("d0", output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH))]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_c51_reordered_and_doubled_outputs_give_every_token_once_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    story = whole_story() * rng.choice([1, 2])
+    rng.shuffle(story)
+    deltas: list[Delta] = []
+    request = make_client_request()
+    for worker, item in story:
+        if deltas and deltas[-1].finish:
+            break
+        deltas += collect(request, [(worker, item)])
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_token_0_does_not_wait_for_the_hand_over() -> None:
+    request = make_client_request()
+    deltas = collect(request, whole_story()[:2])
+    assert [delta.token_ids for delta in deltas] == [(TOKENS[0],)]
+
+
+def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
+    request = make_client_request()
+    (delta,) = collect(request, [("p0", output(0, 2, finish_reason=FinishReason.STOP, stop_token_id=2))])
+    assert delta.finish is not None
+    assert (delta.finish.reason, delta.finish.stop_token_id) == (FinishReason.STOP, 2)
+    assert (delta.token_ids, delta.text) == ((2,), "")
+
+
+def test_c52_another_attempt_may_start_over_and_the_client_does_not_notice() -> None:
+    request = make_client_request()
+    first = collect(request, whole_story()[:5])
+    request.begin_attempt(Placement(Mode.LOCAL, None, "d1"))
+    second = collect(request, [("d1", item) for _, item in whole_story()[1:]])
+    assert [t for delta in (*first, *second) for t in delta.token_ids] == TOKENS
+    finish = second[-1].finish
+    assert finish is not None
+    assert (finish.num_attempts, finish.placement.decode, finish.num_completion_tokens) == (
+        2,
+        "d1",
+        len(TOKENS),
+    )
+
+
+def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
+    request = make_client_request(stop=("is",))
+    deltas = collect(request, [("d0", output(0, *TOKENS))])
+    assert deltas[-1].finish is not None
+    assert deltas[-1].finish.matched_stop == "is"
+    assert "".join(delta.text for delta in deltas) == "The cache "
+    assert deltas[-1].finish.num_completion_tokens == len(deltas[-1].token_ids) < len(TOKENS)
+
+
+def test_held_back_text_comes_with_the_end() -> None:
+    request = make_client_request(stop=("baton!",))
+    deltas = collect(request, whole_story())
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert deltas[-1].finish is not None
+    assert deltas[-1].finish.matched_stop is None
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    request = make_client_request(logprobs=0)
+    logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS[:3]]
+    deltas = collect(
+        request,
+        [
+            ("d0", output(1, *TOKENS[1:3], logprobs=tuple(logprobs[1:]))),
+            ("p0", output(0, TOKENS[0], logprobs=(logprobs[0],))),
+        ],
+    )
+    assert [delta.logprobs for delta in deltas] == [tuple(logprobs)]
+
+
+def test_the_timing_says_where_the_time_went() -> None:
+    request = make_client_request()
+    story = whole_story()
+    prefill = StageTimes(queue_s=0.25, prefill_s=0.5)
+    decode = StageTimes(queue_s=0.1, transfer_s=0.7, transfer_moving_s=0.05, transfer_bytes=999, decode_s=9.0)
+    story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=prefill))
+    last = output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=decode)
+    deltas = collect(request, [*story[:-1], ("d0", last)])
+    assert deltas[-1].finish is not None
+    timing = deltas[-1].finish.timing
+    assert timing.ttft_s == 1.0
+    assert (timing.queue_s, timing.prefill_s) == (0.25, 0.5)
+    assert (timing.transfer_s, timing.transfer_bytes) == (0.05, 999)
+    assert timing.handover_s == timing.itl_s[0] == 2.0
+    assert len(timing.itl_s) == len(TOKENS) - 1
+    assert timing.total_s == timing.ttft_s + sum(timing.itl_s)
