@@ -45,8 +45,8 @@ class SchedulerConfig(Section):
 
     max_num_seqs: int = Field(64, ge=1)
     """Requests that may run at once."""
-    max_num_batched_tokens: int = Field(2048, ge=1)
-    """Tokens one step may compute."""
+    max_num_batched_tokens: int = Field(512, ge=1)
+    """Tokens one step may compute. A prompt is handed over in pieces of this size, while the next is computed."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request; None takes the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)

@@ -1,0 +1,187 @@
+"""What a hand-over costs: the same prompts computed by a prefill worker and by the decode worker itself, in turn.
+
+    python -m benchmarks.handover [--model DIR] [--dtype bfloat16] [--json FILE]
+
+Real worker processes, the real gateway, one host. Each figure is a median over alternating rounds:
+
+    ttft        request to token 0, at the client; local and disaggregated, and their ratio
+    gap         token 0 to token 1 at the gateway: the hand-over and the first decode step
+    step        a decode step, the median of the later gaps of the same requests
+    overhead    gap less step: what the client waits for the hand-over
+    moved       bytes, and first block's arrival to last block's verification on the decode worker (overlaps prefill)
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.config import BatonConfig
+from cluster.child_processes import child_processes
+from engine.pretrained import default_cache_dir, resolve
+from gateway import GatewayClient
+from gateway.client import Completion
+
+NUM_NEW_TOKENS = 12
+Mode = Literal["disaggregated", "local"]
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Every round's figures for one prompt length, in milliseconds and bytes."""
+
+    local_ttft_ms: list[float] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    moving_ms: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def note(self, mode: Mode, completion: Completion) -> None:
+        timing = completion.timing
+        if mode == "local":
+            self.local_ttft_ms.append(timing["ttft_s"] * 1e3)
+            return
+        self.ttft_ms.append(timing["ttft_s"] * 1e3)
+        self.gap_ms.append(timing["itl_s"][0] * 1e3)
+        self.step_ms.append(median(timing["itl_s"][1:]) * 1e3)
+        self.moving_ms.append(timing["transfer_s"] * 1e3)
+        self.num_bytes = timing["transfer_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Medians for one prompt length."""
+
+    prompt_tokens: int
+    local_ttft_ms: float
+    ttft_ms: float
+    ttft_ratio: float
+    gap_ms: float
+    step_ms: float
+    overhead_ms: float
+    overhead_share_of_ttft: float
+    moved_mib: float
+    moving_ms: float
+
+    @classmethod
+    def of(cls, prompt_tokens: int, rounds: Rounds) -> "Result":
+        ttft_ms = median(rounds.ttft_ms)
+        # Paired within a request, since the machine's speed drifts between requests.
+        overhead_ms = median(gap - step for gap, step in zip(rounds.gap_ms, rounds.step_ms, strict=True))
+        return cls(
+            prompt_tokens=prompt_tokens,
+            local_ttft_ms=median(rounds.local_ttft_ms),
+            ttft_ms=ttft_ms,
+            ttft_ratio=median(a / b for a, b in zip(rounds.ttft_ms, rounds.local_ttft_ms, strict=True)),
+            gap_ms=median(rounds.gap_ms),
+            step_ms=median(rounds.step_ms),
+            overhead_ms=overhead_ms,
+            overhead_share_of_ttft=overhead_ms / ttft_ms,
+            moved_mib=rounds.num_bytes / 2**20,
+            moving_ms=median(rounds.moving_ms),
+        )
+
+
+async def measure(
+    config: BatonConfig, model_path: Path, lengths: Sequence[int], num_rounds: int
+) -> list[Result]:
+    """Alternates the two modes, round by round, over every length; the first round only warms up."""
+    rounds = {length: Rounds() for length in lengths}
+    rng = random.Random(0)
+    async with child_processes(config, model_path) as cluster, GatewayClient(cluster.target) as client:
+        for number in range(num_rounds + 1):
+            for length in lengths:
+                prompt = [rng.randrange(1_000, 20_000) for _ in range(length)]
+                modes: list[Mode] = ["local", "disaggregated"]
+                for mode in modes if number % 2 else reversed(modes):
+                    completion = await complete(client, prompt, mode, f"{mode} {number}")
+                    if number > 0:
+                        rounds[length].note(mode, completion)
+    return [Result.of(length, rounds[length]) for length in lengths]
+
+
+async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> Completion:
+    """One greedy request; the salt keeps earlier rounds' prefix caches out of it."""
+    sampling = {"temperature": 0.0, "max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+    async for event in client.generate(token_ids=prompt, sampling=sampling, mode=mode, cache_salt=salt):
+        if event.completion is not None:
+            return event.completion
+    raise AssertionError("the stream ended without a completion")
+
+
+def show(results: Sequence[Result], console: Console) -> None:
+    table = Table(title="hand-over, medians", title_justify="left")
+    for name in (
+        "prompt",
+        "ttft local",
+        "ttft P/D",
+        "ratio",
+        "gap",
+        "step",
+        "overhead",
+        "of ttft",
+        "moved",
+        "moving",
+    ):
+        table.add_column(name, justify="right")
+    for r in results:
+        table.add_row(
+            f"{r.prompt_tokens}",
+            f"{r.local_ttft_ms:.0f} ms",
+            f"{r.ttft_ms:.0f} ms",
+            f"{r.ttft_ratio:.3f}",
+            f"{r.gap_ms:.1f} ms",
+            f"{r.step_ms:.1f} ms",
+            f"{r.overhead_ms:.1f} ms",
+            f"{r.overhead_share_of_ttft:.1%}",
+            f"{r.moved_mib:.1f} MiB",
+            f"{r.moving_ms:.1f} ms",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a hand-over costs.")
+    parser.add_argument("--model", default="smollm2", help="model folder or name (default: smollm2)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    model_path = resolve(options.model, default_cache_dir(os.environ))
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"dtype": options.dtype},
+            "gateway": {"grpc_port": 0},
+            "network": {"peer_timeout_s": 60.0},
+            "kv_transfer": {"peer_timeout_s": 60.0},
+        }
+    )
+    results = asyncio.run(measure(config, model_path, options.lengths, options.rounds))
+    show(results, Console())
+    if options.json:
+        machine = f"{os.cpu_count()} cores, {platform.machine()}"
+        figures = {
+            "model": options.model,
+            "dtype": options.dtype,
+            "machine": machine,
+            "rounds": options.rounds,
+        }
+        options.json.write_text(
+            json.dumps({**figures, "results": [asdict(r) for r in results]}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
