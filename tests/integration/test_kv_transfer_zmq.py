@@ -1,0 +1,229 @@
+"""Two workers' connectors over real sockets: blocks arrive where they should, and no end of one harms the other."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import zmq
+
+from baton.clock import SystemClock
+from baton.config import KVTransferConfig
+from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
+from baton.request import FirstToken
+from baton.step import KVConnectorOutput
+from kv_transfer import KVConnectorMetadata, KVConnectorWorker
+from kv_transfer.orders import (
+    AbortLoad,
+    AbortSend,
+    BeforeStep,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    SendBlocks,
+    WithdrawBlocks,
+)
+
+BLOCK_BYTES = 20_000
+FINGERPRINT = KVFingerprint(1, "model", "float32", "LKHTD", 16, 2, 2, 8)
+TOKEN = FirstToken(7, None)
+CONFIG = KVTransferConfig(lease_s=1.0, load_timeout_s=4.0, peer_timeout_s=1.0)
+
+T = TypeVar("T")
+
+
+class Worker:
+    """A connector with a pool of its own; `pool` starts with contents that differ from every other worker's."""
+
+    def __init__(self, name: str, incarnation: str, config: KVTransferConfig = CONFIG) -> None:
+        rng = np.random.default_rng(sum(incarnation.encode()))
+        self.pool = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
+        self._has_news = threading.Event()
+        self._news: list[KVConnectorOutput] = []
+        self.connector = KVConnectorWorker(
+            config, "127.0.0.1", incarnation, SystemClock(), self.pool, FINGERPRINT, self._has_news.set
+        )
+        self.connector.start()
+        self.ref = WorkerRef(name, incarnation, self.connector.kv_address)
+
+    def order(self, *before: BeforeStep, after: tuple[SendBlocks, ...] = ()) -> None:
+        metadata = KVConnectorMetadata(before, after)
+        self.connector.start_load_kv(metadata)
+        self.connector.save_kv_blocks(metadata)
+
+    def until(self, pick: Callable[[KVConnectorOutput], tuple[T, ...]], timeout_s: float = 10.0) -> T:
+        """The first piece of news that `pick` finds; other news is kept."""
+        end = time.monotonic() + timeout_s
+        while True:
+            for news in self._news:
+                if found := pick(news):
+                    self._news.remove(news)
+                    return found[0]
+            assert self._has_news.wait(max(0.0, end - time.monotonic())), f"no such news, only {self._news}"
+            self._has_news.clear()
+            self._news.append(self.connector.get_finished())
+
+    def stop(self) -> None:
+        self.connector.shutdown()
+
+
+@pytest.fixture
+def prefill() -> Iterator[Worker]:
+    worker = Worker("p0", "p-life-1")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def decode() -> Iterator[Worker]:
+    worker = Worker("d0", "d-life-1")
+    yield worker
+    worker.stop()
+
+
+def legs(
+    prefill: Worker, decode: Worker, transfer_id: str = "t"
+) -> tuple[KVTransferParams, KVTransferParams]:
+    return (
+        KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, decode.ref),
+        KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, prefill.ref),
+    )
+
+
+def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
+    """A prompt of 40 tokens: two full blocks, and a tail. It goes to blocks 10, 11, 12 of the decode worker."""
+    to_prefill, to_decode = legs(prefill, decode, request_id)
+    prefill.order(BeginSend(request_id, to_prefill, 40))
+    decode.order(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
+
+
+def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, decode: Worker) -> None:
+    start(prefill, decode)
+    prefill.order(after=(SendBlocks("r", 0, (1,)),))
+    prefill.order(after=(SendBlocks("r", 1, (2,)),))
+    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    received = decode.until(lambda news: news.finished_recving)
+    assert (received.request_id, received.first_token, received.num_bytes) == ("r", TOKEN, 3 * BLOCK_BYTES)
+    assert (decode.pool[10:13] == prefill.pool[1:4]).all()
+    assert prefill.until(lambda news: news.finished_sending) == "r"
+    assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
+
+
+def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(
+    prefill: Worker, decode: Worker
+) -> None:
+    to_prefill, to_decode = legs(prefill, decode)
+    truth = prefill.pool[1:4].copy()
+    prefill.order(BeginSend("r", to_prefill, 40), after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.order(WithdrawBlocks("r"))
+    prefill.pool[5:8] = truth
+    prefill.pool[1:3] = 99  # another request's
+    decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+    prefill.order(after=(SendBlocks("r", 0, (5, 6)),))
+    prefill.order(FinishSend("r", 3, (7,), TOKEN))
+    decode.until(lambda news: news.finished_recving)
+    assert (decode.pool[10:13] == truth).all()
+
+
+def test_c32_an_abort_while_loading_is_quiet_and_frees_the_other_end(prefill: Worker, decode: Worker) -> None:
+    start(prefill, decode)
+    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+    decode.order(AbortLoad("r", "the client left"))
+    assert decode.until(lambda news: news.quiesced) == "r"
+    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    assert prefill.until(lambda news: news.finished_sending) == "r"
+
+
+def test_c33_an_abort_that_crosses_the_arrival_hurts_nobody(prefill: Worker, decode: Worker) -> None:
+    for number in range(5):
+        name = f"r{number}"
+        start(prefill, decode, name)
+        prefill.order(after=(SendBlocks(name, 0, (1, 2)),))
+        prefill.order(FinishSend(name, 3, (3,), TOKEN))
+        decode.until(lambda news: news.finished_recving)
+        decode.order(AbortLoad(name, "the client left"))
+        prefill.until(lambda news: news.finished_sending)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
+    prefill: Worker, decode: Worker, is_late: bool
+) -> None:
+    if not is_late:
+        start(prefill, decode)
+        prefill.order(AbortSend("r", "the request ended", True, False))
+    else:
+        to_prefill, to_decode = legs(prefill, decode)
+        prefill.order(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
+        decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+    failed = decode.until(lambda news: news.failed_recving, timeout_s=2.0)
+    assert failed.is_cancelled
+
+
+def test_c42_a_prefill_worker_that_dies_is_noticed_by_heartbeat(prefill: Worker, decode: Worker) -> None:
+    start(prefill, decode)
+    prefill.order(after=(SendBlocks("r", 0, (1,)),))
+    decode_sees = threading.Event()
+    assert not decode_sees.wait(0.2)
+    prefill.stop()
+    failed = decode.until(lambda news: news.failed_recving)
+    assert (failed.num_valid_blocks, failed.is_cancelled) == (1, False)
+    assert "silent" in failed.reason
+
+
+def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
+    decode = Worker("d0", "d-life-1")
+    start(prefill, decode)
+    decode.stop()
+    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    assert prefill.until(lambda news: news.finished_sending) == "r"
+    assert prefill.connector.counters()["kv_lease_expiries"] == 1
+
+
+def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
+    first = Worker("p0", "p-life-1")
+    to_prefill, to_decode = legs(first, decode)
+    first.order(BeginSend("r", to_prefill, 40))
+    address = first.ref.kv_address
+    first.stop()
+    second = rebound("p0", "p-life-2", address)
+    decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+    failed = decode.until(lambda news: news.failed_recving)
+    assert "restarted" in failed.reason
+    second.stop()
+
+
+def rebound(name: str, incarnation: str, address: str) -> Worker:
+    """A worker whose KV plane listens at a given address, as if the system had picked that port again."""
+    worker = Worker(name, incarnation)
+    router = worker.connector._transport._router
+    router.bind(address)
+    return worker
+
+
+def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode: Worker) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(prefill.ref.kv_address)
+        stranger.send(b"")
+        stranger.send(b"\xff" * 100)
+        stranger.send_multipart([b"many", b"frames", b"at once"])
+        deadline = time.monotonic() + 10
+        while prefill.connector.counters()["kv_bad_messages"] < 3:
+            assert time.monotonic() < deadline
+    start(prefill, decode)
+    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    decode.until(lambda news: news.finished_recving)
+
+
+def test_stopping_ends_the_thread_and_closes_the_port() -> None:
+    before = threading.active_count()
+    worker = Worker("p0", "p-life-1")
+    assert threading.active_count() == before + 1
+    worker.stop()
+    assert threading.active_count() == before
