@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,7 @@ from gateway.text import TextStream
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,16 @@ class _Attempt:
 class _AttemptFailed(Exception):
     """This attempt came to nothing, through no fault of the request; `worker` should not be asked again."""
 
-    def __init__(self, worker: str, reason: str) -> None:
+    def __init__(self, worker: str, reason: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(reason)
         self.worker = worker
+        self.kind = kind
+
+    def as_final(self, request: ClientRequest) -> RequestError:
+        """What the client is told when there is nobody left to ask."""
+        if self.kind is ErrorKind.OVERLOADED:
+            return Overloaded(str(self), RETRY_AFTER_S)
+        return WorkerUnavailable(f"gave up after {request.num_attempts} attempt(s): {self}")
 
 
 class Dispatcher:
@@ -106,22 +114,9 @@ class Dispatcher:
             params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))
         request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, self._clock.now())
         try:
-            failed: set[str] = set()
-            while True:
-                try:
-                    async with aclosing(self._attempt(generation, request, failed)) as deltas:
-                        async for delta in deltas:
-                            yield delta
-                    return
-                except _AttemptFailed as failure:
-                    logger.warning("request %s: %s: %s", generation.request_id, failure.worker, failure)
-                    failed.add(failure.worker)
-                    if self._time_left(generation, request) == 0.0:
-                        raise RequestAborted("the request's deadline passed") from failure
-                    if request.num_attempts >= MAX_ATTEMPTS:
-                        raise WorkerUnavailable(
-                            f"gave up after {MAX_ATTEMPTS} attempts: {failure}"
-                        ) from failure
+            async with aclosing(self._attempts_at(generation, request)) as deltas:
+                async for delta in deltas:
+                    yield delta
         finally:
             del self._requests[generation.request_id]
 
@@ -149,11 +144,37 @@ class Dispatcher:
         if generation.request_id in self._requests:
             raise InvalidRequest("request_id", f"{generation.request_id!r} is in use by a running request")
         if len(self._requests) >= self._config.max_in_flight:
-            raise Overloaded(f"{len(self._requests)} requests are in flight, which is the limit", 1.0)
+            raise Overloaded(
+                f"{len(self._requests)} requests are in flight, which is the limit", RETRY_AFTER_S
+            )
         self._requests[generation.request_id] = asyncio.Queue()
 
+    async def _attempts_at(
+        self, generation: Generation, request: ClientRequest
+    ) -> AsyncGenerator[Delta, None]:
+        """Tries one placement after the other until the request is complete, or nobody is left to ask."""
+        failures: dict[str, _AttemptFailed] = {}
+        while True:
+            try:
+                async with aclosing(self._attempt(generation, request, failures)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            except _AttemptFailed as failure:
+                logger.warning("request %s: %s: %s", generation.request_id, failure.worker, failure)
+                failures[failure.worker] = failure
+                if self._time_left(generation, request) == 0.0:
+                    raise RequestAborted("the request's deadline passed") from failure
+                if request.num_attempts >= MAX_ATTEMPTS:
+                    raise failure.as_final(request) from failure
+            except WorkerUnavailable as nobody:
+                if not failures:
+                    raise
+                last = list(failures.values())[-1]
+                raise last.as_final(request) from nobody
+
     async def _attempt(
-        self, generation: Generation, request: ClientRequest, failed: set[str]
+        self, generation: Generation, request: ClientRequest, failed: Collection[str]
     ) -> AsyncGenerator[Delta, None]:
         placement = self._router.route(
             self._fleet.candidates(WorkerRole.PREFILL),
@@ -282,7 +303,7 @@ def _failure(worker: str, is_prefill: bool, output: RequestOutput) -> RequestErr
     if output.error_kind is ErrorKind.INVALID_REQUEST:
         return InvalidRequest(*_split_field(reason))
     leg = "prefill" if is_prefill else "decode"
-    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}")
+    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}", output.error_kind)
 
 
 def _split_field(reason: str) -> tuple[str, str]:

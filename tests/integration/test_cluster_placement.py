@@ -16,6 +16,14 @@ from tests.factories.serving import baton, serving
 
 pytestmark = pytest.mark.slow
 
+# Loopback only, and a secret that both sides know.
+RAY_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "of-the-tests",
+}
+
 # A Ray of somebody else's, which lives until its stdin closes.
 FOREIGN_RAY = """
 import sys, ray
@@ -36,7 +44,7 @@ def foreign_ray(num_cpus: int, folder: Path) -> Iterator[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+        env={**os.environ, **RAY_ENVIRONMENT},
     ) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -67,7 +75,7 @@ def config(tmp_path: Path) -> Path:
 def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) -> None:
     with foreign_ray(2, short_tmp) as address:
         for _ in range(2):  # the second time shows that the first one gave its room back
-            with serving(str(config), "--ray-address", address) as serve:
+            with serving(str(config), "--ray-address", address, environment=RAY_ENVIRONMENT) as serve:
                 target = serve.wait_ready()["target"]
                 done = baton(
                     "generate", "--target", target, "--json", "--max-tokens", "4", "--ignore-eos", "hello"
@@ -81,7 +89,10 @@ def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) 
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, short_tmp: Path) -> None:
     text = config.read_text().replace("60.0", "2.0")
     config.write_text(text)
-    with foreign_ray(1, short_tmp) as address, serving(str(config), "--ray-address", address) as serve:
+    with (
+        foreign_ray(1, short_tmp) as address,
+        serving(str(config), "--ray-address", address, environment=RAY_ENVIRONMENT) as serve,
+    ):
         assert serve.wait_gone() == 1
         assert "no room for 2 workers of 1 CPU each: 1 nodes, free 1 CPU, 0 GPU" in serve.stderr
         assert "cluster.decode" in serve.stderr
@@ -96,4 +107,4 @@ def test_a_private_ray_with_too_few_gpus_says_so_at_once(config: Path) -> None:
 def test_an_address_where_no_ray_is(config: Path) -> None:
     with serving(str(config), "--ray-address", "127.0.0.1:9") as serve:
         assert serve.wait_gone() == 1
-        assert "could not join the Ray cluster at 127.0.0.1:9 (cluster.ray_address)" in serve.stderr
+        assert "no Ray cluster answers at 127.0.0.1:9 (cluster.ray_address)" in serve.stderr

@@ -212,7 +212,7 @@ def test_c51_when_nobody_can_finish_a_request_it_ends_with_an_error(folder: Path
         async with gateway_with(folder, {}, decode) as under_test:
             error = await refusal(under_test)
             assert error.code == "UNAVAILABLE"
-            assert "gave up after 3 attempts" in str(error)
+            assert "gave up after 3 attempt(s): the decode leg failed: out of luck" in str(error)
 
     run(test())
 
@@ -230,6 +230,15 @@ def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> None:
 
     def late_answer(request: EngineRequest) -> list[RequestOutput]:
         return [] if request.kv_transfer else outputs_of(request, ANSWER)
+
+    run(test())
+
+
+def test_when_every_worker_is_full_the_client_is_told_to_come_back(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": failing(ErrorKind.OVERLOADED, "full")}) as under_test:
+            error = await refusal(under_test)
+            assert (error.code, "full" in str(error)) == ("RESOURCE_EXHAUSTED", True)
 
     run(test())
 
