@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from baton.config import BatonConfig
 from baton.errors import BatonError, ConfigError
@@ -19,6 +20,14 @@ INTERRUPTED = 130
 
 _DEFAULTS = BatonConfig()
 DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
+
+# One prefill and one decode worker for the smallest real model, on a free port.
+_DEMO: dict[str, Any] = {
+    "model": {"path": "smollm2"},
+    "engine": {"kv_cache_memory_mib": 256},
+    "gateway": {"grpc_port": 0},
+    "cluster": {"prefill": 1, "decode": 1},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="start a small cluster, ask it one question, show where the time went"
     )
-    demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="What is the capital of France?")
+    demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
     return parser
 
 
@@ -112,17 +121,17 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    config = BatonConfig.from_mapping(_DEMO)
+    _prepare_ray(config)
     from cluster import demo
 
-    config = demo.demo_config()
-    _prepare_ray(config)
     return demo.run(config, options.prompt)
 
 
 def _prepare_ray(config: BatonConfig) -> None:
     from cluster.ray_session import prepare_environment
 
-    prepare_environment(config.cluster, os.environ)
+    prepare_environment(config.cluster, os.environ, Path.home())
 
 
 _COMMANDS = {"serve": _serve, "generate": _generate, "status": _status, "demo": _demo}

@@ -13,18 +13,6 @@ from cluster.screen import Screen
 _BAR_WIDTH = 40
 
 
-def demo_config() -> BatonConfig:
-    """One prefill worker and one decode worker for the smallest real model, on a free port."""
-    return BatonConfig.from_mapping(
-        {
-            "model": {"path": "smollm2"},
-            "engine": {"kv_cache_memory_mib": 256},
-            "gateway": {"grpc_port": 0},
-            "cluster": {"prefill": 1, "decode": 1},
-        }
-    )
-
-
 def run(config: BatonConfig, prompt: str) -> int:
     """Starts, asks, shows, stops; the answer streams to the terminal as it is generated."""
     console = Console()

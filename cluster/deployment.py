@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,16 +39,19 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
     """
     model_path = _resolve_model(config, screen)
     with ExitStack() as stack:
+        # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
+        loading = stack.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer, model_path)
         with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
             stack.enter_context(connect(config.cluster, len(worker_names(config)), config.engine.device))
             is_private = config.cluster.ray_address == "local"
             outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
-        asyncio.run(_run(config, model_path, screen, while_ready))
+        asyncio.run(_run(_Deployment(config, model_path, loading), config, screen, while_ready))
 
 
-async def _run(config: BatonConfig, model_path: Path, screen: Screen, while_ready: WhileReady) -> None:
+async def _run(
+    deployment: "_Deployment", config: BatonConfig, screen: Screen, while_ready: WhileReady
+) -> None:
     with StopSignals() as signals:
-        deployment = _Deployment(config, model_path)
 
         async def start_and_use() -> None:
             with screen.stage("workers", f"starting {_fleet_text(config)}") as outcome:
@@ -66,21 +70,21 @@ async def _run(config: BatonConfig, model_path: Path, screen: Screen, while_read
 class _Deployment:
     """One gateway and the supervisor of its fleet. `stop` is right whatever `start` did."""
 
-    def __init__(self, config: BatonConfig, model_path: Path) -> None:
+    def __init__(self, config: BatonConfig, model_path: Path, loading: Future[Tokenizer]) -> None:
         self._config = config
         self._model_path = model_path
+        self._loading = loading
         self._supervisor = Supervisor(config, model_path)
         self._gateway: Gateway | None = None
 
     async def start(self) -> Service:
-        """Loads the tokenizer while the workers load the model, then opens the door."""
-        loading = asyncio.create_task(asyncio.to_thread(Tokenizer, self._model_path))
+        """Opens the door once the workers serve and the tokenizer is there."""
         endpoints = await self._supervisor.start()
         gateway = Gateway(
             self._config.gateway,
             self._config.network,
             served_model(self._config, self._model_path),
-            await loading,
+            await asyncio.wrap_future(self._loading),
             SystemClock(),
         )
         await gateway.start()

@@ -7,7 +7,10 @@ SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), henc
 import logging
 import math
 import os
+import re
+import secrets
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, MutableMapping
@@ -32,6 +35,8 @@ _SYSTEM_CONFIG = {
     "health_check_failure_threshold": 4,
 }
 
+_PROBE_TIMEOUT_S = 5.0
+
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -40,11 +45,19 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("baton", "cluster", "decode_worker", "engine", "kv_transfer", "prefill_worker", "scheduler")
 
 
-def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str]) -> None:
-    """Ray reads these when it is first imported, so this comes before anything that imports it."""
+def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str], home: Path) -> None:
+    """Ray reads these when it is first imported, so this comes before anything that imports it.
+
+    A private Ray stays on loopback and takes orders only with a secret that nobody else gets to see. For a cluster that
+    is joined by its address Ray would not look for a token by itself.
+    """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
+        environment["RAY_AUTH_MODE"] = "token"
+        environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    elif "RAY_AUTH_TOKEN" in environment or (home / ".ray" / "auth_token").is_file():
+        environment.setdefault("RAY_AUTH_MODE", "token")
 
 
 @contextmanager
@@ -99,6 +112,7 @@ def _private(
 
 @contextmanager
 def _joined(ray: ModuleType, address: str) -> Iterator[None]:
+    _probe(address)
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     try:
@@ -106,6 +120,17 @@ def _joined(ray: ModuleType, address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _probe(address: str) -> None:
+    """Ray itself would try for more than a minute where nobody listens."""
+    match = re.fullmatch(r"([^:/]+):(\d+)", address)
+    if match is None:
+        return  # `auto`, or a kind of address that only Ray can judge
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
 
 
 def _short_folder(folder: str) -> str:
@@ -118,7 +143,12 @@ def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        what = (
-            "start Ray" if address == "local" else f"join the Ray cluster at {address} (cluster.ray_address)"
-        )
-        raise ClusterError(f"could not {what}: {error}") from error
+        what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
+        raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """The last line of what began it; Ray wraps whole tracebacks into its messages."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()

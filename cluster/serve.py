@@ -30,9 +30,9 @@ def run(config: BatonConfig, as_json: bool) -> int:
 
 def announce(service: Service, screen: Screen) -> None:
     """The ready line, and two ways to use it."""
-    body = json.dumps({"chat": {"messages": [{"role": "user", "content": "What is the capital of France?"}]}})
+    body = json.dumps({"chat": {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}})
     screen.line("ready", f"[green]{service.target}[/] (Ctrl-C stops)")
-    screen.line("", f'baton generate --target {service.target} "What is the capital of France?"')
+    screen.line("", f'baton generate --target {service.target} "Why is the sky blue?"')
     screen.line(
         "", f"grpcurl -plaintext -d {shlex.quote(body)} {service.target} baton.v1.GenerationService/Generate"
     )

@@ -4,6 +4,7 @@ Shape suffixes: T tokens of a step, B requests of a group, M blocks of a padded 
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,24 +30,21 @@ class RequestState:
         "cleared_block",
         "num_computed_tokens",
         "num_prompt_tokens",
-        "num_tokens",
         "request_id",
         "sampling_params",
         "stop_token_ids",
     )
 
     def __init__(self, data: NewRequestData) -> None:
-        tokens = (*data.prompt_token_ids, *data.output_token_ids)
         self.request_id = data.request_id
         self.sampling_params = data.sampling_params
         self.stop_token_ids = data.stop_token_ids
         self.num_prompt_tokens = len(data.prompt_token_ids)
-        self.num_tokens = len(tokens)
         self.num_computed_tokens = data.num_computed_tokens
         self.block_ids = GrowingArray(data.block_ids)
         self.cleared_block: int | None = None
         """The last block whose slots past the request's end are known to be zero; see `StepBatch.new_tails`."""
-        self._tokens = GrowingArray(tokens)
+        self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
     def token_ids(self) -> IntArray:
@@ -54,12 +52,19 @@ class RequestState:
         return self._tokens.values
 
     @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
     def append_token(self, token_id: int) -> None:
         self._tokens.extend((token_id,))
-        self.num_tokens += 1
+
+    def scheduled_slice(self, num_scheduled: int) -> slice:
+        """Positions of the next `num_scheduled` tokens to compute."""
+        return slice(self.num_computed_tokens, self.num_computed_tokens + num_scheduled)
 
 
 class GrowingArray:
@@ -71,8 +76,12 @@ class GrowingArray:
         self._buffer = np.array(values, dtype=np.int64)
         self._length = len(values)
 
+    def __len__(self) -> int:
+        return self._length
+
     @property
     def values(self) -> IntArray:
+        """A view of what it holds now."""
         return self._buffer[: self._length]
 
     def extend(self, values: tuple[int, ...]) -> None:
@@ -167,41 +176,26 @@ class RequestBatch:
         decodes = sorted((r for r, n in scheduled if n == 1), key=lambda r: -r.num_computed_tokens)
         prefills = [(request, n) for request, n in scheduled if n > 1]
         rows = [(request, 1) for request in decodes] + prefills
+        token_ids, positions, slots = zip(*(self._tokens_of(request, n) for request, n in rows), strict=True)
         last_rows = np.cumsum([n for _, n in rows]) - 1
-        sampling = [
-            (int(row), request)
-            for (request, n), row in zip(rows, last_rows, strict=True)
-            if request.num_computed_tokens + n == request.num_tokens
-        ]
-        positions = np.concatenate(
-            [np.arange(r.num_computed_tokens, r.num_computed_tokens + n) for r, n in rows]
-        )
+        samples = [r.num_computed_tokens + n == r.num_tokens for r, n in rows]
         return StepBatch(
-            input_ids_T=self._tensor(
-                np.concatenate(
-                    [r.token_ids[r.num_computed_tokens : r.num_computed_tokens + n] for r, n in rows]
-                )
-            ),
-            positions_T=self._tensor(positions),
-            slots_T=self._tensor(self._slots(rows, positions)),
+            input_ids_T=self._tensor(np.concatenate(token_ids)),
+            positions_T=self._tensor(np.concatenate(positions)),
+            slots_T=self._tensor(np.concatenate(slots)),
             decode_groups=tuple(self._decode_groups(decodes)),
             prefill_chunks=tuple(self._prefill_chunks(prefills, len(decodes))),
-            sampling_rows_R=self._tensor(np.array([row for row, _ in sampling], dtype=np.int64)),
-            sampling_requests=tuple(request for _, request in sampling),
+            sampling_rows_R=self._tensor(last_rows[samples]),
+            sampling_requests=tuple(itertools.compress((r for r, _ in rows), samples)),
             new_tails=tuple(self._new_tails(decodes)),
         )
 
-    def _slots(self, rows: list[tuple[RequestState, int]], positions: IntArray) -> IntArray:
-        block_ids = np.concatenate(
-            [
-                r.block_ids.values[
-                    np.arange(r.num_computed_tokens, r.num_computed_tokens + n) // self._block_size
-                ]
-                for r, n in rows
-            ]
-        )
-        slots: IntArray = block_ids * self._block_size + positions % self._block_size
-        return slots
+    def _tokens_of(self, request: RequestState, n: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Ids, positions and slots of the request's next `n` tokens."""
+        span = request.scheduled_slice(n)
+        positions = np.arange(span.start, span.stop)
+        block_ids = request.block_ids.values[positions // self._block_size]
+        return request.token_ids[span], positions, block_ids * self._block_size + positions % self._block_size
 
     def _decode_groups(self, decodes: list[RequestState]) -> Iterator[DecodeGroup]:
         """Longest first; a group ends at the first context of half its longest one, so at most half is padding."""

@@ -78,7 +78,7 @@ class DummyWeights:
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise = torch.randn(shape, generator=generator)
+        noise: torch.Tensor = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             return (1.0 + 0.1 * noise).to(self._dtype)
         return (noise * shape[-1] ** -0.5).to(self._dtype)
@@ -130,6 +130,7 @@ def _windows(file: Path) -> Iterator[bytes]:
 
 def _open(file: Path) -> safe_open:
     try:
-        return safe_open(file, framework="pt", device="cpu").__enter__()
+        handle: safe_open = safe_open(file, framework="pt", device="cpu").__enter__()
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
+    return handle

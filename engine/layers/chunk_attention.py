@@ -88,10 +88,11 @@ class TiledAttention:
         k_HSD, v_HSD = k_HSD.contiguous(), v_HSD.contiguous()
         for tile in self._tiles:
             num_keys = tile.keys.stop - tile.keys.start
-            q_nHGD = q_NQD[tile.queries].unflatten(1, (num_kv_heads, per_kv_head)) * head_dim**-0.5
+            q_nHGD = q_NQD[tile.queries].unflatten(1, (num_kv_heads, per_kv_head))
             q_HXD = q_nHGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
             scores_HXs = self._scores.take(num_kv_heads, q_HXD.shape[1], num_keys)
-            torch.bmm(q_HXD, k_HSD[:, tile.keys].transpose(1, 2), out=scores_HXs)
+            k_HDs = k_HSD[:, tile.keys].transpose(1, 2)
+            torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=head_dim**-0.5, out=scores_HXs)
             scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
             scores_HGns[..., tile.masked] += tile.mask_ns
             weights_HXs = torch.softmax(scores_HXs, -1, out=self._weights.take(*scores_HXs.shape))

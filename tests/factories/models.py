@@ -46,9 +46,7 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
         "pad_token_id": 0,
         **overrides,
     }
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.for_model(architecture, **settings)
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path, tokenizer)

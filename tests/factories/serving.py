@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -24,7 +25,7 @@ _MARKER = "BATON_TEST_MARKER"
 class ServeProcess:
     """A running `baton serve --json`. All its descendants inherit a marker in their environment."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         self._marker = secrets.token_hex(8)
         self.temporary = Path(
             tempfile.mkdtemp(prefix="b", dir="/tmp")
@@ -35,7 +36,7 @@ class ServeProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, _MARKER: self._marker, "TMPDIR": str(self.temporary)},
+            env={**os.environ, **environment, _MARKER: self._marker, "TMPDIR": str(self.temporary)},
             start_new_session=True,
         )
         self.stderr = ""
@@ -111,9 +112,9 @@ def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[ServeProcess]:
+def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ServeProcess]:
     """`baton serve` with these arguments; nothing of it outlives the block, whatever happens inside."""
-    serve = ServeProcess(list(arguments))
+    serve = ServeProcess(list(arguments), environment)
     try:
         yield serve
     finally:

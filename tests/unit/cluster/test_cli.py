@@ -56,6 +56,33 @@ def test_the_default_target_is_where_serve_listens_by_default() -> None:
     assert options.target == DEFAULT_TARGET == "127.0.0.1:50051"
 
 
+# Ends the program where it first imports Ray, and says how the environment looks by then.
+AT_IMPORT_OF_RAY = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "ray":
+            print(os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], os.environ["RAY_AUTH_MODE"])
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+sys.stdout.reconfigure(line_buffering=True)
+from cluster.cli import main
+main([sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT_OF_RAY, command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "0 token\n"
+
+
 @pytest.mark.parametrize(
     "command", ["--help", "generate --target 127.0.0.1:9 hi", "status --target 127.0.0.1:9"]
 )
