@@ -81,7 +81,8 @@ class DummyWeights:
         noise: torch.Tensor = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             return (1.0 + 0.1 * noise).to(self._dtype)
-        return (noise * shape[-1] ** -0.5).to(self._dtype)
+        scale: float = shape[-1] ** -0.5
+        return (noise * scale).to(self._dtype)
 
 
 def weight_files(path: Path) -> list[Path]:
