@@ -51,7 +51,11 @@ class KVPool:
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
         self.num_blocks = num_blocks
         self.shape = shape
-        self.blocks_NLKHTD = torch.zeros((num_blocks, *shape.dimensions), dtype=shape.dtype, device=device)
+        self.blocks_NLKHTD = (
+            _zeros(num_blocks * shape.size_bytes, device)
+            .view(shape.dtype)
+            .view(num_blocks, *shape.dimensions)
+        )
         self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
 
     def block_bytes(self) -> npt.NDArray[np.uint8]:
@@ -101,6 +105,13 @@ class KVPool:
     def _rows_per_block(self) -> int:
         num_layers, _, num_heads, block_size, _ = self.shape.dimensions
         return num_layers * 2 * num_heads * block_size
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """On CPU through numpy, whose zeros are the system's untouched pages; torch would write every one of them."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 class LayerView:

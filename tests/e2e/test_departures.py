@@ -29,7 +29,7 @@ def make_config(**cluster: int) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32"},
-            "engine": {"kv_cache_memory_mib": 64},
+            "engine": {"kv_cache_memory_mib": 64, "num_threads": 1},
             "scheduler": {"max_num_batched_tokens": 64},
             "gateway": {"grpc_port": 0},
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 2.0},

@@ -43,7 +43,10 @@ def test_an_abort_ends_only_the_clients_own_requests() -> None:
 
 
 def test_a_deadline_ends_a_request_by_itself() -> None:
-    with RunningLoop() as running:
+    def take_time(_: SchedulerOutput) -> None:
+        threading.Event().wait(0.01)
+
+    with RunningLoop(make_core(StepHook(take_time))) as running:
         running.loop.submit("gateway", make_engine_request(max_tokens=1_900, timeout_s=0.05))
         last = running.until_finished("r")
         assert (last.finish_reason, last.error) == (FinishReason.ABORT, "the request's deadline passed")

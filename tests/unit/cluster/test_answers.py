@@ -1,0 +1,82 @@
+"""How an answer and a status are shown: as the object that programs read, and as lines for people."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from cluster.demo import show_timeline
+from cluster.generate import Answer, to_json
+from cluster.status import show
+from gateway.client import Completion
+
+TIMING: dict[str, Any] = {
+    "ttft_s": 0.125,
+    "itl_s": [0.05, 0.025, 0.025],
+    "queue_s": 0.005,
+    "prefill_s": 0.1,
+    "transfer_s": 0.02,
+    "transfer_bytes": 1_105_920,
+    "handover_s": 0.05,
+    "decode_s": 0.1,
+    "total_s": 0.225,
+}
+
+
+def answer(mode: str = "disaggregated", prefill: str = "p0") -> Answer:
+    usage = {"prompt_tokens": 37, "completion_tokens": 4, "cached_tokens": 16}
+    placement = {"mode": mode, "prefill": prefill, "decode": "d0", "attempts": 1}
+    return Answer("Hello!", (1, 2, 3, 4), Completion("stop", usage, TIMING, placement))
+
+
+def shown(show_it: Any, *arguments: Any) -> str:
+    out = io.StringIO()
+    show_it(*arguments, Console(file=out, width=160, force_terminal=False))
+    return out.getvalue()
+
+
+def test_the_object_of_an_answer() -> None:
+    value = to_json(answer())
+    assert list(value) == ["text", "token_ids", "finish_reason", "usage", "timing", "placement"]
+    assert value["token_ids"] == [1, 2, 3, 4]
+    assert value["timing"] == TIMING
+    assert value["placement"] == {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1}
+
+
+def test_nobody_prefilled_a_local_answer() -> None:
+    assert to_json(answer("local", ""))["placement"]["prefill"] is None
+
+
+def test_the_timeline_names_every_stage_with_its_share() -> None:
+    lines = shown(show_timeline, answer()).splitlines()
+    queue, prefill, transfer, decode, total = lines[:5]
+    assert "5.0 ms" in queue
+    assert "100.0 ms" in prefill
+    assert "37 tokens on p0" in prefill
+    assert "1.11 MB of KV cache, p0 -> d0" in transfer
+    assert "4 tokens on d0, 40 tokens/s" in decode
+    assert prefill.count("█") == decode.count("█") > transfer.count("█") > queue.count("█") > 0
+    assert "first token after 125.0 ms, next one 50.0 ms later; mode disaggregated, attempts 1" in total
+
+
+def test_an_answer_of_one_token_has_no_pace() -> None:
+    one = answer()
+    completion = replace(one.completion, timing={**TIMING, "itl_s": []})
+    assert "tokens/s" not in shown(show_timeline, replace(one, completion=completion))
+
+
+def test_status_has_a_row_for_each_worker() -> None:
+    worker = {
+        "name": "d0",
+        "role": "decode",
+        "state": "ready",
+        "node": "host-1",
+        "pid": 4711,
+        "kv_blocks": {"total": 99, "free": 90, "quarantined": 1, "leased": 2},
+        "requests": {"running": 3, "waiting": 4, "waiting_for_remote_kvs": 5},
+    }
+    gateway = {"in_flight": 6, "queued": 7}
+    text = shown(show, {"model": "m", "model_path": "/m", "workers": [worker], "gateway": gateway})
+    assert "6 requests in flight, 7 queued" in text
+    assert text.splitlines()[-1].split() == ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"]

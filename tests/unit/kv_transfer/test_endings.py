@@ -1,0 +1,192 @@
+"""How a hand-over ends on both sides: deadlines, leases, aborts, and what latecomers are told."""
+
+from typing import TypeVar
+
+import pytest
+
+from kv_transfer.protocol.effects import Failed, Freed, Quiesced, Received
+from kv_transfer.protocol.messages import Block, End, Hold
+from tests.factories.transfer import (
+    HEARTBEAT_S,
+    LEASE_S,
+    LOAD_TIMEOUT_S,
+    Wire,
+    make_key,
+)
+
+M = TypeVar("M")
+
+KEY = make_key()
+
+
+def start(wire: Wire, num_blocks: int = 3) -> None:
+    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
+    wire.begin_send(KEY, num_blocks * 16)
+    wire.begin_load(KEY, num_blocks * 16)
+    wire.load(0, num_blocks)
+    wire.deliver()
+
+
+def sent(wire: Wire, kind: type[M]) -> list[M]:
+    return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
+
+
+def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
+    wire = Wire()
+    start(wire)
+    wire.ready(0, 1)
+    wire.advance(LOAD_TIMEOUT_S)
+    assert wire.news == [Failed("r", 1, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)]
+    wire.finish_send(3)
+    assert wire.news[1:] == [Freed("r")]
+    wire.assert_at_rest()
+
+
+def test_c35_a_failure_reports_how_many_blocks_were_verified_in_order() -> None:
+    wire = Wire(
+        lambda frame: [] if isinstance(frame.message, Block) and frame.message.index == 1 else [frame]
+    )
+    start(wire, num_blocks=4)
+    wire.ready(0, 4)
+    wire.deliver()
+    wire.advance(LOAD_TIMEOUT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert wire.news[0].num_valid_blocks == 1  # block 0; blocks 2 and 3 came without their predecessor
+
+
+def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.advance(LEASE_S - 0.1)
+    assert wire.news == []
+    wire.advance(0.2)
+    assert wire.news == [Freed("r")]
+    assert wire.producer_counters["kv_lease_expiries"] == 1
+    wire.assert_at_rest()
+
+
+def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)  # waits for room, and says so again and again
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.advance(5 * LEASE_S)
+    assert wire.news == []
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S)
+    assert wire.news == [Freed("r")]
+
+
+def test_c38_one_long_lease_does_not_delay_another() -> None:
+    wire = Wire()
+    for name in ("long", "short"):
+        wire.begin_send(make_key(name), 16, name)
+        wire.ready(0, 1, name)
+        wire.finish_send(1, name)
+    for _ in range(4):
+        wire.advance(LEASE_S / 2)
+        wire.at_producer(wire.producer.on_message(b"d", Hold(make_key("long")), wire.clock.now()))
+    assert wire.news == [Freed("short")]
+
+
+@pytest.mark.parametrize("moment", ["queued", "loading", "complete"])
+def test_c39_an_abort_on_the_decode_side_releases_the_producers_blocks_by_message(moment: str) -> None:
+    wire = Wire(lambda frame: [] if isinstance(frame.message, End) else [frame])
+    wire.begin_send(KEY, 32)
+    wire.begin_load(KEY, 32)
+    wire.ready(0, 2)
+    wire.finish_send(2)
+    if moment != "queued":
+        wire.load(0, 2)
+    if moment == "complete":
+        wire.deliver()
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.deliver()
+    assert Freed("r") in wire.news
+    assert (Quiesced("r") in wire.news) == (moment != "queued")
+    wire.assert_at_rest()
+
+
+def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.in_flight.clear()  # the Hold is lost, the Cancel is not
+    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.deliver()
+    wire.begin_send(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    assert wire.news == [Freed("r")]
+    wire.assert_at_rest()
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading: bool) -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    if is_loading:
+        wire.load(0, 1)
+    wire.deliver()
+    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.deliver()
+    if not is_loading:
+        wire.load(0, 1)
+    assert [news for news in wire.news if isinstance(news, Failed)] == [
+        Failed("r", 0, "the request ended", True)
+    ]
+    wire.deliver()
+    wire.assert_at_rest()
+
+
+def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.deliver()
+    assert Failed("r", 0, "the request ended", True) in wire.news
+    wire.assert_at_rest()
+
+
+def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_within_a_lease() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 16)
+    wire.load(0, 1)
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    assert isinstance(wire.news[0], Failed)
+    assert "was not asked" in wire.news[0].reason
+    wire.assert_at_rest()
+
+
+def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send(1)
+    wire.deliver()
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S + HEARTBEAT_S)
+    wire.load(0, 1)
+    assert [type(news) for news in wire.news] == [Freed, Failed]
+
+
+def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
+    wire = Wire()
+    start(wire)
+    wire.begin_send(KEY, 48, "second")
+    wire.begin_load(KEY, 48, "second")
+    wire.at_producer(wire.producer.blocks_ready("second", 0, [1]))
+    wire.at_consumer(wire.consumer.load("second", 0, (1, 2, 3), wire.clock.now()))
+    wire.finish_send(3, "second")
+    wire.ready(0, 3)
+    wire.finish_send(3)
+    wire.deliver()
+    assert {type(news) for news in wire.news if news.request_id == "second"} == {Failed, Freed}
+    assert {type(news) for news in wire.news if news.request_id == "r"} == {Received, Freed}
+    wire.assert_at_rest()
