@@ -99,8 +99,10 @@ class EngineHost:
 
 
 def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device: got 'cuda', but torch finds no CUDA device here; use 'cpu'")
+    if config.device == "cuda":
+        raise ConfigError(
+            "engine.device: got 'cuda', but hand-overs cannot read a GPU's memory yet; use 'cpu' for now"
+        )
     return torch.device(config.device)
 
 

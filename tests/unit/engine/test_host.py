@@ -1,0 +1,49 @@
+"""EngineHost: what cannot work is refused at the start, with the key that is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.config import BatonConfig
+from baton.errors import ConfigError
+from decode_worker import DecodeWorker
+from engine.host import EngineHost
+from tests.factories.models import make_model_dir
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"engine": {"device": "cuda"}}, "engine.device: got 'cuda'"),
+        (
+            {"scheduler": {"max_model_len": 9_999}},
+            "scheduler.max_model_len: got 9999, but this model was made for 1024",
+        ),
+        (
+            {"scheduler": {"block_size": 1024}, "engine": {"kv_cache_memory_mib": 1}},
+            "does not hold two blocks",
+        ),
+    ],
+)
+def test_a_configuration_that_this_model_or_machine_cannot_serve(
+    tmp_path: Path, values: dict[str, dict[str, object]], complaint: str
+) -> None:
+    config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
+    host = EngineHost(config, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    with pytest.raises(ConfigError, match=complaint):
+        host.start()
+
+
+def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32"}, "engine": {"num_threads": 1}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    status = host.status()
+    assert status.ref == endpoint.ref
+    assert (status.state.value, status.kv_blocks.total, status.kv_blocks.free) == ("ready", 19, 19)
+    assert host.drain(5.0)
+    assert host.status().state.value == "draining"
+    host.stop()
+    assert host.status().state.value == "stopped"
