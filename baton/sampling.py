@@ -8,6 +8,9 @@ from baton.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1_000
+"""Of one stop string: every new token's text is compared with all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,19 @@ class SamplingParams:
                 f"from 0 to {MAX_LOGPROBS}",
             )
         _require("stop", list(self.stop), all(self.stop), "non-empty strings")
+        _require(
+            "stop",
+            f"{len(self.stop)}",
+            len(self.stop) <= MAX_STOP_STRINGS,
+            f"at most {MAX_STOP_STRINGS} strings",
+        )
+        longest = max(map(len, self.stop), default=0)
+        _require(
+            "stop",
+            f"one of {longest}",
+            longest <= MAX_STOP_CHARACTERS,
+            f"up to {MAX_STOP_CHARACTERS} characters each",
+        )
         _require(
             "stop_token_ids",
             list(self.stop_token_ids),

@@ -128,7 +128,7 @@ def worker_to_message(client: WorkerClient) -> cluster_pb.Worker:
     if status is not None:
         blocks, requests = status.kv_blocks, status.requests
         message.role = status.role.value
-        message.state = status.state.value
+        message.state = "dead" if client.is_silent else status.state.value
         message.kv_blocks.CopyFrom(
             cluster_pb.KVBlocks(
                 total=blocks.total, free=blocks.free, quarantined=blocks.quarantined, leased=blocks.leased

@@ -246,7 +246,6 @@ class Dispatcher:
             # What a prefill worker has handed over does not need it any more.
             if worker not in attempt.open_legs:
                 return None
-            self._close_leg(worker, attempt)
             raise _AttemptFailed(worker, f"the worker was lost: {news.reason}")
         if news.request_id != attempt.engine_request_id:
             return None  # of an attempt that was given up

@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Workers join by `add` and leave by `remove` or by silence; `on_lost` is told of each one that left."""
+    """Workers join by `add` and leave by `remove` or when their life ends; silence only keeps requests from them.
+
+    `on_lost` is told of each one whose requests cannot be waited for any longer.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,9 @@ class Fleet:
     def add(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker. One of the same name is replaced: it is a new life of it."""
         self.remove(endpoint.ref.name, "replaced")
-        client = WorkerClient(endpoint, self._context, self._identity, self._network, self._on_outputs)
+        client = WorkerClient(
+            endpoint, self._context, self._identity, self._network, self._on_outputs, self._note_silence
+        )
         self._clients[client.name] = client
         self._tasks[client.name] = asyncio.create_task(self._watch(client))
 
@@ -58,7 +63,7 @@ class Fleet:
         return sorted(self._clients.values(), key=lambda client: client.name)
 
     async def wait_for(self, name: str) -> None:
-        """Returns with the worker's first heartbeat, or when it is lost or unknown."""
+        """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown."""
         if client := self.client(name):
             await client.first_sign.wait()
 
@@ -68,6 +73,7 @@ class Fleet:
             Candidate(client.name, self._num_requests(client))
             for client in self._clients.values()
             if client.status is not None
+            and not client.is_silent
             and client.status.role is role
             and client.status.state is WorkerState.READY
         ]
@@ -88,6 +94,11 @@ class Fleet:
             del self._clients[client.name]
             del self._tasks[client.name]
             self._on_lost(client.name, reason)
+
+    def _note_silence(self, name: str, reason: str) -> None:
+        """What the worker had is tried elsewhere; if it is heard again, it gets new requests."""
+        logger.warning("worker %s is lost for now: %s", name, reason)
+        self._on_lost(name, reason)
 
     def _num_requests(self, client: WorkerClient) -> int:
         assert client.status is not None

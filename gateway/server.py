@@ -84,8 +84,9 @@ class Gateway:
 
     @property
     def num_ready(self) -> int:
-        """Workers that were heard of."""
-        return sum(client.status is not None for client in self._dispatcher.fleet.clients)
+        """Workers that are heard of."""
+        clients = self._dispatcher.fleet.clients
+        return sum(client.status is not None and not client.is_silent for client in clients)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""

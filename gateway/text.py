@@ -72,7 +72,13 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._pending.append(token_id)
-        text = self._stream.step(self._backend, token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:
+            # DecodeStream raises a bare one when bytes that are no character change text it has shown already,
+            # as byte-fallback tokenizers can. Shown text stays; decoding starts afresh behind it.
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return self.flush()
         if text is None:
             return ""
         self._pending.clear()

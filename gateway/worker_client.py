@@ -36,6 +36,7 @@ class WorkerClient:
         identity: bytes,
         network: NetworkConfig,
         on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
+        on_silent: Callable[[str, str], None],
     ) -> None:
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
@@ -45,6 +46,9 @@ class WorkerClient:
         self.num_bad_messages = 0
         self._network = network
         self._on_outputs = on_outputs
+        self._on_silent = on_silent
+        self.is_silent = False
+        """Nothing was heard for `peer_timeout_s`: it gets no requests, until it is heard again."""
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -56,7 +60,10 @@ class WorkerClient:
         return self.endpoint.ref.name
 
     async def run(self) -> str:
-        """Exchanges signs of life and hands on outputs until the worker is lost; the reason is returned."""
+        """Exchanges signs of life and hands on outputs until this life of the worker is over; the reason is returned.
+
+        Silence does not end it: a worker that was stopped, or cut off, may go on.
+        """
         greeting = asyncio.create_task(self._greet())
         try:
             return await self._listen()
@@ -78,11 +85,14 @@ class WorkerClient:
 
     async def _listen(self) -> str:
         while True:
-            try:
-                async with asyncio.timeout(self._network.peer_timeout_s):
-                    frame = await self._socket.recv()
-            except TimeoutError:
-                return f"silent for {self._network.peer_timeout_s:g} s"
+            if not await self._has_news():
+                if not self.is_silent:
+                    self.is_silent = True
+                    self.first_sign.set()
+                    self._on_silent(self.name, f"silent for {self._network.peer_timeout_s:g} s")
+                continue
+            frame = await self._socket.recv()
+            self.is_silent = False
             try:
                 message = TO_GATEWAY.decode(frame)
             except WireError as error:
@@ -93,6 +103,16 @@ class WorkerClient:
                 self._on_outputs(self.name, message.outputs)
             elif reason := self._take_heartbeat(message):
                 return reason
+
+    async def _has_news(self) -> bool:
+        """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""
+        try:
+            async with asyncio.timeout(self._network.peer_timeout_s):
+                await self._socket.poll()
+        except TimeoutError:
+            # If this process stood still, the timeout is ours: frames may have come in meanwhile.
+            return bool(await self._socket.poll(0))
+        return True
 
     def _take_heartbeat(self, message: Heartbeat) -> str | None:
         """Why the worker is lost, if this heartbeat says so."""

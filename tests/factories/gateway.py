@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +36,9 @@ class ScriptedWorker:
         self._ref = WorkerRef(name, f"{name}-life", "tcp://127.0.0.1:1")
         self._role = role
         self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
+        self.goes_on = threading.Event()
+        """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
+        self.goes_on.set()
         self._server = RequestServer(NETWORK, self._ref.incarnation, self._status, SystemClock())
         self._server.start(self)
         self.endpoint = WorkerEndpoint(self._ref, role, self._server.address, "here", 1)
@@ -70,6 +74,7 @@ class ScriptedWorker:
         self._server.stop()
 
     def _status(self) -> WorkerStatus:
+        assert self.goes_on.wait(30)
         counts = RequestCounts(0, 0, 0)
         return WorkerStatus(
             self._ref, self._role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {"preemptions": 0}

@@ -46,11 +46,11 @@ class LocalCluster:
         raise AssertionError("the stream ended without a completion")
 
     async def at_rest(self) -> dict[str, Any]:
-        """Waits until every worker has every block back and nothing to do; fails if that does not come."""
+        """Waits until every live worker has every block back and nothing to do; fails if that does not come."""
         async with asyncio.timeout(REST_TIMEOUT_S):
             while True:
                 description = await self.client.describe()
-                if all(_is_at_rest(worker) for worker in description["workers"]):
+                if all(_is_at_rest(worker) for worker in description["workers"] if worker["state"] != "dead"):
                     return description
                 await asyncio.sleep(0.05)
 

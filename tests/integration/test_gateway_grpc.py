@@ -1,6 +1,7 @@
 """The gateway over real gRPC and real ZeroMQ: what clients see, and what workers are told."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from gateway import GatewayError
 from gateway.client import Event
-from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
+from tests.factories.gateway import NETWORK, GatewayUnderTest, answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -133,7 +134,7 @@ def test_a_deadline_reaches_both_workers_and_ends_the_request(folder: Path) -> N
             for name in ("p0", "d0"):
                 leg = await under_test.workers[name].next_leg()
                 assert leg.timeout_s is not None
-                assert 0.0 < leg.timeout_s <= 0.3
+                assert 0.0 < leg.timeout_s <= 0.31, "gRPC rounds deadlines up by up to a millisecond"
                 assert await under_test.workers[name].next_abort() == leg.request_id
 
     run(test())
@@ -310,16 +311,45 @@ def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
         async with gateway_with(folder, {}, {"d0": silent}) as under_test:
             call = asyncio.create_task(refusal(under_test))
             await under_test.workers["d0"].next_leg()
-            under_test.workers["d0"].stop()
+            under_test.workers.pop("d0").stop()
             assert (await call).code == "UNAVAILABLE"
             assert under_test.gateway.num_ready == 0
-            under_test.workers.pop("d0")
-            under_test.gateway.remove_worker("d0", "already gone")
+            description = await under_test.client.describe()
+            assert [worker["state"] for worker in description["workers"]] == ["dead"]
 
-    async def with_own_cleanup() -> None:
-        await test()
+    run(test())
 
-    run(with_own_cleanup())
+
+def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+            time.sleep(1.5 * NETWORK.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
+            await asyncio.sleep(2 * NETWORK.heartbeat_interval_s)
+            assert under_test.gateway.num_ready == 1
+            assert (await ask(under_test))[-1].completion is not None
+
+    run(test())
+
+
+def test_a_worker_that_is_heard_again_gets_requests_again_and_forgets_what_it_had(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+            worker = under_test.workers["d0"]
+            call = asyncio.create_task(refusal(under_test))
+            leg = await worker.next_leg()
+            worker.goes_on.clear()
+            assert (await call).code == "UNAVAILABLE"
+            worker.goes_on.set()
+            # Told to abort it by the gateway, or having missed that gateway's signs of life itself.
+            assert (await worker.next_abort()).startswith((leg.request_id, "client"))
+            await under_test.until(lambda: under_test.gateway.num_ready == 1)
+            call = asyncio.create_task(refusal(under_test, request_id="again"))
+            while not isinstance(await asyncio.to_thread(worker.heard.get, True, 10), EngineRequest):
+                continue
+            await under_test.client.abort("again")
+            assert (await call).code == "ABORTED"
+
+    run(test())
 
 
 def test_health_and_reflection_speak_the_standard_protocols(folder: Path) -> None:

@@ -32,6 +32,8 @@ from baton.sampling import SamplingParams
         ("seed", 2**63),
         ("logprobs", 21),
         ("stop", ("",)),
+        ("stop", ("x",) * 65),
+        ("stop", ("x" * 1_001,)),
         ("stop_token_ids", (-5,)),
     ],
 )

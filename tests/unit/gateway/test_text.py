@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
 
 from gateway.text import Detokenizer, StopStrings, TextStream
 from tests.factories.models import make_tokenizer
@@ -100,3 +101,18 @@ def test_without_a_match_flush_gives_the_rest(stops: list[str]) -> None:
     stream = TextStream(TOKENIZER, stops, 0, True)
     _, text = stream.push(ids("fuzz"))
     assert text + stream.flush() == "fuzz"
+
+
+def test_bytes_that_are_no_character_never_end_a_byte_fallback_stream() -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257, "<unk>": 258}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    token_ids = [
+        vocab["a"],
+        0x0A,
+        0xE3,
+        vocab["b"],
+        vocab["a"],
+    ]  # a newline is shown, then a lead byte comes alone
+    assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == "a\n\ufffdba"
