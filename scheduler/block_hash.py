@@ -13,6 +13,7 @@ from hashlib import blake2b
 from scheduler.request import Request
 
 DIGEST_BYTES = 32
+MAX_TOKEN_ID = 2**32 - 1
 
 
 class BlockHasher:
@@ -30,7 +31,7 @@ class BlockHasher:
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self._block_size
         while (start := len(hashes) * size) + size <= len(tokens):
             parent = hashes[-1] if hashes else _root(request.cache_salt)
-            content = parent + array("Q", tokens[start : start + size]).tobytes()
+            content = parent + array("I", tokens[start : start + size]).tobytes()
             hashes.append(blake2b(content, digest_size=DIGEST_BYTES, key=self._key).digest())
 
 

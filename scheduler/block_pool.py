@@ -90,8 +90,7 @@ class BlockPool:
         taken = []
         for _ in range(num_blocks):
             block = self._free.pop_first()
-            if block.block_hash is not None:
-                self._forget_hash(block)
+            self.forget(block)
             block.ref_count = 1
             taken.append(block)
         return taken
@@ -121,7 +120,17 @@ class BlockPool:
         holders = self._hash_to_blocks.get(block_hash)
         return holders[0] if holders else None
 
-    def forget_all_hashes(self) -> None:
+    def forget(self, block: Block) -> None:
+        """`block` cannot be hit any more; nothing happens if it could not."""
+        if block.block_hash is None:
+            return
+        holders = self._hash_to_blocks[block.block_hash]
+        holders.remove(block)
+        if not holders:
+            del self._hash_to_blocks[block.block_hash]
+        block.block_hash = None
+
+    def forget_all(self) -> None:
         """Empties the cache; blocks in use stay in use."""
         for holders in self._hash_to_blocks.values():
             for block in holders:
@@ -140,11 +149,3 @@ class BlockPool:
         assert {block.block_id for block in mapped} == {block.block_id for block in hashed}, (
             "hash map is damaged"
         )
-
-    def _forget_hash(self, block: Block) -> None:
-        assert block.block_hash is not None
-        holders = self._hash_to_blocks[block.block_hash]
-        holders.remove(block)
-        if not holders:
-            del self._hash_to_blocks[block.block_hash]
-        block.block_hash = None

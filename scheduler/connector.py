@@ -22,7 +22,8 @@ class KVConnector(Protocol):
         """How many prompt tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
-        yet, ask again next step". Free of side effects, since it may be asked any number of times.
+        yet, ask again next step". Free of side effects, since it may be asked any number of times; but not again once
+        a load was started, whatever became of it.
         """
         ...
 

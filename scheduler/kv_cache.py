@@ -14,13 +14,14 @@ from scheduler.request import Request
 
 
 class BlockTable:
-    """One request's blocks in token order; the first `num_cached` of them can be hit by others."""
+    """One request's blocks in token order; the first `num_cached` of them were offered to others."""
 
-    __slots__ = ("blocks", "num_cached")
+    __slots__ = ("blocks", "may_cache", "num_cached")
 
-    def __init__(self) -> None:
+    def __init__(self, may_cache: bool) -> None:
         self.blocks: list[Block] = []
         self.num_cached = 0
+        self.may_cache = may_cache
 
 
 class KVCache:
@@ -45,6 +46,11 @@ class KVCache:
     def num_usable(self) -> int:
         return self._pool.num_usable
 
+    @property
+    def num_tables(self) -> int:
+        """Requests that hold blocks, finished ones apart."""
+        return len(self._tables)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -66,6 +72,10 @@ class KVCache:
             hits.append(block)
         return hits
 
+    def is_held(self, request_id: str) -> bool:
+        """Whether blocks are leased or quarantined under this id."""
+        return request_id in self._leased or request_id in self._quarantined
+
     def num_missing(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
         """Free blocks it takes to give `request` room for `num_tokens` in all; hits that are free count too."""
         table = self._tables.get(request.request_id)
@@ -82,18 +92,18 @@ class KVCache:
         from now on. None: too few blocks are free, and nothing has changed.
         """
         table = self._tables.get(request.request_id)
-        if table is None:
-            table = BlockTable()
-        num_new = self.num_blocks_for(num_tokens) - len(table.blocks) - len(hits)
+        num_held = len(table.blocks) if table is not None else 0
+        num_new = -(-num_tokens // self.block_size) - num_held - len(hits)
         new: list[Block] = []
-        if num_new > 0 or hits:
+        if num_new > 0 or table is None:
             if self.num_missing(request, num_tokens, hits) > self._pool.num_free:
                 return None
+            if table is None:
+                table = self._tables[request.request_id] = BlockTable(self._enable_caching)
             self._pool.touch(hits)  # before allocating: a hit must not be evicted by its own request
-            new = self._pool.allocate(max(0, num_new))
+            new = self._pool.allocate(num_new)
             table.blocks += [*hits, *new]
             table.num_cached += len(hits)
-        self._tables[request.request_id] = table
         self._cache_full_blocks(request, table, num_tokens if cache_up_to is None else cache_up_to)
         return new
 
@@ -104,6 +114,12 @@ class KVCache:
     def block_ids(self, request: Request) -> tuple[int, ...]:
         table = self._tables.get(request.request_id)
         return tuple([block.block_id for block in table.blocks]) if table else ()
+
+    def withdraw_uncomputed(self, request: Request) -> None:
+        """Nobody may hit the blocks that this step was to fill: the request drops out of it, before it is freed."""
+        table = self._tables[request.request_id]
+        for block in table.blocks[request.num_computed_tokens // self.block_size : table.num_cached]:
+            self._pool.forget(block)
 
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, tail first, so that the head of its chain is evicted last."""
@@ -136,10 +152,10 @@ class KVCache:
         return True
 
     def forget_prefixes(self) -> None:
-        """Nothing computed so far can be hit any more; what is in use stays in use."""
-        self._pool.forget_all_hashes()
+        """Nothing computed so far can be hit any more, nor what builds on it; what is in use stays in use."""
+        self._pool.forget_all()
         for table in self._tables.values():
-            table.num_cached = 0
+            table.may_cache = False
 
     def counts(self) -> KVBlockCounts:
         return KVBlockCounts(
@@ -166,9 +182,9 @@ class KVCache:
         assert counts.leased == len({b.block_id for blocks in self._leased.values() for b in blocks})
 
     def _cache_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:
-        if not self._enable_caching:
-            return
         num_full = min(num_tokens, request.num_tokens) // self.block_size
+        if num_full <= table.num_cached or not table.may_cache:
+            return
         for index in range(table.num_cached, num_full):
             self._pool.cache(table.blocks[index], request.block_hashes[index])
-        table.num_cached = max(table.num_cached, num_full)
+        table.num_cached = num_full

@@ -1,5 +1,6 @@
 """OutputsByClient: collects a step's news, client by client."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 from baton.request import FinishReason, RequestOutput
@@ -11,10 +12,10 @@ class OutputsByClient:
     """Filled while a step's results are taken in, then read once."""
 
     def __init__(self) -> None:
-        self._outputs: dict[str, list[RequestOutput]] = {}
+        self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
 
     def add(self, request: Request, output: RequestOutput) -> None:
-        self._outputs.setdefault(request.client_id, []).append(output)
+        self._outputs[request.client_id].append(output)
 
     def add_last(self, request: Request, output: RequestOutput) -> None:
         """The request has just finished: completes the output with how."""

@@ -52,8 +52,8 @@ class RemotePrompts:
             self._connector.request_added(request)
 
     def num_tokens_to_load(self, request: Request, num_hit_blocks: int) -> tuple[int | None, bool]:
-        """See KVConnector.get_num_new_matched_tokens; requests without a transfer have nothing to load."""
-        if self._connector is None or not request.is_consumer:
+        """See KVConnector.get_num_new_matched_tokens."""
+        if self._connector is None:
             return 0, False
         return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
 
@@ -69,9 +69,7 @@ class RemotePrompts:
         num_hit_tokens = len(hits) * self._kv.block_size
         num_needed = self._kv.num_missing(request, request.num_prompt_tokens + 1, hits)
         num_reserved = sum(
-            self._kv.num_missing(other, other.num_tokens)
-            for other in running
-            if other.num_computed_tokens < other.num_prompt_tokens
+            self._kv.num_missing(other, other.num_tokens) for other in running if other.is_prefilling
         )
         if num_needed > self._kv.num_free - num_reserved:
             return False
@@ -81,6 +79,7 @@ class RemotePrompts:
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
         request.num_cached_tokens = num_hit_tokens
+        request.may_load = False
         self._loads[request.request_id] = Load(request, len(hits))
         self._counters["kv_loads_started"] += 1
         return True

@@ -69,6 +69,7 @@ class Request:
         "client_id",
         "first_token",
         "kv_transfer",
+        "may_load",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -112,6 +113,8 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0
+        self.may_load = self.is_consumer
+        """Its prompt is to come from another worker, and no load was started: there is never a second one."""
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`, computed once as tokens arrive."""
         self.first_token: FirstToken | None = None
@@ -128,6 +131,11 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Some of its prompt is not computed yet."""
+        return self.num_computed_tokens < self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:

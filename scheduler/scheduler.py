@@ -8,21 +8,32 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from enum import Enum, auto
 
 from baton.config import SchedulerConfig
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.request import RequestOutput, TokenLogprobs
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
-from scheduler.block_pool import Block
 from scheduler.connector import KVConnector
 from scheduler.kv_cache import KVCache
+from scheduler.limits import ContextLimits
 from scheduler.outputs import OutputsByClient
 from scheduler.queue import make_queue
 from scheduler.remote import RemotePrompts
 from scheduler.request import Request, RequestStatus
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
+
+
+class Admission(Enum):
+    """What became of a waiting request in one step."""
+
+    DONE = auto()
+    NOT_YET = auto()
+    """Not its turn for a reason of its own: it keeps its place and blocks nobody."""
+    NO_ROOM = auto()
+    """Nobody behind it may overtake it."""
 
 
 class Scheduler:
@@ -35,14 +46,10 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, connector: KVConnector | None = None, hash_key: bytes | None = None
     ) -> None:
-        if config.num_blocks is None or config.max_model_len is None:
-            raise ConfigError(
-                "scheduler: num_blocks and max_model_len must be set before a scheduler is made"
-            )
         self._config = config
-        # A request that outgrew the pool could never run again, so the pool is a limit of its own.
-        self._max_model_len = min(config.max_model_len, (config.num_blocks - 1) * config.block_size)
+        self._limits = ContextLimits(config)
         self._connector = connector
+        assert config.num_blocks is not None, "ContextLimits refuses such a config"
         self._kv = KVCache(
             config.num_blocks,
             config.block_size,
@@ -60,24 +67,21 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queues a request; InvalidRequest if this engine could never run it."""
-        if request.num_prompt_tokens + 1 > self._max_model_len:
-            raise InvalidRequest(
-                "prompt",
-                f"{request.num_prompt_tokens} tokens and one to generate do not fit into {self._max_model_len} "
-                f"(max_model_len {self._config.max_model_len}, {self._kv.num_usable} blocks of {self._kv.block_size})",
-            )
-        assert request.request_id not in self._requests, f"request {request.request_id} was added twice"
-        self._requests[request.request_id] = request
+        self._limits.check(request)
+        if request.request_id in self._requests or self._kv.is_held(request.request_id):
+            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         self._kv.tokens_arrived(request)
+        self._requests[request.request_id] = request
         self._remote.announce(request)
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """The next step. May be empty; what it orders counts as computed from now on."""
         step = StepPlan(self._config.max_num_batched_tokens)
+        received = self._schedule_received(step)
         self._schedule_running(step)
+        self._join_running(received)
         if not step.preempted:
-            self._schedule_received(step)
             self._admit_waiting(step)
         plan = step.finish(self._preempted_between_steps, self._finished_between_steps)
         self._preempted_between_steps, self._finished_between_steps = set(), set()
@@ -98,6 +102,8 @@ class Scheduler:
             token_ids = sampled.get(request_id)
             if request is None or not token_ids:
                 continue  # it ended meanwhile, or its known tokens are not all computed yet
+            if request.status is RequestStatus.PREEMPTED and request.is_producer:
+                continue  # it cannot hand over blocks that it lost; it will sample the same token again
             self._take_tokens(request, token_ids, logprobs.get(request_id), outputs)
         self._drop_finished_from_running()
         return outputs.by_client()
@@ -177,6 +183,8 @@ class Scheduler:
         counts = self.request_counts()
         num_known = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         assert num_known == len(self._requests), f"{counts} but {len(self._requests)} requests are known"
+        num_holders = counts.running + counts.waiting_for_remote_kvs + self._remote.num_received
+        assert self._kv.num_tables == num_holders, "a waiting request holds blocks, or a running one none"
         assert all(request.status is RequestStatus.RUNNING for request in self._running)
         assert len(self._running) <= self._config.max_num_seqs
 
@@ -187,88 +195,104 @@ class Scheduler:
         index = 0
         while index < len(self._running) and step.token_budget > 0:
             request = self._running[index]
-            num_tokens = min(
-                self._num_wanted_tokens(request, request.num_computed_tokens),
-                step.token_budget,
-                self._max_model_len - 1 - request.num_computed_tokens,
-            )
-            if num_tokens <= 0:
+            num_computed_tokens = request.num_computed_tokens
+            num_tokens = self._num_wanted_tokens(request, num_computed_tokens)
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, step.token_budget)
+            if num_tokens == 0:
                 index += 1
                 continue
-            new_blocks = self._kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
+            new_blocks = self._kv.allocate_slots(request, num_computed_tokens + num_tokens)
             while new_blocks is None:
                 victim_index = self._preempt_one(step)
                 if victim_index == index:
                     return  # the request itself was the last to give way
                 index -= victim_index < index
-                new_blocks = self._kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
+                new_blocks = self._kv.allocate_slots(request, num_computed_tokens + num_tokens)
             step.proceed(request, num_tokens, new_blocks)
             index += 1
 
-    def _schedule_received(self, step: StepPlan) -> None:
-        """Requests whose prompt arrived from elsewhere already hold the blocks for their next token."""
-        while step.token_budget > 0 and (request := self._remote.pop_received()):
-            assert request.num_tokens == request.num_computed_tokens + 1, (
-                "a received request lacks only token 1"
-            )
+    def _schedule_received(self, step: StepPlan) -> list[Request]:
+        """Requests whose prompt arrived from elsewhere go first while slots last: they hold their blocks already."""
+        received: list[Request] = []
+        num_slots = self._config.max_num_seqs - len(self._running)
+        while len(received) < num_slots and step.token_budget > 0:
+            request = self._remote.pop_received()
+            if request is None:
+                break
+            assert request.num_tokens == request.num_computed_tokens + 1, "a received request lacks one token"
             granted = self._kv.allocate_slots(request, request.num_tokens)
             assert granted == [], "a load reserves the block of token 0"
-            self._run(request, 1, step)
+            self._announce(request, 1, step)
+            received.append(request)
+        return received
+
+    def _join_running(self, received: list[Request]) -> None:
+        """Received requests stand before unfinished prompts, which could take the whole budget for many steps."""
+        index = len(self._running)
+        while index > 0 and self._running[index - 1].is_prefilling:
+            index -= 1
+        self._running[index:index] = received
 
     def _admit_waiting(self, step: StepPlan) -> None:
         """Waiting requests join while budget, slots and blocks last; the first that does not fit ends admission."""
         skipped: list[Request] = []
-        while self._waiting and step.token_budget > 0 and self._has_slot():
+        while self._waiting and len(self._running) + self._remote.num_received < self._config.max_num_seqs:
             request = self._waiting.peek()
-            hits = self._kv.find_cached_prefix(request)
-            num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
-            if num_remote is None:
-                skipped.append(self._waiting.pop())
-            elif is_async:
-                if not self._remote.start_load(request, hits, num_remote, self._running):
-                    break
-                self._waiting.pop()
-            elif not self._admit(request, hits, step):
+            outcome = self._load(request, step) if request.may_load else self._admit(request, step)
+            if outcome is Admission.NO_ROOM:
                 break
+            self._waiting.pop()
+            if outcome is Admission.NOT_YET:
+                skipped.append(request)
         for request in reversed(skipped):
             self._waiting.prepend(request)
 
-    def _admit(self, request: Request, hits: list[Block], step: StepPlan) -> bool:
+    def _load(self, request: Request, step: StepPlan) -> Admission:
+        """Starts a load, which takes neither budget nor slot, unless as many requests are ahead as there are slots."""
+        num_ahead = len(self._running) + self._remote.num_loading + self._remote.num_received
+        if num_ahead >= self._config.max_num_seqs:
+            return Admission.NOT_YET
+        hits = self._kv.find_cached_prefix(request)
+        num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
+        if num_remote is None:
+            return Admission.NOT_YET
+        if not is_async:
+            return self._admit(request, step)
+        has_room = self._remote.start_load(request, hits, num_remote, self._running)
+        return Admission.DONE if has_room else Admission.NO_ROOM
+
+    def _admit(self, request: Request, step: StepPlan) -> Admission:
+        if step.token_budget == 0:
+            return Admission.NO_ROOM
+        hits = self._kv.find_cached_prefix(request)
         num_hit_tokens = len(hits) * self._kv.block_size
         num_tokens = self._num_wanted_tokens(request, num_hit_tokens)
         if num_tokens > step.token_budget:
             if not self._config.enable_chunked_prefill:
-                return False
+                return Admission.NO_ROOM
             num_tokens = step.token_budget
         if self._kv.allocate_slots(request, num_hit_tokens + num_tokens, hits) is None:
-            return False
-        self._waiting.pop()
+            return Admission.NO_ROOM
         self._counters["prefix_cache_queries"] += request.num_tokens
         self._counters["prefix_cache_hits"] += num_hit_tokens
         request.num_computed_tokens = num_hit_tokens
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
-        self._run(request, num_tokens, step)
-        return True
+        self._announce(request, num_tokens, step)
+        self._running.append(request)
+        return Admission.DONE
 
-    def _run(self, request: Request, num_tokens: int, step: StepPlan) -> None:
+    def _announce(self, request: Request, num_tokens: int, step: StepPlan) -> None:
         announce = step.resume if request.status is RequestStatus.PREEMPTED else step.start
         announce(request, num_tokens, self._kv.block_ids(request))
         request.move_to(RequestStatus.RUNNING)
-        self._running.append(request)
 
     def _num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the request lacks, as far as one step may take it."""
         num_tokens = request.num_tokens - num_computed_tokens
         threshold = self._config.long_prefill_token_threshold
         return threshold if 0 < threshold < num_tokens else num_tokens
-
-    def _has_slot(self) -> bool:
-        """Loads hold a slot too, so that what arrives can run in the next step."""
-        return (
-            len(self._running) + self._remote.num_loading + self._remote.num_received
-            < self._config.max_num_seqs
-        )
 
     def _preempt_one(self, step: StepPlan) -> int:
         """Takes the blocks of the youngest running request, or of the worst by priority; returns where it stood."""
@@ -279,6 +303,7 @@ class Scheduler:
             index = len(self._running) - 1
         victim = self._running.pop(index)
         step.preempt(victim)
+        self._kv.withdraw_uncomputed(victim)
         self._give_up_blocks(victim)
         return index
 
@@ -302,12 +327,11 @@ class Scheduler:
     ) -> None:
         """Appends new tokens up to the first that ends the request, and reports them at their position."""
         first_position = request.num_output_tokens
-        status = None
-        num_taken = 0
+        status, num_taken = None, 0
         for token_id in token_ids:
             request.all_token_ids.append(token_id)
             num_taken += 1
-            status = check_stop(request, self._max_model_len)
+            status = check_stop(request, self._limits.max_model_len)
             if status is not None:
                 break
         self._kv.tokens_arrived(request)

@@ -41,7 +41,8 @@ class StepPlan:
 
     def proceed(self, request: Request, num_tokens: int, new_blocks: Sequence[Block]) -> None:
         """A running request goes on."""
-        self._continued[request.request_id] = (request, tuple([block.block_id for block in new_blocks]))
+        block_ids = tuple([block.block_id for block in new_blocks]) if new_blocks else ()
+        self._continued[request.request_id] = (request, block_ids)
         self._spend(request, num_tokens)
 
     def preempt(self, request: Request) -> None:

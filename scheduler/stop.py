@@ -10,11 +10,11 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     `max_tokens` and `max_model_len`; and a producer always ends with token 0.
     """
     params = request.sampling_params
-    num_output_tokens = request.num_output_tokens
-    is_full = request.num_tokens >= max_model_len
-    if num_output_tokens >= params.min_tokens and request.all_token_ids[-1] in request.stop_token_ids:
+    num_tokens = request.num_tokens
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    if request.all_token_ids[-1] in request.stop_token_ids and num_output_tokens >= params.min_tokens:
         return RequestStatus.FINISHED_STOPPED
-    if num_output_tokens >= params.max_tokens or is_full:
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
     if request.is_producer:
         return RequestStatus.FINISHED_HANDED_OVER

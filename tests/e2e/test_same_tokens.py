@@ -20,7 +20,7 @@ from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
-NUM_NEW_TOKENS = 6
+NUM_NEW_TOKENS = 4
 LENGTHS = [
     *[
         1,

@@ -1,9 +1,10 @@
 """Requests, schedulers, and two fakes to drive them: a runner whose tokens are a function, a connector."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
+from zlib import crc32
 
 from baton.config import SchedulerConfig
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
@@ -70,62 +71,124 @@ def make_request(
 
 def token_at(request_id: str, position: int) -> int:
     """What the fake model says: a pure function, so that every schedule must lead to the same text."""
-    return 100 + hash((request_id, position)) % 50_000
+    return 100 + crc32(f"{request_id}@{position}".encode()) % 50_000
+
+
+class PagedMemory:
+    """What stands in every slot of the pool. A slot's KV depends on all tokens up to it, and so does its stand-in."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[int, list[int]] = {}
+
+    def write(self, block_ids: Sequence[int], contents: Sequence[int], start: int = 0) -> None:
+        """Puts `contents[i]` into the slot of position `start + i`."""
+        for position, content in enumerate(contents, start):
+            index, offset = divmod(position, self.block_size)
+            self._blocks.setdefault(block_ids[index], [0] * self.block_size)[offset] = content
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        nothing = [0] * self.block_size
+        num_blocks = -(-num_tokens // self.block_size)
+        slots = [slot for i in block_ids[:num_blocks] for slot in self._blocks.get(i, nothing)]
+        return slots[:num_tokens]
+
+
+def kv_of(token_ids: Sequence[int], previous: int = 0) -> list[int]:
+    """The stand-ins of the KV of `token_ids`, which come after the token whose stand-in is `previous`."""
+    return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=previous))[1:]
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """What a runner remembers of a request between steps."""
+
+    num_prompt_tokens: int
+    block_ids: list[int]
+    kv: list[int]
+    """What should stand in the slots of all its tokens."""
 
 
 class FakeRunner:
-    """Samples for every request whose known tokens are all computed; keeps its own books to check the plans by."""
+    """Samples for every request whose known tokens are all computed.
 
-    def __init__(self, next_token: Callable[[str, int], int] = token_at) -> None:
+    It writes into slots and reads them back as attention would, so a block that is lost, shared by mistake, hit before
+    it was filled or reused too early fails the test.
+    """
+
+    def __init__(
+        self, next_token: Callable[[str, int], int] = token_at, memory: PagedMemory | None = None
+    ) -> None:
         self._next_token = next_token
-        self.num_known: dict[str, int] = {}
-        self._num_prompt: dict[str, int] = {}
+        self._known: dict[str, KnownRequest] = {}
+        self.memory = memory or PagedMemory(16)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in plan.finished_req_ids:
-            self.num_known.pop(request_id, None)
-        starts = dict(
-            zip(
-                plan.scheduled_cached_reqs.request_ids,
-                plan.scheduled_cached_reqs.num_computed_tokens,
-                strict=True,
-            )
-        )
+            self._known.pop(request_id, None)
+        starts = self._learn(plan)
+        ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
+        for request_id, end in ends.items():
+            known, start = self._known[request_id], starts[request_id]
+            assert end <= len(known.kv), f"{request_id} is scheduled past its known tokens"
+            self.memory.write(known.block_ids, known.kv[start:end], start)
+        for request_id, end in ends.items():  # each layer writes every token's KV before it attends to any
+            known = self._known[request_id]
+            assert self.memory.read(known.block_ids, end) == known.kv[:end], f"{request_id} reads foreign KV"
+        complete = [request_id for request_id, end in ends.items() if end == len(self._known[request_id].kv)]
+        return ModelRunnerOutput({request_id: [self._sample(request_id)] for request_id in complete})
+
+    def forget_last(self, request_id: str) -> None:
+        """Takes back the newest sampled token, which the scheduler refused."""
+        self._known[request_id].kv.pop()
+
+    def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
+        """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
+        starts = {}
         for new in plan.scheduled_new_reqs:
-            self.num_known[new.request_id] = len(new.prompt_token_ids) + len(new.output_token_ids)
-            self._num_prompt[new.request_id] = len(new.prompt_token_ids)
+            assert new.request_id not in self._known, f"{new.request_id} is not new"
+            tokens = new.prompt_token_ids + new.output_token_ids
+            self._known[new.request_id] = KnownRequest(
+                len(new.prompt_token_ids), list(new.block_ids), kv_of(tokens)
+            )
             starts[new.request_id] = new.num_computed_tokens
-        sampled = {}
-        for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            end = starts[request_id] + num_tokens
-            assert end <= self.num_known[request_id], f"{request_id} is scheduled past its known tokens"
-            if end == self.num_known[request_id]:
-                position = end - self._num_prompt[request_id]
-                sampled[request_id] = [self._next_token(request_id, position)]
-                self.num_known[request_id] += 1
-        return ModelRunnerOutput(sampled)
+        cached = plan.scheduled_cached_reqs
+        changes = zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, num_computed_tokens in changes:
+            known = self._known[request_id]
+            kept = [] if request_id in cached.resumed_request_ids else known.block_ids
+            known.block_ids = [*kept, *block_ids]
+            starts[request_id] = num_computed_tokens
+        return starts
+
+    def _sample(self, request_id: str) -> int:
+        known = self._known[request_id]
+        token_id = self._next_token(request_id, len(known.kv) - known.num_prompt_tokens)
+        known.kv += kv_of([token_id], known.kv[-1])
+        return token_id
 
 
 @dataclass
 class FakeConnector:
-    """Loads whatever a consumer lacks, once, and holds blocks when told to; records what the scheduler tells it."""
+    """Loads whatever a consumer lacks, once, and holds blocks when told to; records what the scheduler tells it.
+
+    Until the news of a load's end it writes nonsense into the load's blocks in every step, and it looks whether leased
+    blocks are still what they were: whoever takes blocks out of its hands too early will be noticed.
+    """
 
     holds: bool = False
     is_unknown: bool = False
+    memory: PagedMemory = field(default_factory=lambda: PagedMemory(16))
     started: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     added: list[Request] = field(default_factory=list)
     news: list[KVConnectorOutput] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
     num_questions: int = 0
+    loading: dict[str, Request] = field(default_factory=dict)
+    leased: dict[str, tuple[Request, tuple[int, ...]]] = field(default_factory=dict)
 
     def request_added(self, request: Request) -> None:
         self.added.append(request)
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.news.append(output)
-        self.ended.update(load.request_id for load in output.finished_recving)
-        self.ended.update(load.request_id for load in output.failed_recving)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -141,14 +204,42 @@ class FakeConnector:
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
         self.started[request.request_id] = (block_ids, num_external_tokens)
+        self.loading[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        return None
+        for request in self.loading.values():
+            self._fill(request, [-1] * self.started[request.request_id][1])
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.news.append(output)
+        num_valid = {load.request_id: load.num_valid_blocks for load in output.failed_recving}
+        for request_id in [*num_valid, *(load.request_id for load in output.finished_recving)]:
+            if request := self.loading.pop(request_id, None):
+                block_ids, num_external_tokens = self.started[request_id]
+                num_blocks = num_valid.get(request_id, len(block_ids))
+                kv = kv_of(request.prompt_token_ids)[-num_external_tokens:]
+                self._fill(request, kv[: num_blocks * self.memory.block_size])
+        for request_id in output.quiesced:
+            self.loading.pop(request_id, None)
+        for request_id in output.finished_sending:
+            if request_id in self.leased:
+                request, block_ids = self.leased.pop(request_id)
+                kv = kv_of(request.prompt_token_ids)
+                assert self.memory.read(block_ids, len(kv)) == kv, (
+                    f"{request_id} lost what it has to hand over"
+                )
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         self.finished.append(request)
-        is_loading = request.request_id in self.started.keys() - self.ended
-        return self.holds and bool(block_ids) and (request.is_producer or is_loading)
+        if not self.holds:
+            self.loading.pop(request.request_id, None)
+            return False
+        if request.is_handed_over:
+            self.leased[request.request_id] = (request, block_ids)
+        return request.request_id in self.loading or (request.is_producer and bool(block_ids))
+
+    def _fill(self, request: Request, kv: list[int]) -> None:
+        self.memory.write(self.started[request.request_id][0], kv)
 
 
 def received(request: Request, token_id: int = 7) -> KVConnectorOutput:

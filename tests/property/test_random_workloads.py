@@ -112,7 +112,8 @@ class RandomTransfers:
 def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)
     workload, settings = make_workload(rng), make_settings(rng)
-    connector, runner = FakeConnector(holds=True), FakeRunner()
+    connector = FakeConnector(holds=True)
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector, **settings)
     roles = {options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload}
     requests = {o["request_id"]: make_request(**o, role=roles[o["request_id"]]) for o in workload}

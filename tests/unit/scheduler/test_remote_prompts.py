@@ -1,13 +1,14 @@
-"""Behaviours 28 to 37, 39 and 40 as the scheduler sees them: prompts that come from elsewhere, or go there."""
+"""Behaviours 28 to 36 as the scheduler sees them: prompts that come from elsewhere."""
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.kv import TransferRole
 from baton.request import FinishReason
 from baton.step import FailedKV, KVConnectorOutput
+from baton.worker import RequestCounts
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.scheduling import (
-    EOS,
     FakeConnector,
     FakeRunner,
     assert_at_rest,
@@ -20,14 +21,15 @@ from tests.factories.scheduling import (
     run_to_end,
 )
 
-CONSUMER, PRODUCER = TransferRole.CONSUMER, TransferRole.PRODUCER
+CONSUMER = TransferRole.CONSUMER
 
 
 def start_load(
     num_tokens: int = 40, **overrides: object
 ) -> tuple[Scheduler, FakeConnector, FakeRunner, Request]:
     """A consumer whose load is under way."""
-    connector, runner = FakeConnector(holds=True), FakeRunner()
+    connector = FakeConnector(holds=True)
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector, **overrides)
     request = make_request(num_tokens, role=CONSUMER, max_tokens=4)
     scheduler.add_request(request)
@@ -70,6 +72,30 @@ def test_c29_a_received_prompt_is_scheduled_in_the_next_step_and_nothing_is_reco
     assert [output.first_position for output in outputs] == [1]
 
 
+def test_c29_a_received_prompt_does_not_wait_for_a_long_one_that_is_being_computed() -> None:
+    scheduler, _, runner, request = start_load(40, max_num_batched_tokens=8)
+    long = make_request(100)
+    scheduler.add_request(long)
+    run_step(scheduler, runner)
+    scheduler.update_connector_output(received(request))
+    for _ in range(3):  # in every step from now on, not just in the first
+        plan, outputs = run_step(scheduler, runner)
+        assert dict(plan.num_scheduled_tokens) == {request.request_id: 1, long.request_id: 7}
+        assert [output.request_id for output in outputs] == [request.request_id]
+
+
+def test_c29_a_received_prompt_takes_the_next_slot_that_is_free() -> None:
+    scheduler, _, runner, request = start_load(40, max_num_seqs=1)
+    local, late = make_request(max_tokens=3), make_request()
+    scheduler.add_request(local)
+    scheduler.add_request(late)
+    run_step(scheduler, runner)
+    scheduler.update_connector_output(received(request))
+    order = [list(run_step(scheduler, runner)[0].num_scheduled_tokens) for _ in range(3)]
+    assert order == [[local.request_id], [local.request_id], [request.request_id]]
+    assert scheduler.request_counts() == RequestCounts(running=1, waiting=1, waiting_for_remote_kvs=0)
+
+
 def test_c29_received_requests_go_before_new_ones() -> None:
     scheduler, _, runner, request = start_load(40, max_num_batched_tokens=8)
     late = make_request(30)
@@ -81,7 +107,7 @@ def test_c29_received_requests_go_before_new_ones() -> None:
 
 def test_c30_not_known_yet_skips_the_request_for_this_step_only() -> None:
     connector = FakeConnector(is_unknown=True)
-    scheduler, runner = make_scheduler(connector), FakeRunner()
+    scheduler, runner = make_scheduler(connector), FakeRunner(memory=connector.memory)
     request = make_request(role=CONSUMER)
     scheduler.add_request(request)
     run_step(scheduler, runner)
@@ -92,7 +118,8 @@ def test_c30_not_known_yet_skips_the_request_for_this_step_only() -> None:
 
 
 def test_c31_too_few_blocks_and_no_transfer_starts() -> None:
-    connector, runner = FakeConnector(), FakeRunner()
+    connector = FakeConnector()
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector, num_blocks=6)
     scheduler.add_request(make_request(33, max_tokens=3))
     run_step(scheduler, runner)
@@ -105,8 +132,26 @@ def test_c31_too_few_blocks_and_no_transfer_starts() -> None:
     assert list(connector.started) == [request.request_id]
 
 
+def test_c31_loads_do_not_pile_up_beyond_the_slots_and_keep_their_place() -> None:
+    connector = FakeConnector()
+    scheduler, runner = make_scheduler(connector, max_num_seqs=2), FakeRunner(memory=connector.memory)
+    consumers = [make_request(20, role=CONSUMER, max_tokens=2) for _ in range(4)]
+    local = make_request(max_tokens=1)
+    for request in [*consumers, local]:
+        scheduler.add_request(request)
+    plan, _ = run_step(scheduler, runner)
+    assert list(connector.started) == [request.request_id for request in consumers[:2]]
+    assert list(plan.num_scheduled_tokens) == [local.request_id], "a slot is free, so nobody blocks it"
+    for request in consumers[:2]:
+        scheduler.update_connector_output(received(request))
+    run_step(scheduler, runner)
+    run_step(scheduler, runner)
+    assert list(connector.started) == [request.request_id for request in consumers]
+
+
 def test_c31_what_a_half_computed_prompt_still_needs_is_not_given_to_a_load() -> None:
-    connector, runner = FakeConnector(), FakeRunner()
+    connector = FakeConnector()
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector, num_blocks=9, max_num_batched_tokens=16)
     scheduler.add_request(make_request(80, max_tokens=1))  # needs five of eight blocks, holds one
     run_step(scheduler, runner)
@@ -116,7 +161,8 @@ def test_c31_what_a_half_computed_prompt_still_needs_is_not_given_to_a_load() ->
 
 
 def test_c31_loads_that_fill_the_pool_can_all_take_their_first_step() -> None:
-    connector, runner = FakeConnector(), FakeRunner()
+    connector = FakeConnector()
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector, num_blocks=7)
     requests = [make_request(32, role=CONSUMER, max_tokens=3) for _ in range(3)]
     for request in requests:
@@ -150,7 +196,8 @@ def test_c32_a_completion_also_ends_a_quarantine() -> None:
 
 
 def test_c32_only_blocks_that_may_be_written_are_quarantined() -> None:
-    connector, runner = FakeConnector(), FakeRunner()
+    connector = FakeConnector()
+    runner = FakeRunner(memory=connector.memory)
     scheduler = make_scheduler(connector)
     prompt = range(100)
     scheduler.add_request(make_request(prompt=prompt, max_tokens=1))
@@ -243,65 +290,6 @@ def test_c36_a_preempted_consumer_recomputes_here_and_loses_no_token() -> None:
     assert len(connector.started) == 1
 
 
-def produce(
-    connector: FakeConnector, **options: object
-) -> tuple[Scheduler, Request, list[FinishReason | None]]:
-    scheduler = make_scheduler(connector)
-    request = make_request(40, role=PRODUCER, **options)  # type: ignore[arg-type]
-    scheduler.add_request(request)
-    _, outputs = run_step(scheduler, FakeRunner(lambda _, __: EOS if options.get("ends") else 9))
-    return scheduler, request, [output.finish_reason for output in outputs]
-
-
-def test_c37_a_finished_prefill_keeps_all_its_blocks_until_they_are_released() -> None:
-    connector = FakeConnector(holds=True)
-    scheduler, request, reasons = produce(connector)
-    assert reasons == [FinishReason.HANDED_OVER]
-    assert request.first_token is not None
-    assert request.first_token.token_id == 9
-    assert not scheduler.has_requests()
-    assert scheduler.kv_block_counts().leased == 3
-    scheduler.check_integrity()
-    scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request.request_id,)))
-    assert_at_rest(scheduler)
-
-
-def test_c37_prefills_that_share_a_prefix_count_its_blocks_once() -> None:
-    connector, runner = FakeConnector(holds=True), FakeRunner()
-    scheduler = make_scheduler(connector)
-    requests = [make_request(prompt=range(40), role=PRODUCER) for _ in range(2)]
-    for request in requests:
-        scheduler.add_request(request)
-        run_step(scheduler, runner)
-    blocks = scheduler.kv_block_counts()
-    assert (blocks.leased, blocks.free, blocks.referenced) == (4, blocks.total - 4, 0)
-    for request in requests:
-        scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request.request_id,)))
-        scheduler.check_integrity()
-    assert_at_rest(scheduler)
-
-
-def test_c40_a_request_that_ends_with_its_first_token_is_answered_by_the_producer_alone() -> None:
-    scheduler, request, reasons = produce(FakeConnector(), max_tokens=1)
-    assert reasons == [FinishReason.LENGTH]
-    assert not request.is_handed_over
-    assert_at_rest(scheduler)
-
-
-def test_c40_a_cancel_during_the_last_prefill_step_counts_as_cancel() -> None:
-    connector, runner = FakeConnector(), FakeRunner()
-    scheduler = make_scheduler(connector)
-    request = make_request(40, role=PRODUCER)
-    scheduler.add_request(request)
-    plan = scheduler.schedule()
-    result = runner.execute(plan)
-    scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    assert scheduler.update_from_output(plan, result) == {}
-    assert connector.finished == [request]
-    assert not request.is_handed_over
-    assert_at_rest(scheduler)
-
-
 def test_the_connector_hears_of_every_transfer_and_of_nothing_else() -> None:
     connector = FakeConnector()
     scheduler = make_scheduler(connector)
@@ -314,6 +302,40 @@ def test_the_connector_hears_of_every_transfer_and_of_nothing_else() -> None:
     news = KVConnectorOutput(failed_recving=(FailedKV("nobody", 0, "?"),))
     scheduler.update_connector_output(news)
     assert connector.news == [news]
+
+
+def test_a_forced_reset_amid_loads_that_share_a_prefix_forgets_it_for_good() -> None:
+    connector = FakeConnector()
+    scheduler, runner = make_scheduler(connector), FakeRunner(memory=connector.memory)
+    prompt = range(100)
+    scheduler.add_request(make_request(prompt=prompt, max_tokens=1))
+    run_to_end(scheduler, runner)
+    loads = [make_request(prompt=prompt, role=CONSUMER, max_tokens=30) for _ in range(2)]
+    for request in loads:
+        scheduler.add_request(request)
+    run_step(scheduler, runner)
+    assert scheduler.reset_prefix_cache(force=True)
+    for request in loads:
+        scheduler.update_connector_output(received(request))
+    again = make_request(prompt=prompt, max_tokens=1)
+    scheduler.add_request(again)
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens[again.request_id] == 100
+    run_to_end_from(scheduler, runner)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_an_id_is_in_use_until_its_last_block_is_back(status: RequestStatus) -> None:
+    scheduler, _, _, request = start_load(40)
+    twin = make_request(request_id=request.request_id)
+    with pytest.raises(InvalidRequest, match="request_id"):
+        scheduler.add_request(twin)
+    scheduler.finish_requests([request.request_id], status)
+    with pytest.raises(InvalidRequest, match="request_id"):
+        scheduler.add_request(twin)
+    scheduler.update_connector_output(KVConnectorOutput(quiesced=(request.request_id,)))
+    scheduler.add_request(twin)
+    run_to_end(scheduler)
 
 
 def run_to_end_from(scheduler: Scheduler, runner: FakeRunner) -> None:

@@ -108,26 +108,57 @@ def test_c06_priority_preempts_the_worst_wherever_it_stands() -> None:
 
 def test_c07_a_priority_victim_gives_its_budget_back_and_nobody_is_skipped() -> None:
     scheduler, runner = (
-        make_scheduler(num_blocks=4, policy="priority", max_num_batched_tokens=16),
+        make_scheduler(num_blocks=5, policy="priority", max_num_batched_tokens=18),
         FakeRunner(),
     )
-    worst = make_request(5, priority=9)
-    second = make_request(5, priority=1)
-    third = make_request(14, priority=2)
-    for request in (
-        worst,
-        second,
-        third,
-    ):  # admitted one by one, so that the worst is the first to be scheduled
+    worst, second = make_request(5, priority=9), make_request(5, priority=1)
+    third, last = make_request(14, priority=2), make_request(5, priority=3)
+    for request in (worst, second, third, last):  # one by one, so that the worst stands first
         scheduler.add_request(request)
         run_step(scheduler, runner)
     run_step(scheduler, runner)
-    run_step(scheduler, runner)
     plan, _ = run_step(scheduler, runner)  # third outgrows its block after worst was scheduled
     assert plan.preempted_req_ids == {worst.request_id}
-    assert dict(plan.num_scheduled_tokens) == {second.request_id: 1, third.request_id: 1}
-    assert plan.scheduled_cached_reqs.request_ids == (second.request_id, third.request_id)
-    assert plan.total_num_scheduled_tokens == 2
+    ids = (second.request_id, third.request_id, last.request_id)
+    assert dict(plan.num_scheduled_tokens) == dict.fromkeys(ids, 1)
+    assert plan.scheduled_cached_reqs.request_ids == ids
+    assert plan.total_num_scheduled_tokens == 3
+
+
+def test_c07_a_priority_victims_budget_is_there_for_those_behind_it() -> None:
+    settings = {"num_blocks": 10, "policy": "priority", "long_prefill_token_threshold": 8}
+    scheduler, runner = make_scheduler(**settings, max_num_batched_tokens=10), FakeRunner()
+    worst, grower = make_request(100, priority=9), make_request(10, priority=1)
+    behind = make_request(100, priority=2)
+    for request, num_steps in ((worst, 1), (grower, 2), (behind, 0)):
+        scheduler.add_request(request)
+        for _ in range(num_steps):
+            run_step(scheduler, runner)
+    plan, _ = run_step(scheduler, runner)
+    while not plan.preempted_req_ids:
+        before = dict(plan.num_scheduled_tokens)
+        plan, _ = run_step(scheduler, runner)
+    assert before == {worst.request_id: 8, grower.request_id: 1, behind.request_id: 1}
+    assert plan.preempted_req_ids == {worst.request_id}
+    assert plan.num_scheduled_tokens == {grower.request_id: 1, behind.request_id: 8}
+    run_to_end(scheduler, runner)
+
+
+def test_c07_blocks_that_a_victim_was_to_fill_in_this_step_cannot_be_hit() -> None:
+    settings = {"num_blocks": 23, "policy": "priority", "long_prefill_token_threshold": 64}
+    scheduler, runner = make_scheduler(**settings), FakeRunner()
+    worst, better = make_request(300, priority=9, max_tokens=2), make_request(96, max_tokens=2)
+    scheduler.add_request(worst)
+    run_step(scheduler, runner)
+    scheduler.add_request(better)
+    run_step(scheduler, runner)
+    run_step(scheduler, runner)  # 192 and 96 tokens are computed
+    plan, _ = run_step(scheduler, runner)  # worst takes the last four blocks, then better needs one
+    assert plan.preempted_req_ids == {worst.request_id}
+    plan, _ = run_step(scheduler, runner)
+    assert plan.num_scheduled_tokens == {worst.request_id: 64}
+    assert plan.scheduled_cached_reqs.num_computed_tokens == (192,)
+    run_to_end(scheduler, runner)
 
 
 def test_c08_a_preempted_request_starts_over_first_among_the_waiting_and_keeps_its_outputs() -> None:
@@ -234,6 +265,16 @@ def test_c12_a_request_waiting_for_remote_kvs_blocks_nobody_and_keeps_its_place(
     assert list(connector.started) == [blocked.request_id, late.request_id]
 
 
+def test_c12_loads_under_way_keep_no_slot_from_others() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector, max_num_seqs=1)
+    load, local = make_request(role=TransferRole.CONSUMER), make_request()
+    scheduler.add_request(load)
+    scheduler.add_request(local)
+    assert list(scheduler.schedule().num_scheduled_tokens) == [local.request_id]
+    assert load.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
 def test_c14_at_rest_everything_is_empty() -> None:
     scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=30)
     for size in (3, 16, 17, 31, 32, 33, 64):
@@ -290,6 +331,24 @@ def test_ending_requests_is_idempotent_in_every_state() -> None:
     }
     assert scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED) == {}
     assert scheduler.schedule().finished_req_ids == {running.request_id, waiting.request_id}
+    assert_at_rest(scheduler)
+
+
+def test_a_request_may_fill_the_whole_pool_and_ends_there() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    exact, endless = make_request(30, max_tokens=3), make_request(30, max_tokens=50)
+    for request in (exact, endless):
+        scheduler.add_request(request)
+    tokens = run_to_end(scheduler)
+    assert len(tokens[exact.request_id]) == len(tokens[endless.request_id]) == 3  # the last one needs no slot
+    assert endless.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+@pytest.mark.parametrize("prompt", [[3, -1], [3, 2**32]])
+def test_token_ids_that_no_vocabulary_has_are_refused(prompt: list[int]) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequest, match="prompt: token ids"):
+        scheduler.add_request(make_request(prompt=prompt))
     assert_at_rest(scheduler)
 
 
