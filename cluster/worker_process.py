@@ -69,24 +69,29 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
+        end = _end_on_signals()  # before anybody can know whom to signal
         print(endpoint_to_json(endpoint), flush=True)
-        _wait_for_the_end()
+        _wait_for(end)
     finally:
         worker.stop()
     return 0
 
 
-def _wait_for_the_end() -> None:
-    """Returns on SIGTERM, SIGINT or the end of stdin, whichever comes first."""
-    wakeup = WakeUp()
+def _end_on_signals() -> WakeUp:
+    end = WakeUp()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda *_: wakeup.set())
+        signal.signal(signal_number, lambda *_: end.set())
+    return end
+
+
+def _wait_for(end: WakeUp) -> None:
+    """Returns when told to end, or when stdin does."""
     with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
-        selector.register(wakeup.fileno(), selectors.EVENT_READ)
+        selector.register(end.fileno(), selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while True:
             ready = {key.fileobj for key, _ in selector.select()}
-            if wakeup.fileno() in ready or not os.read(sys.stdin.fileno(), 4096):
+            if end.fileno() in ready or not os.read(sys.stdin.fileno(), 4096):
                 return
 
 
