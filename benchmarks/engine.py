@@ -22,6 +22,7 @@ import transformers
 
 from baton.config import ModelConfig, SchedulerConfig
 from baton.sampling import SamplingParams
+from engine.allocator import keep_freed_memory
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
@@ -118,6 +119,7 @@ class TransformersSide:
 def main() -> None:
     """Measures, prints a table, and writes JSON if asked to."""
     arguments = _arguments()
+    keep_freed_memory()  # as a worker does; transformers gains from it too
     torch.set_num_threads(arguments.threads)
     model = load_model(ModelConfig(dtype=arguments.dtype), arguments.model, torch.device("cpu"))
     baton, reference = BatonSide(model), TransformersSide(arguments.model, arguments.dtype)

@@ -17,6 +17,7 @@ from baton.config import BatonConfig, EngineConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel, load_model
@@ -41,6 +42,7 @@ class EngineHost:
 
     def start(self) -> WorkerEndpoint:
         """Loads the model, binds both planes to free ports and begins to serve; blocks until it does."""
+        keep_freed_memory()
         torch.set_num_threads(self._config.engine.num_threads or os.cpu_count() or 1)
         device = _device(self._config.engine)
         model = load_model(self._config.model, self._model_path, device)

@@ -1,0 +1,29 @@
+"""Keeps freed memory in the process, so that each step finds its buffers already mapped; knows no tensor."""
+
+import ctypes
+import sys
+
+# <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+
+_KEEP_BYTES = 2**30
+_GROW_BYTES = 64 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to reuse large buffers instead of giving them back to the system; False where there is no glibc.
+
+    By default every buffer of more than some 100 KiB is mapped afresh, and the page faults of a step's activations
+    took a quarter of a decode step at batch 32 (84 against 62 ms, SmolLM2 in bfloat16 on two cores).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    try:
+        mallopt = libc.mallopt
+    except AttributeError:  # musl
+        return False
+    settings = {_M_MMAP_THRESHOLD: _KEEP_BYTES, _M_TRIM_THRESHOLD: _KEEP_BYTES, _M_TOP_PAD: _GROW_BYTES}
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
