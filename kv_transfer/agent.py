@@ -56,7 +56,7 @@ COUNTERS = (
 """Every counter exists from the start, so that other threads may copy them while they grow."""
 
 TURN_TIMEOUT_S = 5.0
-"""A turn of the agent's loop takes milliseconds; if it takes this long, the thread is lost and `_failure` tells."""
+"""A turn of the agent's loop takes milliseconds; one that takes this long will not end."""
 
 Order = BeforeStep | SendBlocks
 
@@ -109,7 +109,7 @@ class TransferAgent:
         self._orders.put((orders, done))
         self._wakeup.set()
         if any(isinstance(order, WithdrawBlocks) for order in orders):
-            done.wait(TURN_TIMEOUT_S)
+            self._check_taken_back(done)
         self._check_alive()
 
     def take_news(self) -> KVConnectorOutput:
@@ -152,6 +152,11 @@ class TransferAgent:
             self._on_news()
         finally:
             self._transport.close()
+
+    def _check_taken_back(self, done: threading.Event) -> None:
+        """The step that follows writes these blocks, so without an answer it must not run."""
+        if not done.wait(TURN_TIMEOUT_S) and self._failure is None:
+            raise RuntimeError(f"the transfer thread did not give blocks back within {TURN_TIMEOUT_S:g} s")
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -4,6 +4,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.clock import VirtualClock
 from baton.kv import KVFingerprint
@@ -27,6 +28,10 @@ def make_key(
     transfer_id: str = "t", attempt: int = 0, producer: str = "p-1", consumer: str = "d-1"
 ) -> TransferKey:
     return TransferKey(transfer_id, attempt, producer, consumer)
+
+
+KEY = make_key()
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,19 @@ class Wire:
             self.target_blocks[block_id] = frame.payload
             is_valid = frame.payload == frame.message.checksum
             self.at_consumer(self.consumer.on_block(frame.message, is_valid, now))
+
+
+def start(wire: Wire, num_blocks: int = 3) -> None:
+    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
+    wire.begin_send(KEY, num_blocks * 16)
+    wire.begin_load(KEY, num_blocks * 16)
+    wire.load(0, num_blocks)
+    wire.deliver()
+
+
+def sent(wire: Wire, kind: type[M]) -> list[M]:
+    """Every message of this kind that either end sent, lost ones too."""
+    return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
 
 
 def lossy(seed: int, *, loss: float = 0.1, doubling: float = 0.1, damage: float = 0.05) -> Tamper:

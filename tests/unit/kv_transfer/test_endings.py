@@ -1,34 +1,18 @@
 """How a hand-over ends on both sides: deadlines, leases, aborts, and what latecomers are told."""
 
-from typing import TypeVar
-
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, Received
 from kv_transfer.protocol.messages import Block, End, Hold
 from tests.factories.transfer import (
     HEARTBEAT_S,
+    KEY,
     LEASE_S,
     LOAD_TIMEOUT_S,
     Wire,
     make_key,
+    start,
 )
-
-M = TypeVar("M")
-
-KEY = make_key()
-
-
-def start(wire: Wire, num_blocks: int = 3) -> None:
-    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
-    wire.begin_send(KEY, num_blocks * 16)
-    wire.begin_load(KEY, num_blocks * 16)
-    wire.load(0, num_blocks)
-    wire.deliver()
-
-
-def sent(wire: Wire, kind: type[M]) -> list[M]:
-    return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
 
 
 def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:

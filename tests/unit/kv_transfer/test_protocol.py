@@ -1,7 +1,6 @@
 """The hand-over between both state machines: what is promised when all goes well, and when it does not."""
 
 from dataclasses import replace
-from typing import TypeVar
 
 import pytest
 
@@ -11,6 +10,7 @@ from tests.factories.transfer import (
     FINGERPRINT,
     FIRST_TOKEN,
     HEARTBEAT_S,
+    KEY,
     LEASE_S,
     LOAD_TIMEOUT_S,
     PEER_TIMEOUT_S,
@@ -18,23 +18,9 @@ from tests.factories.transfer import (
     Wire,
     lossy,
     make_key,
+    sent,
+    start,
 )
-
-M = TypeVar("M")
-
-KEY = make_key()
-
-
-def start(wire: Wire, num_blocks: int = 3) -> None:
-    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
-    wire.begin_send(KEY, num_blocks * 16)
-    wire.begin_load(KEY, num_blocks * 16)
-    wire.load(0, num_blocks)
-    wire.deliver()
-
-
-def sent(wire: Wire, kind: type[M]) -> list[M]:
-    return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
 
 
 def test_blocks_leave_as_soon_as_they_are_computed() -> None:
