@@ -38,6 +38,8 @@ class EngineConfig(Section):
     """Threads of the math library on CPU; None takes every core of the machine."""
     kv_cache_memory_mib: int = Field(1024, ge=1)
     """Size of the KV pool; `scheduler.num_blocks`, where set, wins."""
+    swap_space_mib: int = Field(256, ge=1)
+    """Host memory for preempted requests' KV, taken only if `scheduler.preemption` can use it."""
 
 
 class SchedulerConfig(Section):
@@ -54,6 +56,23 @@ class SchedulerConfig(Section):
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
+    """`priority`: lower values first, ties by arrival; the worst running request is the first to give way."""
+    priority_ageing_s: float = Field(0.0, ge=0.0)
+    """With `priority`: waiting this long counts as much as one step of priority, so that nobody starves; 0: never."""
+    async_scheduling: bool = True
+    """Plan the next step while the device computes this one. Tokens are the same either way."""
+    batching: Literal["unified", "prefill_first"] = "unified"
+    """`prefill_first`: a step holds whole prompts only or decodes only, and prompts go first (the classical two-phase
+    scheduler). It never splits a prompt, so one request is limited to `max_num_batched_tokens`."""
+    preemption: Literal["recompute", "swap", "auto"] = "recompute"
+    """What becomes of a victim's KV when blocks run out: computed anew, or copied to host memory and back, while that
+    has room; `auto` takes what costs less for each victim."""
+    swap_block_cost_tokens: float = Field(1.0, ge=0.0)
+    """With `auto`: tokens the device could compute in the time of copying one block out and in again."""
+    num_swap_blocks: int | None = Field(None, ge=1)
+    """Blocks in host memory for `swap` and `auto`; None: as many as `engine.swap_space_mib` holds."""
+    watermark: float = Field(0.0, ge=0.0, lt=1.0)
+    """Share of the blocks that admissions leave free while requests run, so that these need not be preempted soon."""
     block_size: int = Field(16, ge=1)
     """Tokens in one KV block."""
     num_blocks: int | None = Field(None, ge=2)
@@ -68,6 +87,19 @@ class SchedulerConfig(Section):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({length}) when enable_chunked_prefill is false, or long prompts could never run"
+            )
+        if self.batching == "prefill_first" and self.long_prefill_token_threshold:
+            raise ValueError(
+                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) splits prompts, which batching "
+                "'prefill_first' never does; leave it 0"
+            )
+        if self.policy != "priority" and self.priority_ageing_s:
+            raise ValueError(
+                f"priority_ageing_s ({self.priority_ageing_s}) needs policy 'priority', not '{self.policy}'"
+            )
+        if self.preemption == "recompute" and self.num_swap_blocks:
+            raise ValueError(
+                f"num_swap_blocks ({self.num_swap_blocks}) needs preemption 'swap' or 'auto', not 'recompute'"
             )
         return self
 

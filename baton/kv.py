@@ -61,3 +61,26 @@ class KVFingerprint:
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """These can be hit from now on. A hash stands for everything up to its block's end, so it needs no parent."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """These can be hit no more."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """Nothing can be hit any more."""
+
+
+KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
+"""What changed in a worker's prefix cache. Replayed in order, events give exactly the set of hashes it holds."""

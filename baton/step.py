@@ -3,7 +3,7 @@
 A plan is complete: a runner needs nothing else, so it can sit in another process or be a fake of twenty lines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,17 @@ class CachedRequestData:
     """What changed for requests the runner knows, as parallel tuples in scheduling order."""
 
     request_ids: tuple[str, ...] = ()
-    resumed_request_ids: frozenset[str] = frozenset()
-    """Back from preemption: their `new_block_ids` replace the old table instead of extending it."""
     new_block_ids: tuple[tuple[int, ...], ...] = ()
     num_computed_tokens: tuple[int, ...] = ()
+    resumed_num_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Back from preemption, and how many of their tokens count: a token that was in flight may have been refused.
+
+    Their `new_block_ids` replace the old table instead of extending it.
+    """
+
+    @property
+    def resumed_request_ids(self) -> Set[str]:
+        return self.resumed_num_tokens.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,17 @@ class SchedulerOutput:
     """Finished since the previous plan; the runner forgets them."""
     kv_connector_metadata: Any = None
     """What the connector's scheduler half tells its worker half; opaque to everyone else."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """(block, host block) pairs to copy before anything else of this step happens: their requests were preempted."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """(host block, block) pairs to copy next, before the step computes: their requests are resumed."""
+    step: int = 0
+    """Counts the plans of one scheduler."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be computed or copied, and nobody was preempted; the runner may have to forget requests."""
+        return not (self.num_scheduled_tokens or self.preempted_req_ids)
 
 
 @dataclass(frozen=True, slots=True)

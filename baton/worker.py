@@ -39,13 +39,15 @@ class KVBlockCounts:
     """free + referenced + leased + quarantined = total, at every moment.
 
     `leased` blocks of finished prefills wait to be read; `quarantined` ones may still be written by a
-    transfer that was given up.
+    transfer that was given up. Blocks of host memory are counted apart: `host_used` of them hold preempted KV.
     """
 
     total: int
     free: int
     leased: int
     quarantined: int
+    host_total: int = 0
+    host_used: int = 0
 
     @property
     def referenced(self) -> int:

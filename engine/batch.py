@@ -62,6 +62,12 @@ class RequestState:
     def append_token(self, token_id: int) -> None:
         self._tokens.extend((token_id,))
 
+    def resume(self, block_ids: tuple[int, ...], num_tokens: int) -> None:
+        """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
+        self.block_ids = GrowingArray(block_ids)
+        self.cleared_block = None
+        self._tokens.truncate(num_tokens)
+
     def scheduled_slice(self, num_scheduled: int) -> slice:
         """Positions of the next `num_scheduled` tokens to compute."""
         return slice(self.num_computed_tokens, self.num_computed_tokens + num_scheduled)
@@ -89,6 +95,10 @@ class GrowingArray:
         if length > len(self._buffer):
             self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
         self._buffer[self._length : length] = values
+        self._length = length
+
+    def truncate(self, length: int) -> None:
+        assert length <= self._length, f"{length} of {self._length} values"
         self._length = length
 
 
@@ -159,9 +169,8 @@ class RequestBatch:
         ):
             request = self._requests[request_id]
             request.num_computed_tokens = num_computed
-            if request_id in cached.resumed_request_ids:
-                request.block_ids = GrowingArray(block_ids)
-                request.cleared_block = None
+            if request_id in cached.resumed_num_tokens:
+                request.resume(block_ids, cached.resumed_num_tokens[request_id])
             elif block_ids:
                 request.block_ids.extend(block_ids)
 

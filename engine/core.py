@@ -1,18 +1,24 @@
-"""EngineCore: introduces scheduler, runner and connector to one another and moves all three by one step.
+"""EngineCore: introduces scheduler, device and connector to one another and moves all three by one step.
 
-Knows no thread, no socket and no role; `engine/loop.py` owns the thread it runs on.
+Knows no thread, no socket and no role; `engine/loop.py` owns the thread it runs on. With asynchronous scheduling one
+step is computed while the next is planned:
+
+    plan      | step 2 |            | step 3 |            | step 4 |
+    device    |  step 1 ............|  step 2 ............|  step 3 ....
+    take in                  step 1 |              step 2 |
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import defaultdict, deque
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
+from engine.pipeline import Pipeline
 from engine.stages import StageTimer
 from scheduler import Request, RequestStatus, Scheduler
 
@@ -23,26 +29,34 @@ MAX_FAILED_STEPS = 3
 ClientOutputs = dict[str, list[RequestOutput]]
 
 
-class Runner(Protocol):
-    """Computes a plan on a device; returns when the sampled tokens are known."""
-
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput: ...
-
-
 class ConnectorWorker(Protocol):
-    """The half of the KV connector that moves bytes. No call blocks, and no peer can make one raise."""
+    """The half of the KV connector that moves bytes. No peer can make a call raise."""
 
     def get_finished(self) -> KVConnectorOutput: ...
 
-    def start_load_kv(self, metadata: Any) -> None:
-        """Before the forward pass: loads to start, hand-overs to finish, transfers to give up."""
+    def send_orders(self, metadata: Any) -> None:
+        """As soon as a step is planned: what to announce, to hand over, to give up. Returns when blocks that were taken
+        back are not read any more."""
         ...
 
-    def save_kv_blocks(self, metadata: Any) -> None:
-        """After the forward pass: the blocks it filled may leave."""
+    def start_load_kv(self, metadata: Any) -> None:
+        """When every step before the planned one is computed: nothing writes the blocks that are to be loaded."""
+        ...
+
+    def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
+        """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
         ...
 
     def counters(self) -> dict[str, int]: ...
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A plan whose output is not known yet."""
+
+    plan: SchedulerOutput
+    lost: set[str] = field(default_factory=set)
+    """Requests that were preempted since: the blocks that it fills for them belong to others."""
 
 
 class EngineCore:
@@ -51,33 +65,37 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        pipeline: Pipeline,
         connector: ConnectorWorker,
         eos_token_ids: tuple[int, ...],
         clock: Clock,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._pipeline = pipeline
         self._connector = connector
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._stages = StageTimer(clock)
+        self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
         self.may_progress = False
         """Whether another step right now could do more; if not, only news from outside can change that."""
 
     def step(self) -> ClientOutputs:
-        """Takes in what transfers brought, schedules, runs, and returns the news by client."""
+        """Takes in what transfers brought, plans a step, takes in what an earlier one sampled: the news by client."""
+        outputs: ClientOutputs = defaultdict(list)
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
-        outputs: ClientOutputs = defaultdict(list)
         self._stamp(self._scheduler.update_connector_output(news), outputs)
         plan = self._scheduler.schedule()
         self._stages.planned(plan)
-        self._stamp(self._run(plan), outputs)
-        self.may_progress = bool(
-            plan.num_scheduled_tokens or plan.preempted_req_ids or plan.kv_connector_metadata is not None
-        )
+        self._submit(plan)
+        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
+        is_computing = False
+        while len(self._under_way) > num_kept:
+            is_computing |= not self._under_way[0].plan.is_empty
+            self._stamp(self._complete_oldest(), outputs)
+        self.may_progress = bool(is_computing or self._under_way or plan.kv_connector_metadata is not None)
         return outputs
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
@@ -115,26 +133,47 @@ class EngineCore:
     def counters(self) -> dict[str, int]:
         return {**self._scheduler.counters(), **self._connector.counters()}
 
-    def _run(self, plan: SchedulerOutput) -> dict[str, EngineCoreOutputs]:
-        self._connector.start_load_kv(plan.kv_connector_metadata)
-        try:
-            result = self._runner.execute(plan)
-        except Exception:  # the edge to the device: one bad step must not end the worker
-            return self._fail()
-        if plan.num_scheduled_tokens:
-            self._num_failed_steps = 0
-        self._connector.save_kv_blocks(plan.kv_connector_metadata)
-        return self._scheduler.update_from_output(plan, result)
+    def close(self) -> None:
+        """Ends after the step under way, whose output nobody hears of any more."""
+        self._pipeline.close()
 
-    def _fail(self) -> dict[str, EngineCoreOutputs]:
+    def _submit(self, plan: SchedulerOutput) -> None:
+        self._connector.send_orders(plan.kv_connector_metadata)
+        for step in self._under_way:
+            step.lost |= plan.preempted_req_ids
+        if not self._under_way:
+            self._connector.start_load_kv(plan.kv_connector_metadata)
+        self._under_way.append(StepUnderWay(plan))
+        self._pipeline.submit(plan)
+
+    def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
+        """Waits for the oldest step under way and takes in what it sampled."""
+        result = self._pipeline.take()
+        step = self._under_way.popleft()
+        if result.output is None:
+            return self._fail(step.plan, result.error)
+        self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
+        if self._under_way:
+            self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
+        if step.plan.num_scheduled_tokens:
+            self._num_failed_steps = 0
+        return self._scheduler.update_from_output(step.plan, result.output)
+
+    def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
         self._num_failed_steps += 1
-        logger.exception("%d step(s) in a row failed; every request ends", self._num_failed_steps)
+        logger.error("%d step(s) in a row failed; every request ends", self._num_failed_steps, exc_info=error)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise
+            raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
         outputs = self._scheduler.finish_requests(
             self._scheduler.request_ids, RequestStatus.FINISHED_ERROR, "the device failed to compute a step"
         )
+        self._scheduler.update_from_output(plan, ModelRunnerOutput({}))
+        while self._under_way:  # it was planned on top of the failed one: whatever it gives is of no use
+            self._pipeline.take()
+            step = self._under_way.popleft()
+            self._connector.start_load_kv(step.plan.kv_connector_metadata)
+            self._scheduler.update_from_output(step.plan, ModelRunnerOutput({}))
         self._scheduler.reset_prefix_cache(force=True)
         return outputs
 

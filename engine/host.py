@@ -19,9 +19,10 @@ from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
-from engine.kv_cache import KVPool
+from engine.kv_cache import HostBlocks, KVPool
 from engine.loader import LoadedModel, load_model
 from engine.loop import EngineLoop
+from engine.pipeline import make_pipeline
 from engine.request_plane import RequestServer
 from engine.role import Role
 from engine.runner import ModelRunner
@@ -58,9 +59,12 @@ class EngineHost:
             pool.fingerprint(model.digest),
             on_news=lambda: self._loop.wake(),
         )
+        host_blocks = HostBlocks(scheduler_config.num_swap_blocks or 0, pool)
         core = EngineCore(
             Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size)),
-            ModelRunner(model, pool),
+            make_pipeline(
+                ModelRunner(model, pool, host_blocks), async_scheduling=scheduler_config.async_scheduling
+            ),
             self._connector,
             model.eos_token_ids,
             self._clock,
@@ -122,4 +126,24 @@ def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:
         raise ConfigError(
             f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
         )
-    return asked.model_copy(update={"max_model_len": max_model_len, "num_blocks": num_blocks})
+    return asked.model_copy(
+        update={
+            "max_model_len": max_model_len,
+            "num_blocks": num_blocks,
+            "num_swap_blocks": _num_swap_blocks(config, model),
+        }
+    )
+
+
+def _num_swap_blocks(config: BatonConfig, model: LoadedModel) -> int | None:
+    """Blocks of host memory for preempted requests; None if nothing would use them."""
+    if config.scheduler.preemption == "recompute":
+        return None
+    memory_mib = config.engine.swap_space_mib
+    shape = model.kv_block_shape(config.scheduler.block_size)
+    num_blocks = config.scheduler.num_swap_blocks or shape.num_blocks_for(memory_mib * 2**20)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"engine.swap_space_mib: got {memory_mib}, which does not hold one block of this model"
+        )
+    return num_blocks

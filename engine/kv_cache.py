@@ -4,6 +4,7 @@ Axis letters, also those of the fingerprint's layout: N blocks, L layers, K the 
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,3 +129,20 @@ class LayerView:
         """A row: one block's keys or values of one head, `block_size * head_dim` elements."""
         self.slot_rows_RD = blocks_NLKHTD.view(-1, head_dim)[rows_before * block_size :]
         """A row: one token's key or value of one head."""
+
+
+class HostBlocks:
+    """Blocks of host memory for the KV of preempted requests; pinned where the pool is on a GPU."""
+
+    def __init__(self, num_blocks: int, pool: KVPool) -> None:
+        self._pool_blocks = pool.blocks_NLKHTD
+        shape = (num_blocks, *self._pool_blocks.shape[1:])
+        is_pinned = self._pool_blocks.device.type == "cuda"
+        self._blocks_NLKHTD = torch.empty(shape, dtype=self._pool_blocks.dtype, pin_memory=is_pinned)
+
+    def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks: (block, host block) pairs out first, then (host block, block) pairs in."""
+        for block_id, host_block_id in swap_out:
+            self._blocks_NLKHTD[host_block_id].copy_(self._pool_blocks[block_id], non_blocking=True)
+        for host_block_id, block_id in swap_in:
+            self._pool_blocks[block_id].copy_(self._blocks_NLKHTD[host_block_id], non_blocking=True)

@@ -108,6 +108,8 @@ class EngineLoop:
         except Exception as error:  # the edge of the thread: whoever watches the worker must learn of it
             logger.exception("the engine loop ended")
             self.failure = error
+        finally:
+            self._core.close()
 
     def _take_commands(self) -> None:
         """Runs all commands that wait; blocks for one first if a step could not achieve anything."""

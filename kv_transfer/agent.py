@@ -19,11 +19,11 @@ from baton.wakeup import WakeUp
 from kv_transfer.orders import (
     AbortLoad,
     AbortSend,
-    BeforeStep,
     BeginLoad,
     BeginSend,
     FinishSend,
     LoadBlocks,
+    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -58,7 +58,7 @@ COUNTERS = (
 TURN_TIMEOUT_S = 5.0
 """A turn of the agent's loop takes milliseconds; one that takes this long will not end."""
 
-Order = BeforeStep | SendBlocks
+Order = OrderAtOnce | LoadBlocks | SendBlocks
 
 
 class TransferAgent:

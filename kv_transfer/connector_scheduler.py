@@ -12,12 +12,12 @@ from baton.step import KVConnectorOutput, SchedulerOutput
 from kv_transfer.orders import (
     AbortLoad,
     AbortSend,
-    BeforeStep,
     BeginLoad,
     BeginSend,
     FinishSend,
     KVConnectorMetadata,
     LoadBlocks,
+    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -61,7 +61,8 @@ class KVConnectorScheduler:
         self._sending: dict[str, Sending] = {}
         self._waiting_to_load: set[str] = set()
         self._loading: set[str] = set()
-        self._orders: list[BeforeStep] = []
+        self._orders: list[OrderAtOnce] = []
+        self._loads: list[LoadBlocks] = []
 
     def request_added(self, request: TransferRequest) -> None:
         """Both ends announce themselves as soon as they are queued, so that neither takes the other for lost."""
@@ -88,7 +89,7 @@ class KVConnectorScheduler:
         first_index = (request.num_prompt_tokens - num_external_tokens) // self._block_size
         self._waiting_to_load.remove(request.request_id)
         self._loading.add(request.request_id)
-        self._orders.append(LoadBlocks(request.request_id, first_index, block_ids))
+        self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Loads that arrived or failed are not under way any more."""
@@ -101,10 +102,10 @@ class KVConnectorScheduler:
             self._sending[request_id].num_sent = 0
             self._orders.append(WithdrawBlocks(request_id))
         after = self._blocks_filled_by(scheduler_output) if self._sending else []
-        if not self._orders and not after:
+        if not self._orders and not self._loads and not after:
             return None
-        metadata = KVConnectorMetadata(tuple(self._orders), tuple(after))
-        self._orders = []
+        metadata = KVConnectorMetadata(tuple(self._orders), tuple(self._loads), tuple(after))
+        self._orders, self._loads = [], []
         return metadata
 
     def request_finished(self, request: TransferRequest, block_ids: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """KVConnectorWorker: the half of the connector that moves bytes, as the engine calls it around each step."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
@@ -62,15 +62,25 @@ class KVConnectorWorker:
     def start(self) -> None:
         self._agent.start()
 
-    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """Before the forward pass: loads to start, hand-overs to finish, transfers to give up."""
-        if metadata is not None and metadata.before:
-            self._agent.post(metadata.before)
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        """As soon as a step is planned: what to announce, to hand over, to give up.
 
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None) -> None:
-        """After the forward pass: the blocks it filled may leave."""
-        if metadata is not None and metadata.after:
-            self._agent.post(metadata.after)
+        Returns at once, unless blocks are taken back: then when nothing reads them any more.
+        """
+        if metadata is not None and metadata.at_once:
+            self._agent.post(metadata.at_once)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        """When every step before the planned one is computed: nothing writes the blocks that are to be loaded."""
+        if metadata is not None and metadata.loads:
+            self._agent.post(metadata.loads)
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
+        if metadata is not None:
+            filled = tuple(order for order in metadata.after if order.request_id not in lost)
+            if filled:
+                self._agent.post(filled)
 
     def get_finished(self) -> KVConnectorOutput:
         """What ended since the last call."""

@@ -77,12 +77,15 @@ class AbortLoad:
     reason: str
 
 
-BeforeStep = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | LoadBlocks | AbortLoad
+OrderAtOnce = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad
 
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """One step's orders. `after` concerns blocks that the step itself fills."""
+    """One step's orders, by the moment from which they may be obeyed."""
 
-    before: tuple[BeforeStep, ...]
+    at_once: tuple[OrderAtOnce, ...]
+    loads: tuple[LoadBlocks, ...]
+    """When all earlier steps are computed: one of them may still write these blocks for their former owner."""
     after: tuple[SendBlocks, ...]
+    """When the step itself is computed: it fills these blocks."""

@@ -33,6 +33,7 @@ class BlockHasher:
             parent = hashes[-1] if hashes else _root(request.cache_salt)
             content = parent + array("I", tokens[start : start + size]).tobytes()
             hashes.append(blake2b(content, digest_size=DIGEST_BYTES, key=self._key).digest())
+        request.next_hash_at = (len(hashes) + 1) * size
 
 
 def _root(cache_salt: str | None) -> bytes:

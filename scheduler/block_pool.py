@@ -7,6 +7,8 @@ follows it.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from scheduler.block_events import BlockEvents
+
 NULL_BLOCK_ID = 0
 """Never handed out; padding in block tables points at it."""
 
@@ -67,14 +69,18 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one device. Callers check `num_free` first; a call either does all it says or asserts."""
+    """All blocks of one device. Callers check `num_free` first; a call either does all it says or asserts.
 
-    def __init__(self, num_blocks: int) -> None:
+    `events` hears of every content hash that can be hit from now on or no more.
+    """
+
+    def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
         self._free = FreeList(self.blocks[1:])
         self._hash_to_blocks: dict[bytes, list[Block]] = {}
+        self._events = events
 
     @property
     def num_free(self) -> int:
@@ -85,12 +91,18 @@ class BlockPool:
         """Every block but the null block."""
         return len(self.blocks) - 1
 
+    @property
+    def cached_hashes(self) -> Iterable[bytes]:
+        """Everything that can be hit, each once."""
+        return self._hash_to_blocks.keys()
+
     def allocate(self, num_blocks: int) -> list[Block]:
         """Takes the least recently freed blocks, each with one reference; what they cached is forgotten."""
         taken = []
         for _ in range(num_blocks):
             block = self._free.pop_first()
-            self.forget(block)
+            if block.block_hash is not None:
+                self.forget(block)
             block.ref_count = 1
             taken.append(block)
         return taken
@@ -114,11 +126,23 @@ class BlockPool:
         """From now on `block` can be hit under `block_hash`. Two blocks may hold the same content."""
         assert block.block_hash is None, f"{block} is cached already"
         block.block_hash = block_hash
-        self._hash_to_blocks.setdefault(block_hash, []).append(block)
-
-    def cached_block(self, block_hash: bytes) -> Block | None:
         holders = self._hash_to_blocks.get(block_hash)
-        return holders[0] if holders else None
+        if holders is not None:
+            holders.append(block)
+            return
+        self._hash_to_blocks[block_hash] = [block]
+        if self._events is not None:
+            self._events.stored(block_hash)
+
+    def cached_prefix(self, block_hashes: Iterable[bytes]) -> list[Block]:
+        """Blocks for as many of the hashes as can be hit without a gap, from the first on."""
+        hits = []
+        for block_hash in block_hashes:
+            holders = self._hash_to_blocks.get(block_hash)
+            if holders is None:
+                break
+            hits.append(holders[0])
+        return hits
 
     def forget(self, block: Block) -> None:
         """`block` cannot be hit any more; nothing happens if it could not."""
@@ -128,6 +152,8 @@ class BlockPool:
         holders.remove(block)
         if not holders:
             del self._hash_to_blocks[block.block_hash]
+            if self._events is not None:
+                self._events.removed(block.block_hash)
         block.block_hash = None
 
     def forget_all(self) -> None:
@@ -136,6 +162,8 @@ class BlockPool:
             for block in holders:
                 block.block_hash = None
         self._hash_to_blocks.clear()
+        if self._events is not None:
+            self._events.cleared()
 
     def check_integrity(self) -> None:
         """Asserts that free list, reference counts and hash map tell the same story."""

@@ -7,21 +7,16 @@ a request's table:   | prefix hits | computed | new in this step | spare slots o
 from collections import Counter
 from collections.abc import Sequence
 
+from baton.kv import KVEvent
 from baton.worker import KVBlockCounts
+from scheduler.block_events import BlockEvents
 from scheduler.block_hash import BlockHasher
 from scheduler.block_pool import Block, BlockPool
+from scheduler.block_table import NEVER, BlockTable
 from scheduler.request import Request
 
-
-class BlockTable:
-    """One request's blocks in token order; the first `num_cached` of them were offered to others."""
-
-    __slots__ = ("blocks", "may_cache", "num_cached")
-
-    def __init__(self, may_cache: bool) -> None:
-        self.blocks: list[Block] = []
-        self.num_cached = 0
-        self.may_cache = may_cache
+PENDING_EVENTS_PER_BLOCK = 4
+"""Block events kept for a reader who is late; after that one full account is shorter."""
 
 
 class KVCache:
@@ -30,7 +25,8 @@ class KVCache:
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool, hash_key: bytes) -> None:
         self.block_size = block_size
         self._enable_caching = enable_caching
-        self._pool = BlockPool(num_blocks)
+        self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
+        self._pool = BlockPool(num_blocks, self._events)
         self._hasher = BlockHasher(block_size, hash_key)
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
@@ -55,22 +51,18 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def tokens_arrived(self, request: Request) -> None:
-        """Hashes blocks that the request's newest tokens completed."""
+        """Hashes blocks that the request's newest tokens completed; due when `next_hash_at` is reached."""
         if self._enable_caching:
             self._hasher.extend(request)
+        else:
+            request.next_hash_at = NEVER
 
     def find_cached_prefix(self, request: Request) -> list[Block]:
         """The longest cached prefix in full blocks, leaving at least one token to compute. Changes nothing."""
-        hits: list[Block] = []
         if not self._enable_caching:
-            return hits
+            return []
         max_hits = (request.num_tokens - 1) // self.block_size
-        for block_hash in request.block_hashes[:max_hits]:
-            block = self._pool.cached_block(block_hash)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        return self._pool.cached_prefix(request.block_hashes[:max_hits])
 
     def is_held(self, request_id: str) -> bool:
         """Whether blocks are leased or quarantined under this id."""
@@ -78,64 +70,89 @@ class KVCache:
 
     def num_missing(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
         """Free blocks it takes to give `request` room for `num_tokens` in all; hits that are free count too."""
-        table = self._tables.get(request.request_id)
-        num_held = len(table.blocks) if table else 0
+        num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = sum(block.ref_count == 0 for block in hits)
         return max(0, self.num_blocks_for(num_tokens) - num_held - len(hits)) + num_revived
 
-    def allocate_slots(
-        self, request: Request, num_tokens: int, hits: Sequence[Block] = (), *, cache_up_to: int | None = None
-    ) -> list[Block] | None:
-        """Room for the request's first `num_tokens` tokens; returns the blocks beyond `hits` that this added.
+    def open_table(
+        self,
+        request: Request,
+        num_tokens: int,
+        hits: Sequence[Block] = (),
+        *,
+        cache_up_to: int | None = None,
+        num_spare: int = 0,
+    ) -> bool:
+        """Blocks for the first `num_tokens` tokens of a request that has none: `hits` first, then new ones.
 
-        `hits` are prepended on first admission. Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit
-        from now on. None: too few blocks are free, and nothing has changed.
+        Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. False: fewer than
+        `num_spare` blocks would be left free, and nothing has changed.
         """
-        table = self._tables.get(request.request_id)
-        num_held = len(table.blocks) if table is not None else 0
-        num_new = -(-num_tokens // self.block_size) - num_held - len(hits)
-        new: list[Block] = []
-        if num_new > 0 or table is None:
-            if self.num_missing(request, num_tokens, hits) > self._pool.num_free:
-                return None
-            if table is None:
-                table = self._tables[request.request_id] = BlockTable(self._enable_caching)
-            self._pool.touch(hits)  # before allocating: a hit must not be evicted by its own request
-            new = self._pool.allocate(num_new)
-            table.blocks += [*hits, *new]
-            table.num_cached += len(hits)
+        assert request.block_table is None, f"{request.request_id} has blocks"
+        if self.num_missing(request, num_tokens, hits) + num_spare > self._pool.num_free:
+            return False
+        table = request.block_table = BlockTable(self.block_size, self._enable_caching)
+        self._tables[request.request_id] = table
+        self._pool.touch(hits)  # before allocating: a hit must not be evicted by its own request
+        table.append([*hits, *self._pool.allocate(self.num_blocks_for(num_tokens) - len(hits))])
+        if hits:
+            table.set_cached(len(hits))
         self._cache_full_blocks(request, table, num_tokens if cache_up_to is None else cache_up_to)
+        return True
+
+    def extend_table(self, request: Request, num_tokens: int) -> Sequence[Block] | None:
+        """Room for the first `num_tokens` tokens of a request that has blocks; returns those that this added.
+
+        Full blocks up to `num_tokens` tokens can be hit from now on. None: too few blocks are free, and nothing has
+        changed.
+        """
+        table = request.block_table
+        assert table is not None, f"{request.request_id} has no blocks"
+        new: Sequence[Block] = ()
+        if num_tokens > table.num_slots:
+            num_new = self.num_blocks_for(num_tokens) - len(table.blocks)
+            if num_new > self._pool.num_free:
+                return None
+            new = self._pool.allocate(num_new)
+            table.append(new)
+        if num_tokens >= table.cache_at:
+            self._cache_full_blocks(request, table, num_tokens)
         return new
 
     def cache_received(self, request: Request, num_tokens: int) -> None:
         """The first `num_tokens` tokens' blocks were filled from outside and verified: they can be hit now."""
-        self._cache_full_blocks(request, self._tables[request.request_id], num_tokens)
+        assert request.block_table is not None
+        self._cache_full_blocks(request, request.block_table, num_tokens)
 
     def block_ids(self, request: Request) -> tuple[int, ...]:
-        table = self._tables.get(request.request_id)
-        return tuple([block.block_id for block in table.blocks]) if table else ()
+        return request.block_table.block_ids if request.block_table else ()
+
+    def num_shared_blocks(self, request: Request) -> int:
+        """How many blocks, from the first on, other requests hold too."""
+        assert request.block_table is not None
+        blocks = request.block_table.blocks
+        return next((index for index, block in enumerate(blocks) if block.ref_count == 1), len(blocks))
 
     def withdraw_uncomputed(self, request: Request) -> None:
         """Nobody may hit the blocks that this step was to fill: the request drops out of it, before it is freed."""
-        table = self._tables[request.request_id]
+        table = request.block_table
+        assert table is not None
         for block in table.blocks[request.num_computed_tokens // self.block_size : table.num_cached]:
             self._pool.forget(block)
 
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, tail first, so that the head of its chain is evicted last."""
-        table = self._tables.pop(request.request_id, None)
-        if table is not None:
-            self._pool.free(reversed(table.blocks))
+        self._pool.free(reversed(self._take_blocks(request)))
 
     def lease(self, request: Request) -> None:
         """The request ended, but a reader elsewhere still needs its blocks until `end_hold`."""
-        blocks = self._tables.pop(request.request_id).blocks
+        blocks = self._take_blocks(request)
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
 
     def quarantine(self, request: Request, num_kept: int) -> None:
         """The request ended, but blocks after its first `num_kept` may still be written until `end_hold`."""
-        blocks = self._tables.pop(request.request_id).blocks
+        blocks = self._take_blocks(request)
         self._pool.free(reversed(blocks[:num_kept]))
         self._quarantined[request.request_id] = blocks[num_kept:]
 
@@ -155,7 +172,11 @@ class KVCache:
         """Nothing computed so far can be hit any more, nor what builds on it; what is in use stays in use."""
         self._pool.forget_all()
         for table in self._tables.values():
-            table.may_cache = False
+            table.stop_caching()
+
+    def take_events(self) -> list[KVEvent]:
+        """What changed in the prefix cache since the last call, in order."""
+        return self._events.take()
 
     def counts(self) -> KVBlockCounts:
         return KVBlockCounts(
@@ -181,10 +202,18 @@ class KVCache:
         assert counts.referenced >= 0, f"more blocks are held than exist: {counts}"
         assert counts.leased == len({b.block_id for blocks in self._leased.values() for b in blocks})
 
+    def _take_blocks(self, request: Request) -> list[Block]:
+        """The request's table is closed; whoever takes the blocks owns their references now."""
+        table, request.block_table = request.block_table, None
+        if table is None:
+            return []
+        del self._tables[request.request_id]
+        return table.blocks
+
     def _cache_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:
         num_full = min(num_tokens, request.num_tokens) // self.block_size
-        if num_full <= table.num_cached or not table.may_cache:
+        if num_full <= table.num_cached or table.cache_at == NEVER:
             return
         for index in range(table.num_cached, num_full):
             self._pool.cache(table.blocks[index], request.block_hashes[index])
-        table.num_cached = num_full
+        table.set_cached(num_full)

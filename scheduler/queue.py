@@ -1,83 +1,60 @@
-"""The waiting queue, in one order or another; knows what comes first and nothing else."""
+"""WaitingQueue: requests by their `queue_key`; knows nothing about why they wait."""
 
 import heapq
-from collections import deque
-from typing import Protocol
+import itertools
 
-from scheduler.request import Request
+from scheduler.request import QueueKey, Request
 
-
-class WaitingQueue(Protocol):
-    """Who waits, and who is next. Truthy while somebody waits."""
-
-    def add(self, request: Request) -> None: ...
-
-    def prepend(self, request: Request) -> None:
-        """Puts a request back that had its turn already: a victim of preemption, or one that was skipped."""
-        ...
-
-    def peek(self) -> Request: ...
-
-    def pop(self) -> Request: ...
-
-    def remove(self, request: Request) -> None:
-        """Takes a request out wherever it stands; it must be there. O(n), for aborts."""
-        ...
-
-    def __len__(self) -> int: ...
+Entry = tuple[QueueKey, int, Request]
+"""Key, the entry's own number, request."""
 
 
-class FCFSQueue:
-    """First come, first served; whoever is put back goes first."""
+class WaitingQueue:
+    """A heap that can also lose requests from its middle: what left is skipped when it comes up. O(log n) each."""
 
     def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
+        self._heap: list[Entry] = []
+        self._live: dict[str, int] = {}
+        """The number of each waiting request's entry; other entries are dead."""
+        self._numbers = itertools.count()
 
-    def add(self, request: Request) -> None:
-        self._requests.append(request)
+    def push(self, request: Request) -> None:
+        """Puts a request at the place that its key gives it; it must not be there yet."""
+        assert request.request_id not in self._live, f"{request.request_id} waits already"
+        number = self._live[request.request_id] = next(self._numbers)
+        heapq.heappush(self._heap, (request.queue_key, number, request))
 
-    def prepend(self, request: Request) -> None:
-        self._requests.appendleft(request)
-
-    def peek(self) -> Request:
-        return self._requests[0]
-
-    def pop(self) -> Request:
-        return self._requests.popleft()
-
-    def remove(self, request: Request) -> None:
-        self._requests.remove(request)
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
-class PriorityQueue:
-    """Lowest (priority, arrival_time, request_id) first; putting back changes nothing about the order."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, float, str, Request]] = []
-
-    def add(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.priority, request.arrival_time, request.request_id, request))
-
-    def prepend(self, request: Request) -> None:
-        self.add(request)
-
-    def peek(self) -> Request:
-        return self._heap[0][3]
+    def peek(self) -> Request | None:
+        """Whoever comes first."""
+        self._skip_dead()
+        return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Request:
-        return heapq.heappop(self._heap)[3]
+        self._skip_dead()
+        request = heapq.heappop(self._heap)[2]
+        del self._live[request.request_id]
+        return request
 
-    def remove(self, request: Request) -> None:
-        self._heap = [entry for entry in self._heap if entry[3] is not request]
-        heapq.heapify(self._heap)
+    def remove(self, request: Request) -> bool:
+        """Takes a request out wherever it stands; False if it is not here."""
+        if self._live.pop(request.request_id, None) is None:
+            return False
+        if len(self._heap) > 2 * len(self._live) + 64:  # or the dead would outnumber the living for ever
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+        return True
+
+    def first_ids(self, limit: int) -> tuple[str, ...]:
+        """Ids of those who come first, for people to read."""
+        live = (entry for entry in self._heap if self._is_live(entry))
+        return tuple(entry[2].request_id for entry in heapq.nsmallest(limit, live))
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._live)
 
+    def _skip_dead(self) -> None:
+        while self._heap and not self._is_live(self._heap[0]):
+            heapq.heappop(self._heap)
 
-def make_queue(policy: str) -> WaitingQueue:
-    """The queue of `SchedulerConfig.policy`."""
-    return PriorityQueue() if policy == "priority" else FCFSQueue()
+    def _is_live(self, entry: Entry) -> bool:
+        return self._live.get(entry[2].request_id) == entry[1]

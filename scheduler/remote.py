@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.config import SchedulerConfig
 from baton.request import FirstToken, RequestOutput
 from baton.step import FailedKV, ReceivedKV
 from scheduler.block_pool import Block
 from scheduler.connector import KVConnector
 from scheduler.kv_cache import KVCache
-from scheduler.queue import make_queue
+from scheduler.queue import WaitingQueue
 from scheduler.request import Request, RequestStatus
 
 
@@ -28,19 +27,21 @@ class Load:
 class RemotePrompts:
     """Loads under way, prompts that arrived and wait for their first step, and blocks whose freeing has to wait."""
 
-    def __init__(
-        self, config: SchedulerConfig, connector: KVConnector | None, kv: KVCache, counters: Counter[str]
-    ) -> None:
+    def __init__(self, connector: KVConnector | None, kv: KVCache, counters: Counter[str]) -> None:
         self._connector = connector
         self._kv = kv
         self._counters = counters
         self._loads: dict[str, Load] = {}
-        self._received = make_queue(config.policy)
-        self._received_ids: set[str] = set()
+        self._received = WaitingQueue()
 
     @property
     def num_loading(self) -> int:
         return len(self._loads)
+
+    @property
+    def loading_ids(self) -> tuple[str, ...]:
+        """Requests in WAITING_FOR_REMOTE_KVS."""
+        return tuple(self._loads)
 
     @property
     def num_received(self) -> int:
@@ -58,22 +59,32 @@ class RemotePrompts:
         return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
 
     def start_load(
-        self, request: Request, hits: list[Block], num_remote_tokens: int, running: Sequence[Request]
+        self,
+        request: Request,
+        hits: list[Block],
+        num_remote_tokens: int,
+        running: Sequence[Request],
+        num_spare: int,
     ) -> bool:
         """Reserves blocks for the whole prompt and one token more; False, and nothing has changed, if too few are free.
 
         What half-prefilled running requests still need counts as taken. So neither two loads nor a load and
         a prefill can hold blocks that the other waits for, and whatever arrives can take its first step.
+        `num_spare` blocks are left free beside all that.
         """
         assert self._connector is not None
         num_hit_tokens = len(hits) * self._kv.block_size
-        num_needed = self._kv.num_missing(request, request.num_prompt_tokens + 1, hits)
         num_reserved = sum(
             self._kv.num_missing(other, other.num_tokens) for other in running if other.is_prefilling
         )
-        if num_needed > self._kv.num_free - num_reserved:
+        if not self._kv.open_table(
+            request,
+            request.num_prompt_tokens + 1,
+            hits,
+            cache_up_to=num_hit_tokens,
+            num_spare=num_reserved + num_spare,
+        ):
             return False
-        self._kv.allocate_slots(request, request.num_prompt_tokens + 1, hits, cache_up_to=num_hit_tokens)
         num_prompt_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
         blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_prompt_blocks]
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
@@ -95,8 +106,7 @@ class RemotePrompts:
         request.num_computed_tokens = request.num_prompt_tokens
         self._kv.cache_received(request, request.num_prompt_tokens)
         request.move_to(RequestStatus.WAITING)
-        self._received.add(request)
-        self._received_ids.add(request.request_id)
+        self._received.push(request)
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
@@ -118,19 +128,11 @@ class RemotePrompts:
 
     def pop_received(self) -> Request | None:
         """The next request whose prompt arrived, or None."""
-        if not self._received:
-            return None
-        request = self._received.pop()
-        self._received_ids.remove(request.request_id)
-        return request
+        return self._received.pop() if self._received else None
 
     def withdraw_received(self, request: Request) -> bool:
         """Takes a request out of those whose prompt arrived; False if it is not one of them."""
-        if request.request_id not in self._received_ids:
-            return False
-        self._received_ids.remove(request.request_id)
-        self._received.remove(request)
-        return True
+        return self._received.remove(request)
 
     def hand_over(self, request: Request, output: RequestOutput) -> None:
         """A producer sampled its only token; it goes along with the last block."""

@@ -1,6 +1,6 @@
 """One request as the scheduler sees it, and the only ways its status may change.
 
-              +------------------ preempt ------------------+
+              +--- preempt: to recompute, or to swap in ----+
               v                                             |
 (add) --> WAITING / PREEMPTED -- blocks, budget granted --> RUNNING --> FINISHED_
             |      ^                                          STOPPED        EOS or a stop token
@@ -15,6 +15,10 @@ from enum import Enum, auto
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import FinishReason, FirstToken
 from baton.sampling import SamplingParams
+from scheduler.block_table import BlockTable
+
+QueueKey = tuple[float | str, ...]
+"""Lower comes first among those that wait."""
 
 
 class RequestStatus(Enum):
@@ -65,21 +69,28 @@ class Request:
         "all_token_ids",
         "arrival_time",
         "block_hashes",
+        "block_table",
         "cache_salt",
         "client_id",
         "first_token",
+        "is_finished",
         "kv_transfer",
+        "max_num_tokens",
         "may_load",
+        "next_hash_at",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
         "prompt_token_ids",
+        "queue_key",
         "request_id",
         "sampling_params",
         "status",
         "stop_token_ids",
+        "swapped_block_ids",
     )
 
     def __init__(
@@ -108,8 +119,14 @@ class Request:
         self.kv_transfer = kv_transfer
 
         self.status = RequestStatus.WAITING
+        self.is_finished = False
         self.all_token_ids: list[int] = list(self.prompt_token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + (1 if self.is_producer else sampling_params.max_tokens)
+        """Prompt and output tokens at which it is sure to end; the scheduler lowers it to what fits the engine."""
         self.num_computed_tokens = 0
+        """Tokens whose KV is in its blocks, or will be when the steps that were planned are done."""
+        self.num_output_placeholders = 0
+        """Tokens that steps under way will sample: they have a position, but no id yet."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0
@@ -117,6 +134,14 @@ class Request:
         """Its prompt is to come from another worker, and no load was started: there is never a second one."""
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`, computed once as tokens arrive."""
+        self.next_hash_at = 0
+        """The number of tokens that makes the next block full."""
+        self.block_table: BlockTable | None = None
+        """What it holds of the device's blocks; written by KVCache."""
+        self.swapped_block_ids: tuple[int, ...] = ()
+        """Host blocks with its first `num_computed_tokens` tokens, while it is preempted; written by SwapSpace."""
+        self.queue_key: QueueKey = ()
+        """Its place among those that wait; written by the order of the queue."""
         self.first_token: FirstToken | None = None
         """Token 0 of a hand-over: sampled here on the producer, received here on the consumer."""
 
@@ -136,10 +161,6 @@ class Request:
     def is_prefilling(self) -> bool:
         """Some of its prompt is not computed yet."""
         return self.num_computed_tokens < self.num_prompt_tokens
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status in FINISH_REASONS
 
     @property
     def is_handed_over(self) -> bool:
@@ -166,3 +187,4 @@ class Request:
             f"request {self.request_id} cannot go from {self.status.name} to {status.name}"
         )
         self.status = status
+        self.is_finished = status in FINISH_REASONS

@@ -10,16 +10,24 @@ from scheduler.request import Request
 class StepPlan:
     """Collects who runs this step and what is left of the token budget."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, number: int, token_budget: int) -> None:
         self.token_budget = token_budget
+        self.requests: list[Request] = []
+        """Who runs, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
         self.preempted: set[str] = set()
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self._number = number
         self._new: list[NewRequestData] = []
-        self._continued: dict[str, tuple[Request, tuple[int, ...]]] = {}
-        self._resumed: set[str] = set()
+        self._resumed: dict[str, int] = {}
+        self._continued: list[str] = []
+        self._new_block_ids: list[tuple[int, ...]] = []
+        self._num_computed_tokens: list[int] = []
 
-    def start(self, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+    def start(self, request: Request, num_tokens: int) -> None:
         """The runner meets this request for the first time."""
+        assert request.block_table is not None
         self._new.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -27,48 +35,60 @@ class StepPlan:
                 output_token_ids=tuple(request.output_token_ids),
                 sampling_params=request.sampling_params,
                 stop_token_ids=request.stop_token_ids,
-                block_ids=block_ids,
+                block_ids=request.block_table.block_ids,
                 num_computed_tokens=request.num_computed_tokens,
             )
         )
         self._spend(request, num_tokens)
 
-    def resume(self, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+    def resume(self, request: Request, num_tokens: int) -> None:
         """The runner knows it, but its blocks are all new."""
-        self._resumed.add(request.request_id)
-        self._continued[request.request_id] = (request, block_ids)
-        self._spend(request, num_tokens)
+        assert request.block_table is not None
+        self._resumed[request.request_id] = request.num_tokens
+        self._continue(request, num_tokens, request.block_table.block_ids)
 
     def proceed(self, request: Request, num_tokens: int, new_blocks: Sequence[Block]) -> None:
         """A running request goes on."""
-        block_ids = tuple([block.block_id for block in new_blocks]) if new_blocks else ()
-        self._continued[request.request_id] = (request, block_ids)
-        self._spend(request, num_tokens)
+        self._continue(request, num_tokens, tuple([b.block_id for b in new_blocks]) if new_blocks else ())
 
     def preempt(self, request: Request) -> None:
         """The request lost its blocks. If it was to run in this step, its tokens go back into the budget."""
-        self.preempted.add(request.request_id)
-        if self._continued.pop(request.request_id, None) is not None:
-            self.token_budget += self.num_scheduled_tokens.pop(request.request_id)
+        request_id = request.request_id
+        self.preempted.add(request_id)
+        num_tokens = self.num_scheduled_tokens.pop(request_id, None)
+        if num_tokens is not None:
+            self.token_budget += num_tokens
+            self.requests.remove(request)
+            index = self._continued.index(request_id)
+            del self._continued[index], self._new_block_ids[index], self._num_computed_tokens[index]
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
         """The frozen plan, with what was preempted and finished between the steps."""
-        continued = self._continued.values()
         return SchedulerOutput(
             scheduled_new_reqs=tuple(self._new),
             scheduled_cached_reqs=CachedRequestData(
                 request_ids=tuple(self._continued),
-                resumed_request_ids=frozenset(self._resumed),
-                new_block_ids=tuple([block_ids for _, block_ids in continued]),
-                num_computed_tokens=tuple([request.num_computed_tokens for request, _ in continued]),
+                new_block_ids=tuple(self._new_block_ids),
+                num_computed_tokens=tuple(self._num_computed_tokens),
+                resumed_num_tokens=self._resumed,
             ),
             num_scheduled_tokens=self.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(self.num_scheduled_tokens.values()),
             preempted_req_ids=frozenset(self.preempted | preempted),
             finished_req_ids=frozenset(finished),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
+            step=self._number,
         )
+
+    def _continue(self, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+        self._continued.append(request.request_id)
+        self._new_block_ids.append(block_ids)
+        self._num_computed_tokens.append(request.num_computed_tokens)
+        self._spend(request, num_tokens)
 
     def _spend(self, request: Request, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.token_budget, f"{num_tokens} tokens of a budget of {self.token_budget}"
+        self.requests.append(request)
         self.num_scheduled_tokens[request.request_id] = num_tokens
         self.token_budget -= num_tokens

@@ -1,7 +1,7 @@
 """An engine without a device: the real loop, core and scheduler over a fake runner and a connector that is told."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from decode_worker import DecodeWorker
 from engine.core import EngineCore
 from engine.loop import EngineLoop
+from engine.pipeline import make_pipeline
 from engine.role import Role
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
@@ -28,11 +29,14 @@ class FakeConnectorWorker:
     def get_finished(self) -> KVConnectorOutput:
         return self.news.pop(0) if self.news else KVConnectorOutput()
 
-    def start_load_kv(self, metadata: Any) -> None:
-        self.orders += metadata.before if metadata else ()
+    def send_orders(self, metadata: Any) -> None:
+        self.orders += metadata.at_once if metadata else ()
 
-    def save_kv_blocks(self, metadata: Any) -> None:
-        self.orders += metadata.after if metadata else ()
+    def start_load_kv(self, metadata: Any) -> None:
+        self.orders += metadata.loads if metadata else ()
+
+    def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
+        self.orders += [order for order in metadata.after if order.request_id not in lost] if metadata else ()
 
     def counters(self) -> dict[str, int]:
         return {"kv_bytes_sent": 0}
@@ -57,9 +61,13 @@ def make_core(
     clock: Clock | None = None,
     **overrides: Any,
 ) -> EngineCore:
-    scheduler = Scheduler(make_config(**overrides), KVConnectorScheduler(16), hash_key=b"k" * 16)
+    config = make_config(**overrides)
     return EngineCore(
-        scheduler, runner or FakeRunner(), connector or FakeConnectorWorker(), (EOS,), clock or SystemClock()
+        Scheduler(config, KVConnectorScheduler(16), hash_key=b"k" * 16),
+        make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
+        connector or FakeConnectorWorker(),
+        (EOS,),
+        clock or SystemClock(),
     )
 
 

@@ -80,12 +80,19 @@ class PagedMemory:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._blocks: dict[int, list[int]] = {}
+        self._host_blocks: dict[int, list[int]] = {}
 
     def write(self, block_ids: Sequence[int], contents: Sequence[int], start: int = 0) -> None:
         """Puts `contents[i]` into the slot of position `start + i`."""
         for position, content in enumerate(contents, start):
             index, offset = divmod(position, self.block_size)
             self._blocks.setdefault(block_ids[index], [0] * self.block_size)[offset] = content
+
+    def copy_out(self, block_id: int, host_block_id: int) -> None:
+        self._host_blocks[host_block_id] = list(self._blocks.get(block_id, [0] * self.block_size))
+
+    def copy_in(self, host_block_id: int, block_id: int) -> None:
+        self._blocks[block_id] = list(self._host_blocks[host_block_id])
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         nothing = [0] * self.block_size
@@ -126,6 +133,10 @@ class FakeRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for request_id in plan.finished_req_ids:
             self._known.pop(request_id, None)
+        for block_id, host_block_id in plan.swap_out:
+            self.memory.copy_out(block_id, host_block_id)
+        for host_block_id, block_id in plan.swap_in:
+            self.memory.copy_in(host_block_id, block_id)
         starts = self._learn(plan)
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
         for request_id, end in ends.items():
@@ -137,10 +148,6 @@ class FakeRunner:
             assert self.memory.read(known.block_ids, end) == known.kv[:end], f"{request_id} reads foreign KV"
         complete = [request_id for request_id, end in ends.items() if end == len(self._known[request_id].kv)]
         return ModelRunnerOutput({request_id: [self._sample(request_id)] for request_id in complete})
-
-    def forget_last(self, request_id: str) -> None:
-        """Takes back the newest sampled token, which the scheduler refused."""
-        self._known[request_id].kv.pop()
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
         """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
@@ -156,8 +163,10 @@ class FakeRunner:
         changes = zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed_tokens in changes:
             known = self._known[request_id]
-            kept = [] if request_id in cached.resumed_request_ids else known.block_ids
-            known.block_ids = [*kept, *block_ids]
+            if request_id in cached.resumed_num_tokens:
+                known.block_ids = []
+                del known.kv[cached.resumed_num_tokens[request_id] :]
+            known.block_ids = [*known.block_ids, *block_ids]
             starts[request_id] = num_computed_tokens
         return starts
 
@@ -185,6 +194,12 @@ class FakeConnector:
     finished: list[Request] = field(default_factory=list)
     num_questions: int = 0
     loading: dict[str, Request] = field(default_factory=dict)
+    under_way: set[str] = field(default_factory=set)
+    """Loads from their order to the news of their end."""
+    ordered: dict[str, Request] = field(default_factory=dict)
+    """Loads that were ordered but not started: see `starts_late`."""
+    starts_late: bool = False
+    """Loads wait for `start_load_kv`, which comes when every step planned before them is computed."""
     leased: dict[str, tuple[Request, tuple[int, ...]]] = field(default_factory=dict)
 
     def request_added(self, request: Request) -> None:
@@ -204,16 +219,29 @@ class FakeConnector:
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
         self.started[request.request_id] = (block_ids, num_external_tokens)
-        self.loading[request.request_id] = request
+        self.ordered[request.request_id] = request
+        self.under_way.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         for request in self.loading.values():
-            self._fill(request, [-1] * self.started[request.request_id][1])
+            self._scribble(request)
+        ordered, self.ordered = self.ordered, {}
+        if not self.starts_late:
+            self.start_load_kv(ordered)
+        return ordered
+
+    def start_load_kv(self, ordered: dict[str, Request]) -> None:
+        """From now on these loads may write, and end. Each is started once, however often it is said."""
+        while ordered:
+            request_id, request = ordered.popitem()
+            self.loading[request_id] = request
+            self._scribble(request)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.news.append(output)
         num_valid = {load.request_id: load.num_valid_blocks for load in output.failed_recving}
         for request_id in [*num_valid, *(load.request_id for load in output.finished_recving)]:
+            self.under_way.discard(request_id)
             if request := self.loading.pop(request_id, None):
                 block_ids, num_external_tokens = self.started[request_id]
                 num_blocks = num_valid.get(request_id, len(block_ids))
@@ -221,6 +249,7 @@ class FakeConnector:
                 self._fill(request, kv[: num_blocks * self.memory.block_size])
         for request_id in output.quiesced:
             self.loading.pop(request_id, None)
+            self.under_way.discard(request_id)
         for request_id in output.finished_sending:
             if request_id in self.leased:
                 request, block_ids = self.leased.pop(request_id)
@@ -233,10 +262,16 @@ class FakeConnector:
         self.finished.append(request)
         if not self.holds:
             self.loading.pop(request.request_id, None)
+            self.ordered.pop(request.request_id, None)
+            self.under_way.discard(request.request_id)
             return False
         if request.is_handed_over:
             self.leased[request.request_id] = (request, block_ids)
-        return request.request_id in self.loading or (request.is_producer and bool(block_ids))
+        is_loading = request.request_id in self.under_way
+        return is_loading or (request.is_producer and bool(block_ids))
+
+    def _scribble(self, request: Request) -> None:
+        self._fill(request, [-1] * self.started[request.request_id][1])
 
     def _fill(self, request: Request, kv: list[int]) -> None:
         self.memory.write(self.started[request.request_id][0], kv)

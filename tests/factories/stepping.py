@@ -83,7 +83,7 @@ class StepDriver:
         return output
 
     def plan(self, num_scheduled_tokens: dict[str, int]) -> SchedulerOutput:
-        new, cached, resumed = [], [], set()
+        new, cached, resumed = [], [], {}
         for request_id, n in num_scheduled_tokens.items():
             leg = self.legs[request_id]
             new_blocks = self._grow(leg, n)
@@ -102,7 +102,7 @@ class StepDriver:
             else:
                 cached.append((request_id, new_blocks, leg.num_computed))
                 if leg.is_preempted:
-                    resumed.add(request_id)
+                    resumed[request_id] = leg.num_tokens
             leg.is_known, leg.is_preempted = True, False
         finished, preempted = frozenset(self._finished), frozenset(self._preempted)
         self._finished.clear()
@@ -111,7 +111,7 @@ class StepDriver:
             scheduled_new_reqs=tuple(new),
             scheduled_cached_reqs=CachedRequestData(
                 request_ids=tuple(request_id for request_id, _, _ in cached),
-                resumed_request_ids=frozenset(resumed),
+                resumed_num_tokens=resumed,
                 new_block_ids=tuple(blocks for _, blocks, _ in cached),
                 num_computed_tokens=tuple(num_computed for _, _, num_computed in cached),
             ),

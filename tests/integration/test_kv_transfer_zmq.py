@@ -18,11 +18,11 @@ from kv_transfer import KVConnectorMetadata, KVConnectorWorker
 from kv_transfer.orders import (
     AbortLoad,
     AbortSend,
-    BeforeStep,
     BeginLoad,
     BeginSend,
     FinishSend,
     LoadBlocks,
+    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -49,10 +49,13 @@ class Worker:
         self.connector.start()
         self.ref = WorkerRef(name, incarnation, self.connector.kv_address)
 
-    def order(self, *before: BeforeStep, after: tuple[SendBlocks, ...] = ()) -> None:
-        metadata = KVConnectorMetadata(before, after)
+    def order(self, *orders: OrderAtOnce | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
+        at_once = tuple(order for order in orders if not isinstance(order, LoadBlocks))
+        loads = tuple(order for order in orders if isinstance(order, LoadBlocks))
+        metadata = KVConnectorMetadata(at_once, loads, after)
+        self.connector.send_orders(metadata)
         self.connector.start_load_kv(metadata)
-        self.connector.save_kv_blocks(metadata)
+        self.connector.save_kv_blocks(metadata, set())
 
     def until(self, pick: Callable[[KVConnectorOutput], tuple[T, ...]], timeout_s: float = 10.0) -> T:
         """The first piece of news that `pick` finds; other news is kept."""

@@ -4,6 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from baton.kv import BlocksCleared, BlocksRemoved, BlocksStored
+from scheduler.block_events import BlockEvents
 from scheduler.block_pool import NULL_BLOCK_ID, Block, BlockPool
 
 NUM_BLOCKS = 9
@@ -16,7 +18,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.events = BlockEvents(max_pending=6, snapshot=lambda: self.pool.cached_hashes)
+        self.pool = BlockPool(NUM_BLOCKS, self.events)
+        self.known_to_reader: set[bytes] = set()
         self.num_references = dict.fromkeys(range(1, NUM_BLOCKS), 0)
         self.free_ids = list(range(1, NUM_BLOCKS))
         self.hash_to_ids: dict[bytes, list[int]] = {}
@@ -47,10 +51,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(target=chains, block_hash=st.sampled_from([b"a", b"b", b"c"]))
     def hit(self, block_hash: bytes) -> list[Block]:
-        block = self.pool.cached_block(block_hash)
+        hits = self.pool.cached_prefix([block_hash])
         holders = self.hash_to_ids.get(block_hash, [])
-        assert (block.block_id if block else None) == (holders[0] if holders else None), "the oldest is hit"
-        return self.touch([block] if block else [])
+        assert [block.block_id for block in hits] == holders[:1], "the oldest is hit"
+        return self.touch(hits)
 
     @rule(chain=chains, index=st.integers(0, NUM_BLOCKS), block_hash=st.sampled_from([b"a", b"b", b"c"]))
     def cache(self, chain: list[Block], index: int, block_hash: bytes) -> None:
@@ -69,6 +73,22 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.forget_all()
         self.hash_to_ids.clear()
 
+    @rule(is_new_reader=st.booleans())
+    def read_events(self, is_new_reader: bool) -> None:
+        """Whoever follows the events knows exactly what can be hit, however late it reads."""
+        missed = self.events.take()
+        for event in self.events.account() if is_new_reader else missed:
+            match event:
+                case BlocksStored(block_hashes):
+                    assert self.known_to_reader.isdisjoint(block_hashes)
+                    self.known_to_reader.update(block_hashes)
+                case BlocksRemoved(block_hashes):
+                    assert self.known_to_reader.issuperset(block_hashes)
+                    self.known_to_reader.difference_update(block_hashes)
+                case BlocksCleared():
+                    self.known_to_reader.clear()
+        assert self.known_to_reader == {block_hash for block_hash, ids in self.hash_to_ids.items() if ids}
+
     @invariant()
     def pool_and_model_agree(self) -> None:
         self.pool.check_integrity()
@@ -76,7 +96,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         counts = {block.block_id: block.ref_count for block in self.pool.blocks}
         assert counts == {NULL_BLOCK_ID: 1, **self.num_references}
         for block_hash in (b"a", b"b", b"c"):
-            assert (self.pool.cached_block(block_hash) is None) == (not self.hash_to_ids.get(block_hash))
+            assert bool(self.pool.cached_prefix([block_hash])) == bool(self.hash_to_ids.get(block_hash))
 
     def touch(self, blocks: list[Block]) -> list[Block]:
         self.pool.touch(blocks)

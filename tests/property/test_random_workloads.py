@@ -1,85 +1,43 @@
-"""Whatever the pool, the budget and the policy: every request ends, with the same tokens, and nothing is left."""
+"""Whatever the pool, the budget and the mode: every request ends, with the same tokens, and nothing is left."""
 
 import random
-from typing import Any
+from collections import Counter
 
 import pytest
 
 from baton.kv import TransferRole
 from baton.step import KVConnectorOutput
-from scheduler import Request, RequestStatus, Scheduler
+from scheduler import Request, RequestStatus
+from tests.factories.driving import Driver
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
-    assert_at_rest,
     failed,
+    flatten,
     make_request,
     make_scheduler,
     received,
-    run_step,
-    token_at,
+)
+from tests.property.workloads import (
+    MODES,
+    Mode,
+    check,
+    expected_tokens,
+    make_workload,
+    next_token,
+    play,
+    settings_for,
 )
 
-NUM_WORKLOADS = 150
+NUM_WORKLOADS = 300
+NUM_WORKLOADS_WITH_TRANSFERS = 100
 
 
-def make_workload(rng: random.Random) -> list[dict[str, Any]]:
-    """Requests as keyword arguments, so that every scheduler gets requests of its own; many share prefixes."""
-    stems = [[rng.randrange(1_000) for _ in range(rng.randrange(64))] for _ in range(3)]
-    return [
-        {
-            "request_id": f"r{i}",
-            "prompt": [*rng.choice(stems), *(rng.randrange(1_000) for _ in range(rng.randrange(1, 60)))],
-            "max_tokens": rng.randrange(1, 30),
-            "priority": rng.randrange(3),
-            "arrival_time": float(i),
-            "cache_salt": rng.choice([None, None, "salt"]),
-        }
-        for i in range(rng.randrange(1, 20))
-    ]
-
-
-def make_settings(rng: random.Random) -> dict[str, Any]:
-    """A small pool (the longest request needs ten blocks), an odd budget, and every switch."""
-    budget = rng.choice([1, 7, 33, 200])
-    return {
-        "num_blocks": rng.choice([12, 16, 40]),
-        "max_num_seqs": rng.choice([1, 3, 16]),
-        "max_num_batched_tokens": budget,
-        "long_prefill_token_threshold": rng.choice([0, 5, 50]),
-        "enable_prefix_caching": rng.random() < 0.7,
-        "policy": rng.choice(["fcfs", "priority"]),
-    }
-
-
-def expected_tokens(options: dict[str, Any]) -> list[int]:
-    return [token_at(options["request_id"], position) for position in range(options["max_tokens"])]
-
-
-def note(tokens: dict[str, list[int]], outputs: list[Any]) -> None:
-    for output in outputs:
-        known = tokens.setdefault(output.request_id, [])
-        assert output.first_position == len(known)
-        known.extend(output.token_ids)
-
-
-@pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
-def test_every_schedule_leads_to_the_same_tokens(seed: int) -> None:
-    rng = random.Random(seed)
-    workload, settings = make_workload(rng), make_settings(rng)
-    scheduler, runner = make_scheduler(**settings), FakeRunner()
-    tokens: dict[str, list[int]] = {}
-    arrivals = [make_request(**options) for options in workload]
-    for _ in range(20_000):
-        if arrivals and rng.random() < 0.5:
-            scheduler.add_request(arrivals.pop(0))
-        plan, outputs = run_step(scheduler, runner)
-        assert plan.total_num_scheduled_tokens <= settings["max_num_batched_tokens"]
-        note(tokens, outputs)
-        if not arrivals and not scheduler.has_requests():
-            break
-    assert_at_rest(scheduler)
-    assert tokens == {options["request_id"]: expected_tokens(options) for options in workload}
+def test_every_mode_leads_to_the_same_tokens() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(NUM_WORKLOADS):
+        happened += check(seed)
+    assert all(happened[what] > 100 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
 
 
 class RandomTransfers:
@@ -93,8 +51,8 @@ class RandomTransfers:
         self._seen: set[str] = set()
 
     def news(self) -> list[KVConnectorOutput]:
-        self._open |= self._connector.started.keys() - self._seen
-        self._seen |= self._connector.started.keys()
+        self._open |= self._connector.loading.keys() - self._seen
+        self._seen |= self._connector.loading.keys()
         ended = [request_id for request_id in sorted(self._open) if self._rng.random() < 0.3]
         self._open.difference_update(ended)
         news = [self._end(self._requests[request_id]) for request_id in ended]
@@ -105,53 +63,52 @@ class RandomTransfers:
             return KVConnectorOutput(quiesced=(request.request_id,))
         if self._rng.random() < 0.3:
             return failed(request, num_valid_blocks=self._rng.randrange(2))
-        return received(request, token_at(request.request_id, 0))
+        return received(request, next_token(request.request_id, 0))
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
-def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(seed: int) -> None:
-    rng = random.Random(seed)
-    workload, settings = make_workload(rng), make_settings(rng)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
+def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(mode: Mode) -> None:
+    for seed in range(NUM_WORKLOADS_WITH_TRANSFERS):
+        run_with_transfers(seed, mode)
+
+
+def run_with_transfers(seed: int, mode: Mode) -> None:
+    rng, workload = random.Random(seed), make_workload(seed)
     connector = FakeConnector(holds=True)
-    runner = FakeRunner(memory=connector.memory)
-    scheduler = make_scheduler(connector, **settings)
-    roles = {options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload}
-    requests = {o["request_id"]: make_request(**o, role=roles[o["request_id"]]) for o in workload}
+    scheduler = make_scheduler(connector, **settings_for(workload, mode))
+    driver = Driver(scheduler, FakeRunner(next_token, connector.memory), mode.num_ahead, connector)
+    roles = {
+        options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload.requests
+    }
+    requests = {o["request_id"]: make_request(**o, role=roles[o["request_id"]]) for o in workload.requests}
     transfers = RandomTransfers(rng, connector, requests)
-    tokens: dict[str, list[int]] = {}
     aborted: set[str] = set()
     arrivals = list(requests.values())
-    for _ in range(20_000):
+
+    def before_step() -> None:
         if arrivals and rng.random() < 0.5:
-            scheduler.add_request(arrivals.pop(0))
+            driver.add(arrivals.pop(0))
         for news in transfers.news():
-            for outputs in scheduler.update_connector_output(news).values():
-                note(tokens, list(outputs.outputs))
+            driver.note(flatten(scheduler.update_connector_output(news)))
         if rng.random() < 0.05 and scheduler.has_requests():
             aborted.add(victim := rng.choice(sorted(scheduler.request_ids)))
-            scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
-        _, news_of_step = run_step(scheduler, runner)
-        note(tokens, news_of_step)
-        if not arrivals and not scheduler.has_requests() and not scheduler.kv_block_counts().quarantined:
-            break
-    assert_at_rest(scheduler)
-    for options in workload:
-        got, expected = tokens.get(options["request_id"], []), expected_tokens(options)
-        assert got == expected[: len(got)]
-        assert options["request_id"] in aborted or got == expected
+            driver.note(flatten(scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)))
+
+    while arrivals or scheduler.has_requests() or scheduler.kv_block_counts().quarantined:
+        before_step()
+        driver.step()
+    driver.complete()
+    driver.step()
+    driver.check_rest()
+    for options in workload.requests:
+        request_id, expected = options["request_id"], expected_tokens(options)
+        got = driver.tokens[request_id]
+        assert got == expected[: len(got)], f"seed {seed}: {request_id}"
+        assert request_id in aborted or got == expected, f"seed {seed}: {request_id}"
 
 
 def test_a_workload_can_be_replayed() -> None:
-    def run() -> list[dict[str, int]]:
-        rng = random.Random(5)
-        scheduler: Scheduler = make_scheduler(**make_settings(rng))
-        runner = FakeRunner()
-        for options in make_workload(rng):
-            scheduler.add_request(make_request(**options))
-        steps = []
-        while scheduler.has_requests():
-            plan, _ = run_step(scheduler, runner)
-            steps.append(dict(plan.num_scheduled_tokens))
-        return steps
+    def run() -> list[str]:
+        return play(make_workload(5), MODES[1]).finished_in_plans
 
     assert run() == run()

@@ -6,12 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.kv import TransferRole
 from baton.request import FinishReason
-from baton.step import EngineCoreOutputs, KVConnectorOutput, SchedulerOutput
+from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
+from tests.factories.driving import Driver
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
-    assert_at_rest,
     failed,
     flatten,
     make_request,
@@ -28,31 +28,46 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.sampled_from(["fcfs", "priority"]),
+        batching=st.sampled_from(["unified", "unified", "prefill_first"]),
+        preemption=st.sampled_from(["recompute", "swap", "auto"]),
         num_blocks=st.integers(10, 24),
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 7, 40, 200]),
         threshold=st.sampled_from([0, 9, 50]),
         is_caching=st.booleans(),
+        num_ahead=st.integers(0, 2),
     )
     def build(
-        self, policy: str, num_blocks: int, max_num_seqs: int, budget: int, threshold: int, is_caching: bool
+        self,
+        policy: str,
+        batching: str,
+        preemption: str,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        threshold: int,
+        is_caching: bool,
+        num_ahead: int,
     ) -> None:
+        is_two_phase = batching == "prefill_first"
+        self.budget = 200 if is_two_phase else budget
         self.connector = FakeConnector(holds=True)
-        self.runner = FakeRunner(memory=self.connector.memory)
         self.scheduler = make_scheduler(
             self.connector,
             policy=policy,
+            batching=batching,
+            preemption=preemption,
+            num_swap_blocks=None if preemption == "recompute" else 6,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            long_prefill_token_threshold=threshold,
+            max_num_batched_tokens=self.budget,
+            long_prefill_token_threshold=0 if is_two_phase else threshold,
             enable_prefix_caching=is_caching,
+            async_scheduling=num_ahead > 0,
         )
-        self.budget = budget
+        runner = FakeRunner(memory=self.connector.memory)
+        self.driver = Driver(self.scheduler, runner, num_ahead, self.connector)
         self.requests: dict[str, Request] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason] = {}
-        self.finished_in_plans: list[str] = []
 
     @rule(
         stem=st.integers(0, 2),
@@ -81,15 +96,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             role=role,
         )
         self.requests[request.request_id] = request
-        self.tokens[request.request_id] = []
-        self.scheduler.add_request(request)
+        self.driver.add(request)
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            plan = self.scheduler.schedule()
-            self.check_plan(plan)
-            self.note(self.scheduler.update_from_output(plan, self.runner.execute(plan)))
+            plan = self.driver.step()
+            assert plan.total_num_scheduled_tokens <= self.budget
 
     @precondition(lambda self: self.connector.loading)
     @rule(data=st.data(), num_valid_blocks=st.none() | st.integers(0, 4), is_repeated=st.booleans())
@@ -116,38 +129,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(self.scheduler.request_ids))
         self.note(self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED))
 
-    @precondition(lambda self: self.scheduler.request_ids)
-    @rule(data=st.data())
-    def abort_in_mid_step(self, data: st.DataObject) -> None:
-        plan = self.scheduler.schedule()
-        self.check_plan(plan)
-        self.abort(data)
-        self.note(self.scheduler.update_from_output(plan, self.runner.execute(plan)))
+    @rule()
+    def complete(self) -> None:
+        """The device catches up with all that was planned."""
+        self.driver.complete()
 
     @rule()
     def reset(self) -> None:
         assert self.scheduler.reset_prefix_cache(force=True)
 
-    @rule()
-    def reset_in_mid_step(self) -> None:
-        plan = self.scheduler.schedule()
-        self.check_plan(plan)
-        result = self.runner.execute(plan)
-        assert self.scheduler.reset_prefix_cache(force=True)
-        self.note(self.scheduler.update_from_output(plan, result))
-        for request_id in result.sampled_token_ids:
-            if self.requests[request_id].is_producer and request_id not in self.ends:
-                self.runner.forget_last(request_id)
-
     @invariant()
     def every_block_and_request_is_accounted_for(self) -> None:
         self.scheduler.check_integrity()
         blocks = self.scheduler.kv_block_counts()
-        ended_loads = [request for request in self.connector.loading.values() if request.is_finished]
+        ended_loads = [i for i in self.connector.under_way if self.requests[i].is_finished]
         assert (blocks.quarantined > 0) == bool(ended_loads), "neither freed early nor forgotten"
         assert blocks.leased > 0 or not self.connector.leased
-        live = self.requests.keys() - self.ends.keys()
+        live = self.requests.keys() - self.driver.ends.keys()
         assert live == set(self.scheduler.request_ids)
+        live_requests = (self.requests[request_id] for request_id in live)
+        assert self.driver.under_way or not any(r.num_output_placeholders for r in live_requests)
 
     def teardown(self) -> None:
         """Whatever happened, everything can come to its end, and to rest."""
@@ -157,14 +158,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id in [*self.connector.leased]:
                 self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,)))
             self.release_aborted_producers()
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self.connector.under_way:
                 break
-            self.step(1)
-        self.check_plan(self.scheduler.schedule())
-        assert_at_rest(self.scheduler)
-        assert sorted(self.finished_in_plans) == sorted(self.requests), "the runner hears once of every end"
-        for request_id, tokens in self.tokens.items():
-            if self.ends[request_id] in (FinishReason.LENGTH, FinishReason.STOP):
+            self.driver.step()
+        self.driver.complete()
+        self.driver.step()
+        self.driver.check_rest()
+        for request_id, tokens in self.driver.tokens.items():
+            assert tokens == [token_at(request_id, position) for position in range(len(tokens))]
+            if self.driver.ends[request_id] in (FinishReason.LENGTH, FinishReason.STOP):
                 assert len(tokens) == self.requests[request_id].sampling_params.max_tokens
 
     def good_end(self, request: Request) -> KVConnectorOutput:
@@ -178,22 +180,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 news = KVConnectorOutput(finished_sending=(request.request_id,))
                 self.scheduler.update_connector_output(news)
 
-    def check_plan(self, plan: SchedulerOutput) -> None:
-        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values()) <= self.budget
-        assert all(num_tokens > 0 for num_tokens in plan.num_scheduled_tokens.values())
-        new = {request.request_id for request in plan.scheduled_new_reqs}
-        assert new | set(plan.scheduled_cached_reqs.request_ids) == plan.num_scheduled_tokens.keys()
-        self.finished_in_plans += plan.finished_req_ids
-
     def note(self, news: dict[str, EngineCoreOutputs]) -> None:
-        for output in flatten(news):
-            assert output.request_id not in self.ends, "nothing comes after the end"
-            tokens = self.tokens[output.request_id]
-            assert output.first_position == len(tokens), "each position once, in order"
-            tokens += output.token_ids
-            assert tokens[-1:] in ([], [token_at(output.request_id, len(tokens) - 1)])
-            if output.finish_reason is not None:
-                self.ends[output.request_id] = output.finish_reason
+        self.driver.note(flatten(news))
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -31,7 +31,7 @@ def plan(
     *,
     new: tuple[NewRequestData, ...] = (),
     cached: dict[str, tuple[tuple[int, ...], int]] | None = None,
-    resumed: tuple[str, ...] = (),
+    resumed: dict[str, int] | None = None,
     finished: tuple[str, ...] = (),
 ) -> SchedulerOutput:
     cached = cached or {}
@@ -39,7 +39,7 @@ def plan(
         scheduled_new_reqs=new,
         scheduled_cached_reqs=CachedRequestData(
             request_ids=tuple(cached),
-            resumed_request_ids=frozenset(resumed),
+            resumed_num_tokens=resumed or {},
             new_block_ids=tuple(blocks for blocks, _ in cached.values()),
             num_computed_tokens=tuple(computed for _, computed in cached.values()),
         ),
@@ -106,7 +106,7 @@ def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
     batch.update(first)
     batch.build(first).sampling_requests[0].append_token(50)
     batch.update(plan({}))
-    resumed = plan({"a": 3}, cached={"a": ((9,), 0)}, resumed=("a",))
+    resumed = plan({"a": 3}, cached={"a": ((9,), 0)}, resumed={"a": 3})
     batch.update(resumed)
     built = batch.build(resumed)
     assert built.input_ids_T.tolist() == [1, 2, 50]

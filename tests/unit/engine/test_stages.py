@@ -15,7 +15,7 @@ def run(core_step_s: float, role: TransferRole | None, received_after_s: float =
     """One request, two steps of `core_step_s` each after one second in the queue."""
     clock = VirtualClock()
     connector = FakeConnectorWorker()
-    core = make_core(StepHook(lambda _: clock.advance(core_step_s)), connector, clock)
+    core = make_core(StepHook(lambda _: clock.advance(core_step_s)), connector, clock, async_scheduling=False)
     transfer = KVTransferParams(role, "t", 0, PEER) if role else None
     core.add_request(make_engine_request(max_tokens=2, kv_transfer=transfer), "gateway")
     clock.advance(1.0)

@@ -39,12 +39,16 @@ def test_a_producer_sends_each_chunks_full_blocks_and_its_tail_with_the_end() ->
     assert request.kv_transfer is not None
     first = step(scheduler, runner)
     assert first == KVConnectorMetadata(
-        (BeginSend(request.request_id, request.kv_transfer, 40),), (SendBlocks(request.request_id, 0, (1,)),)
+        (BeginSend(request.request_id, request.kv_transfer, 40),),
+        (),
+        (SendBlocks(request.request_id, 0, (1,)),),
     )
     second = step(scheduler, runner)
-    assert second == KVConnectorMetadata((), (SendBlocks(request.request_id, 1, (2,)),))
+    assert second == KVConnectorMetadata((), (), (SendBlocks(request.request_id, 1, (2,)),))
     third = step(scheduler, runner)
-    assert third == KVConnectorMetadata((FinishSend(request.request_id, 3, (3,), FirstToken(9, None)),), ())
+    assert third == KVConnectorMetadata(
+        (FinishSend(request.request_id, 3, (3,), FirstToken(9, None)),), (), ()
+    )
     assert step(scheduler, runner) is None
 
 
@@ -56,7 +60,7 @@ def test_a_prompt_of_whole_blocks_has_no_tail() -> None:
     assert first is not None
     assert second is not None
     assert first.after == (SendBlocks(request.request_id, 0, (1, 2)),)
-    assert second.before == (FinishSend(request.request_id, 2, (), FirstToken(9, None)),)
+    assert second.at_once == (FinishSend(request.request_id, 2, (), FirstToken(9, None)),)
 
 
 def test_blocks_that_were_in_the_prefix_cache_are_sent_too() -> None:
@@ -80,7 +84,7 @@ def test_c41_a_preempted_producer_takes_its_blocks_back_before_others_write_them
     scheduler.reset_prefix_cache(force=True)
     again = step(scheduler, runner)
     assert again is not None
-    assert again.before == (WithdrawBlocks(request.request_id),)
+    assert again.at_once == (WithdrawBlocks(request.request_id),)
     assert [order.first_index for order in again.after] == [0]
     rest = step(scheduler, runner)
     assert rest is not None
@@ -94,10 +98,8 @@ def test_a_consumer_announces_itself_loads_once_and_is_quiet_after_arrival() -> 
     assert request.kv_transfer is not None
     metadata = step(scheduler, runner)
     assert metadata is not None
-    assert metadata.before == (
-        BeginLoad(request.request_id, request.kv_transfer, 40),
-        LoadBlocks(request.request_id, 0, (1, 2, 3)),
-    )
+    assert metadata.at_once == (BeginLoad(request.request_id, request.kv_transfer, 40),)
+    assert metadata.loads == (LoadBlocks(request.request_id, 0, (1, 2, 3)),)
     scheduler.update_connector_output(received(request))
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
     assert step(scheduler, runner) is None
@@ -110,7 +112,7 @@ def test_c39_a_consumer_that_ends_before_it_had_room_still_tells_its_producer() 
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
     metadata = step(scheduler, runner)
     assert metadata is not None
-    assert [type(order) for order in metadata.before] == [BeginLoad, AbortLoad]
+    assert [type(order) for order in metadata.at_once] == [BeginLoad, AbortLoad]
 
 
 def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt_is_still_wanted() -> None:
@@ -125,7 +127,7 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         scheduler.finish_requests([request.request_id], status)
         metadata = step(scheduler, runner)
         assert metadata is not None
-        (order,) = metadata.before
+        (order,) = metadata.at_once
         assert isinstance(order, AbortSend)
         assert (order.is_cancelled, order.is_held) == (is_cancelled, True)
         assert scheduler.kv_block_counts().leased == 1

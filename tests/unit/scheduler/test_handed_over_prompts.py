@@ -83,7 +83,6 @@ def test_c41_a_preempted_producer_recomputes_before_it_hands_over() -> None:
     assert scheduler.update_from_output(plan, result) == {}, (
         "its blocks are lost, and token 0 waits for new ones"
     )
-    runner.forget_last(request.request_id)
     plan, outputs = run_step(scheduler, runner)
     assert plan.num_scheduled_tokens == {request.request_id: 40}
     assert [(o.first_position, o.finish_reason) for o in outputs] == [(0, FinishReason.HANDED_OVER)]

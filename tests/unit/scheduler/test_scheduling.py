@@ -284,16 +284,30 @@ def test_c14_at_rest_everything_is_empty() -> None:
 
 
 def test_c15_a_running_request_that_cannot_go_on_does_not_stop_those_behind_it() -> None:
-    scheduler, runner = make_scheduler(max_model_len=64), FakeRunner()
+    scheduler, runner = make_scheduler(), FakeRunner()
+    first, second = make_request(10, max_tokens=1), make_request(10)
+    scheduler.add_request(first)
+    scheduler.add_request(second)
+    plan = (
+        scheduler.schedule()
+    )  # the token under way will end the first, so there is nothing more to compute for it
+    assert list(scheduler.schedule().num_scheduled_tokens) == [second.request_id]
+    assert not first.is_finished
+    scheduler.update_from_output(plan, runner.execute(plan))
+    assert first.status is RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_c15_without_asynchronous_scheduling_a_token_under_way_stops_its_request_only() -> None:
+    scheduler, runner = make_scheduler(async_scheduling=False, max_num_batched_tokens=16), FakeRunner()
     first, second = make_request(10), make_request(10)
     scheduler.add_request(first)
     scheduler.add_request(second)
-    plan = scheduler.schedule()  # prompts of both; without their tokens taken in, neither has more to compute
-    assert scheduler.schedule().num_scheduled_tokens == {}
-    result = runner.execute(plan)
-    only_second = ModelRunnerOutput({second.request_id: result.sampled_token_ids[second.request_id]})
-    scheduler.update_from_output(plan, only_second)
-    assert list(scheduler.schedule().num_scheduled_tokens) == [second.request_id]
+    plan = scheduler.schedule()
+    rest = scheduler.schedule()
+    assert rest.num_scheduled_tokens == {second.request_id: 4}
+    for step in (plan, rest):
+        scheduler.update_from_output(step, runner.execute(step))
+    run_to_end(scheduler, runner)
 
 
 def test_c15_running_requests_come_before_waiting_ones() -> None:

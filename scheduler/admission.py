@@ -1,0 +1,183 @@
+"""Admission: how those that wait get blocks and join those that run, or start to load; knows no running order.
+
+Two queues with one order between them: requests that this device computes, and requests whose prompt comes from
+elsewhere. The first that finds no room ends admission for everybody behind it.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum, auto
+
+from baton.config import SchedulerConfig
+from scheduler.block_pool import Block
+from scheduler.kv_cache import KVCache
+from scheduler.order import Order
+from scheduler.queue import WaitingQueue
+from scheduler.remote import RemotePrompts
+from scheduler.request import Request, RequestStatus
+from scheduler.running import Running
+from scheduler.step import StepPlan
+from scheduler.swap import SwapSpace
+
+Fit = Callable[[Request, int, StepPlan], int]
+"""How many tokens of a waiting request, of which so many are computed already, fit into the step; 0 for none."""
+
+
+class Outcome(Enum):
+    """What became of a waiting request in one step."""
+
+    DONE = auto()
+    NOT_YET = auto()
+    """Not its turn for a reason of its own: it keeps its place and blocks nobody."""
+    NO_ROOM = auto()
+    """Nobody behind it may overtake it."""
+
+
+class Admission:
+    """Moves requests out of the queues while budget, slots and blocks last."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        order: Order,
+        waiting: WaitingQueue,
+        running: Running,
+        kv: KVCache,
+        remote: RemotePrompts,
+        swap: SwapSpace,
+        counters: Counter[str],
+    ) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._num_spare = int(config.watermark * kv.num_usable)
+        self._order = order
+        self._waiting = waiting
+        self._to_load = WaitingQueue()
+        self._running = running
+        self._kv = kv
+        self._remote = remote
+        self._swap = swap
+        self._counters = counters
+
+    @property
+    def num_to_load(self) -> int:
+        """Requests that wait for blocks to load into."""
+        return len(self._to_load)
+
+    def add(self, request: Request) -> None:
+        """Last in line, as the order sees it."""
+        request.queue_key = self._order.key_of_new(request)
+        (self._to_load if request.may_load else self._waiting).push(request)
+
+    def add_returning(self, request: Request) -> None:
+        """It had its turn, but its prompt did not arrive: computed here, first in line, as the order sees it."""
+        request.queue_key = self._order.key_of_returning(request)
+        self._waiting.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out of whichever queue it waits in, if it does."""
+        if not self._waiting.remove(request):
+            self._to_load.remove(request)
+
+    def first_ids(self, limit: int) -> tuple[str, ...]:
+        """Ids of some that wait, for people to read."""
+        return (self._waiting.first_ids(limit) + self._to_load.first_ids(limit))[:limit]
+
+    def admit_received(self, step: StepPlan) -> list[Request]:
+        """Requests whose prompt arrived from elsewhere take a slot as soon as one is free: they have their blocks."""
+        received: list[Request] = []
+        num_slots = self._max_num_seqs - len(self._running.requests)
+        while len(received) < num_slots and step.token_budget > 0:
+            request = self._remote.pop_received()
+            if request is None:
+                break
+            assert request.num_tokens == request.num_computed_tokens + 1, "a received request lacks one token"
+            granted = self._kv.extend_table(request, request.num_tokens)
+            assert granted == (), "a load reserves the block of token 0"
+            step.start(request, 1)
+            request.move_to(RequestStatus.RUNNING)
+            received.append(request)
+        return received
+
+    def admit_waiting(self, step: StepPlan, fit: Fit) -> None:
+        """As many as fit, in order. Requests that are not ready are passed over, and keep their place."""
+        passed_over: list[tuple[Request, WaitingQueue]] = []
+        while len(self._running.requests) + self._remote.num_received < self._max_num_seqs:
+            queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
+            request = queue.peek()
+            if request is None:
+                break
+            outcome = (self._admit if queue is self._waiting else self._load)(request, step, fit)
+            if outcome is Outcome.NO_ROOM:
+                break
+            queue.pop()
+            if outcome is Outcome.NOT_YET:
+                passed_over.append((request, queue))
+        for request, queue in passed_over:
+            queue.push(request)
+
+    def _next_queue(self, *, may_load: bool) -> WaitingQueue:
+        """Where the first of all stands. Those that would load are left out while all slots are spoken for."""
+        local, remote = self._waiting.peek(), self._to_load.peek() if may_load else None
+        if remote is None or (local is not None and local.queue_key < remote.queue_key):
+            return self._waiting
+        return self._to_load
+
+    def _num_ahead(self) -> int:
+        """Requests that have a slot or will take one as soon as their load ends."""
+        return len(self._running.requests) + self._remote.num_loading + self._remote.num_received
+
+    def _load(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
+        """Starts a load, which takes neither budget nor slot yet."""
+        hits = self._kv.find_cached_prefix(request)
+        num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
+        if num_remote is None:
+            return Outcome.NOT_YET
+        if not is_async:
+            return self._admit(request, step, fit)
+        running = self._running.requests
+        num_spare = self._num_spare if running else 0
+        has_room = self._remote.start_load(request, hits, num_remote, running, num_spare)
+        return Outcome.DONE if has_room else Outcome.NO_ROOM
+
+    def _admit(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
+        if request.num_output_placeholders:
+            return Outcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
+        hits = self._kv.find_cached_prefix(request)
+        num_computed_tokens = self._num_computed(request, hits)
+        num_tokens = fit(request, num_computed_tokens, step)
+        if num_tokens == 0:
+            return Outcome.NO_ROOM
+        num_spare = self._num_spare if self._running.requests else 0
+        if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits, num_spare=num_spare):
+            return Outcome.NO_ROOM
+        self._count_hits(request, len(hits) * self._kv.block_size)
+        self._swap_in(request, len(hits), step)
+        request.num_computed_tokens = num_computed_tokens
+        self._running.requests.append(request)
+        if request.status is RequestStatus.PREEMPTED:
+            step.resume(request, num_tokens)
+        else:
+            step.start(request, num_tokens)
+        request.move_to(RequestStatus.RUNNING)
+        return Outcome.DONE
+
+    def _num_computed(self, request: Request, hits: list[Block]) -> int:
+        """Tokens whose KV comes from the prefix cache or from host memory, whichever has more of them."""
+        num_hit_tokens = len(hits) * self._kv.block_size
+        if not request.swapped_block_ids or num_hit_tokens >= request.num_computed_tokens:
+            return num_hit_tokens
+        return request.num_computed_tokens
+
+    def _swap_in(self, request: Request, num_hit_blocks: int, step: StepPlan) -> None:
+        """Brings back from host memory what the prefix cache does not have any more."""
+        if request.swapped_block_ids:
+            copies = self._swap.swap_in(request, self._kv.block_ids(request), num_hit_blocks)
+            step.swap_in += copies
+            self._counters["swapped_in_blocks"] += len(copies)
+
+    def _count_hits(self, request: Request, num_hit_tokens: int) -> None:
+        """Once per admission, however often the request was looked at before."""
+        self._counters["prefix_cache_queries"] += request.num_tokens
+        self._counters["prefix_cache_hits"] += num_hit_tokens
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)

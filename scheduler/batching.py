@@ -1,0 +1,74 @@
+"""What one step is filled with, and in which order: the two policies of `SchedulerConfig.batching`."""
+
+from typing import Protocol
+
+from baton.config import SchedulerConfig
+from scheduler.admission import Admission
+from scheduler.kv_cache import KVCache
+from scheduler.request import Request
+from scheduler.running import Running
+from scheduler.step import StepPlan
+
+
+class Batching(Protocol):
+    """Fills steps from those that run and those that wait."""
+
+    def fill(self, step: StepPlan) -> None: ...
+
+
+class Unified:
+    """Prompts and outputs share every step: who runs goes on first, who waits gets what is left of the budget.
+
+    Prompts are split where they do not fit. Nobody is admitted in a step that preempted: more would only be undone.
+    """
+
+    def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:
+        self._enable_chunked_prefill = config.enable_chunked_prefill
+        self._running = running
+        self._admission = admission
+
+    def fill(self, step: StepPlan) -> None:
+        received = self._admission.admit_received(step)
+        self._running.go_on(step)
+        self._running.join(received)
+        if not step.preempted:
+            self._admission.admit_waiting(step, self._fit)
+
+    def _fit(self, request: Request, num_computed_tokens: int, step: StepPlan) -> int:
+        num_tokens = self._running.num_wanted_tokens(request, num_computed_tokens)
+        if num_tokens <= step.token_budget:
+            return num_tokens
+        return step.token_budget if self._enable_chunked_prefill else 0
+
+
+class PrefillFirst:
+    """The classical two phases: a step prefills whole prompts, as many as fit, or decodes one token of everybody.
+
+    Whoever waits comes before whoever runs. As in nano-vLLM, a prompt has to fit the budget and the free blocks whole,
+    whatever the prefix cache would save of it; the budget is then charged with what is really computed.
+    """
+
+    def __init__(self, running: Running, admission: Admission, kv: KVCache) -> None:
+        self._running = running
+        self._admission = admission
+        self._kv = kv
+
+    def fill(self, step: StepPlan) -> None:
+        self._admission.admit_waiting(step, self._fit)
+        if not step.requests:
+            received = self._admission.admit_received(step)
+            self._running.go_on(step)
+            self._running.join(received)
+
+    def _fit(self, request: Request, num_computed_tokens: int, step: StepPlan) -> int:
+        num_tokens = request.num_tokens
+        has_room = (
+            num_tokens <= step.token_budget and self._kv.num_blocks_for(num_tokens) <= self._kv.num_free
+        )
+        return num_tokens - num_computed_tokens if has_room else 0
+
+
+def make_batching(config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> Batching:
+    if config.batching == "prefill_first":
+        return PrefillFirst(running, admission, kv)
+    return Unified(config, running, admission)

@@ -1,0 +1,62 @@
+"""BlockEvents: what changed in the prefix cache, for routers that follow it; knows no pool and no reader.
+
+Events that nobody takes do not pile up: past a bound they give way to one full account, from which a reader can start
+anew. Replayed in order, what is taken gives exactly the set of hashes that can be hit.
+"""
+
+from collections.abc import Callable, Iterable
+
+from baton.kv import BlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+
+
+class BlockEvents:
+    """Collects events in order until they are taken; `snapshot` yields all hashes that can be hit now."""
+
+    def __init__(self, max_pending: int, snapshot: Callable[[], Iterable[bytes]]) -> None:
+        """`max_pending` bounds the hashes that wait to be taken."""
+        self._max_pending = max_pending
+        self._snapshot = snapshot
+        self._runs: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[bytes]]] = []
+        self._num_pending = 0
+        self._is_anew = False
+        """The next account starts with `BlocksCleared`."""
+        self._is_overrun = False
+
+    def stored(self, block_hash: bytes) -> None:
+        self._add(BlocksStored, block_hash)
+
+    def removed(self, block_hash: bytes) -> None:
+        self._add(BlocksRemoved, block_hash)
+
+    def cleared(self) -> None:
+        """What came before matters to nobody any more."""
+        self._drop_pending()
+        self._is_anew, self._is_overrun = True, False
+
+    def take(self) -> list[KVEvent]:
+        """What happened since the last call, in order."""
+        events: list[KVEvent] = [BlocksCleared()] if self._is_anew else []
+        events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
+        is_overrun = self._is_overrun
+        self._drop_pending()
+        self._is_anew = self._is_overrun = False
+        return self.account() if is_overrun else events
+
+    def account(self) -> list[KVEvent]:
+        """For a reader that knows nothing yet, or missed something: forget all, then what can be hit now."""
+        return [BlocksCleared(), BlocksStored(tuple(self._snapshot()))]
+
+    def _add(self, kind: type[BlocksStored] | type[BlocksRemoved], block_hash: bytes) -> None:
+        if self._is_overrun:
+            return
+        if self._num_pending == self._max_pending:
+            self._drop_pending()
+            self._is_overrun = True
+            return
+        if not self._runs or self._runs[-1][0] is not kind:
+            self._runs.append((kind, []))
+        self._runs[-1][1].append(block_hash)
+        self._num_pending += 1
+
+    def _drop_pending(self) -> None:
+        self._runs, self._num_pending = [], 0

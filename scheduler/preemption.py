@@ -1,0 +1,82 @@
+"""Preemption: how a running request gives its blocks up, and what becomes of what it computed; chooses no victim."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from baton.config import SchedulerConfig
+from scheduler.kv_cache import KVCache
+from scheduler.order import Order
+from scheduler.queue import WaitingQueue
+from scheduler.request import Request, RequestStatus
+from scheduler.step import StepPlan
+from scheduler.swap import SwapSpace
+
+
+class Preemption:
+    """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        order: Order,
+        waiting: WaitingQueue,
+        kv: KVCache,
+        swap: SwapSpace,
+        counters: Counter[str],
+    ) -> None:
+        self._mode = config.preemption
+        self._block_cost_tokens = config.swap_block_cost_tokens
+        self._order = order
+        self._waiting = waiting
+        self._kv = kv
+        self._swap = swap
+        self._counters = counters
+
+    def preempt(self, victim: Request, step: StepPlan) -> None:
+        """In mid-step: `victim` runs no more, and what it was to compute in this step is withdrawn."""
+        step.preempt(victim)
+        self._kv.withdraw_uncomputed(victim)
+        if self._pays_to_swap(victim):
+            num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
+            copies = self._swap.swap_out(victim, self._kv.block_ids(victim)[:num_blocks])
+            step.swap_out += copies
+            self._counters["swap_preemptions"] += 1
+            self._counters["swapped_out_blocks"] += len(copies)
+        else:
+            victim.num_computed_tokens = 0
+        self._put_back(victim)
+
+    def preempt_all(self, running: list[Request]) -> None:
+        """Between steps: the youngest first, so that the oldest is first in line; all of their KV is given up."""
+        while running:
+            victim = running.pop()
+            victim.num_computed_tokens = 0
+            self._put_back(victim)
+
+    def forget_swapped(self, requests: Iterable[Request]) -> None:
+        """What preempted requests have in host memory is not to be used any more."""
+        for request in requests:
+            if request.swapped_block_ids:
+                self._swap.discard(request)
+                request.num_computed_tokens = 0
+
+    def _pays_to_swap(self, victim: Request) -> bool:
+        """`auto` weighs the tokens to compute anew, without those that others keep in the cache, against the copies."""
+        num_tokens = victim.num_computed_tokens
+        num_blocks = self._kv.num_blocks_for(num_tokens)
+        if self._mode == "recompute" or not 0 < num_blocks <= self._swap.num_free:
+            return False
+        if victim.is_producer and victim.num_output_placeholders:
+            return False  # its token will be refused, and so its last position has to be computed again
+        if self._mode == "swap":
+            return True
+        num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
+        return num_tokens - num_kept > num_blocks * self._block_cost_tokens
+
+    def _put_back(self, victim: Request) -> None:
+        self._kv.free(victim)
+        victim.move_to(RequestStatus.PREEMPTED)
+        victim.num_preemptions += 1
+        self._counters["preemptions"] += 1
+        victim.queue_key = self._order.key_of_returning(victim)
+        self._waiting.push(victim)

@@ -1,0 +1,96 @@
+"""Driver: steps a scheduler over a fake runner as the engine does, with steps under way if asked to."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from baton.request import FinishReason, RequestOutput
+from baton.step import SchedulerOutput
+from scheduler import Request, Scheduler
+from tests.factories.scheduling import FakeConnector, FakeRunner, assert_at_rest, flatten
+
+
+class Driver:
+    """Checks after every step that positions continue, that nothing follows an end, and every invariant.
+
+    With `num_ahead`, so many steps are planned before the oldest is computed: as late as a slow device would.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: FakeRunner | None = None,
+        num_ahead: int = 0,
+        connector: FakeConnector | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.connector = connector
+        if connector is not None:
+            connector.starts_late = True
+        self.runner = runner or FakeRunner()
+        self.num_ahead = num_ahead
+        self.under_way: deque[SchedulerOutput] = deque()
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.finished_in_plans: list[str] = []
+        """Every id that the runner was told to forget."""
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.tokens[request.request_id] = []
+
+    def step(self) -> SchedulerOutput:
+        """Plans one step, and takes in as many as then are too many; the plan."""
+        plan = self.scheduler.schedule()
+        assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values())
+        assert all(num_tokens > 0 for num_tokens in plan.num_scheduled_tokens.values())
+        new = {request.request_id for request in plan.scheduled_new_reqs}
+        assert new | set(plan.scheduled_cached_reqs.request_ids) == plan.num_scheduled_tokens.keys()
+        self.finished_in_plans += plan.finished_req_ids
+        self.under_way.append(plan)
+        self._start_loads()
+        self.scheduler.check_integrity()
+        self.complete(keep=self.num_ahead if plan.num_scheduled_tokens else 0)
+        return plan
+
+    def complete(self, keep: int = 0) -> None:
+        """Computes and takes in the oldest steps until `keep` are left."""
+        while len(self.under_way) > keep:
+            plan = self.under_way.popleft()
+            self.note(flatten(self.scheduler.update_from_output(plan, self.runner.execute(plan))))
+            self._start_loads()
+            self.scheduler.check_integrity()
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ends, "nothing comes after the end"
+            tokens = self.tokens[output.request_id]
+            assert output.first_position == len(tokens), "each position once, in order"
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+    def run_to_end(
+        self, before_step: Callable[[], None] = lambda: None, max_steps: int = 20_000
+    ) -> dict[str, list[int]]:
+        """Steps until nobody is left; the tokens of every request."""
+        for _ in range(max_steps):
+            before_step()
+            if not self.scheduler.has_requests():
+                self.complete()
+                self.step()  # the runner hears of the last ends
+                self.check_rest()
+                return self.tokens
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.request_counts()}")
+
+    def _start_loads(self) -> None:
+        """The oldest step's loads: nothing that was planned before it is being computed any more."""
+        if self.connector is not None and self.under_way:
+            self.connector.start_load_kv(self.under_way[0].kv_connector_metadata or {})
+
+    def check_rest(self) -> None:
+        """Behaviour 14, and conservation: whoever came has ended once, and the runner was told once."""
+        assert_at_rest(self.scheduler)
+        assert self.ends.keys() == self.tokens.keys()
+        assert sorted(self.finished_in_plans) == sorted(self.tokens)
