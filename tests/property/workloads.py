@@ -48,7 +48,7 @@ def make_workload(seed: int) -> Workload:
     """A small pool (the longest request needs ten blocks), an odd budget, shared prefixes, and every switch."""
     rng = random.Random(seed)
     stems = [[rng.randrange(1_000) for _ in range(rng.randrange(64))] for _ in range(3)]
-    requests = tuple(
+    requests: tuple[Options, ...] = tuple(
         {
             "request_id": f"r{i}",
             "prompt": [*rng.choice(stems), *(rng.randrange(1_000) for _ in range(rng.randrange(1, 60)))],
@@ -61,7 +61,8 @@ def make_workload(seed: int) -> Workload:
         }
         for i in range(rng.randrange(1, 20))
     )
-    arrivals, step = {}, 0
+    arrivals: dict[str, int] = {}
+    step = 0
     for request in requests:
         step += rng.choice([0, 0, 1, 3])
         arrivals[request["request_id"]] = step

@@ -1,0 +1,84 @@
+"""Who comes first: arrival or priority, ageing, and the queue that keeps everybody's place."""
+
+import pytest
+from pydantic import ValidationError
+
+from scheduler.order import FCFS, Priority
+from tests.factories.driving import Driver
+from tests.factories.scheduling import make_config, make_request, make_scheduler
+
+
+def test_priority_ties_go_by_arrival_and_then_by_id() -> None:
+    driver = Driver(make_scheduler(policy="priority"))
+    driver.add(
+        make_request(request_id="c", priority=1, arrival_time=2.0),
+        make_request(request_id="b", priority=1, arrival_time=1.0),
+        make_request(request_id="a", priority=1, arrival_time=2.0),
+        make_request(request_id="z", priority=0, arrival_time=9.0),
+    )
+    assert list(driver.step().num_scheduled_tokens) == ["z", "b", "a", "c"]
+
+
+def test_ageing_lets_a_request_be_overtaken_only_by_those_that_come_soon_after_it() -> None:
+    driver = Driver(make_scheduler(policy="priority", priority_ageing_s=10.0, max_num_seqs=1))
+    poor = make_request(request_id="poor", priority=3, arrival_time=0.0, max_tokens=1)
+    soon = make_request(request_id="soon", priority=1, arrival_time=15.0, max_tokens=1)
+    late = make_request(request_id="late", priority=1, arrival_time=25.0, max_tokens=1)
+    driver.add(late, poor, soon)
+    assert [next(iter(driver.step().num_scheduled_tokens)) for _ in range(3)] == ["soon", "poor", "late"]
+
+
+def test_without_ageing_a_stream_of_better_requests_starves_the_worst_and_with_it_does_not() -> None:
+    def steps_until_served(ageing_s: float) -> int:
+        settings = {"policy": "priority", "priority_ageing_s": ageing_s, "max_num_seqs": 1}
+        driver = Driver(make_scheduler(**settings))
+        poor = make_request(priority=5, arrival_time=0.0, max_tokens=1)
+        driver.add(poor)
+        for step in range(1, 100):
+            driver.add(make_request(priority=0, arrival_time=float(step), max_tokens=1))
+            if poor.request_id in driver.step().num_scheduled_tokens:
+                return step
+        return 100
+
+    assert steps_until_served(0.0) == 100
+    assert steps_until_served(4.0) == 20
+
+
+def test_the_victim_is_the_youngest_or_the_worst() -> None:
+    running = [
+        make_request(priority=1, arrival_time=1.0),
+        make_request(priority=2, arrival_time=0.0),
+        make_request(priority=2, arrival_time=0.0),
+        make_request(priority=0, arrival_time=5.0),
+    ]
+    assert FCFS().victim_index(running) == 3
+    assert Priority().victim_index(running) == 1
+    assert Priority(ageing_s=0.5).victim_index(running) == 3, (
+        "the others have waited ten steps of priority longer"
+    )
+
+
+def test_ageing_without_priorities_would_do_nothing_and_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"priority_ageing_s \(5.0\) needs policy 'priority'"):
+        make_config(priority_ageing_s=5.0)
+
+
+def test_a_watermark_keeps_blocks_for_those_who_run() -> None:
+    driver = Driver(make_scheduler(num_blocks=11, watermark=0.2))
+    first, second = make_request(63, max_tokens=40), make_request(63, max_tokens=1)
+    driver.add(first, second)
+    plan = driver.step()
+    assert list(plan.num_scheduled_tokens) == [first.request_id, second.request_id], "two of ten are left"
+    driver.run_to_end()
+    driver.add(big := make_request(159, max_tokens=1))
+    assert list(driver.step().num_scheduled_tokens) == [big.request_id], "nobody runs who could need them"
+
+
+def test_a_watermark_makes_an_admission_wait_that_would_fit() -> None:
+    driver = Driver(make_scheduler(num_blocks=11, watermark=0.3))
+    first, second = make_request(63, max_tokens=2), make_request(63, max_tokens=1)
+    driver.add(first, second)
+    assert list(driver.step().num_scheduled_tokens) == [first.request_id], (
+        "four of the six free would leave two"
+    )
+    driver.run_to_end()
