@@ -12,7 +12,7 @@ from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from decode_worker import DecodeWorker
 from engine.core import EngineCore
 from engine.loop import EngineLoop
-from engine.pipeline import make_pipeline
+from engine.pipeline import Runner, make_pipeline
 from engine.role import Role
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
@@ -56,7 +56,7 @@ class StepHook:
 
 
 def make_core(
-    runner: FakeRunner | StepHook | None = None,
+    runner: Runner | None = None,
     connector: FakeConnectorWorker | None = None,
     clock: Clock | None = None,
     **overrides: Any,

@@ -1,0 +1,173 @@
+"""Steps under way: their order, what the connector is told when, and what a device's failure leaves behind."""
+
+import queue
+import threading
+from collections.abc import Set
+from typing import Any
+
+import pytest
+
+from baton.kv import KVTransferParams, TransferRole
+from baton.request import FinishReason, FirstToken, RequestOutput
+from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
+from engine.core import MAX_FAILED_STEPS, EngineCore
+from engine.pipeline import InlinePipeline, Pipeline, ThreadedPipeline
+from scheduler import RequestStatus
+from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.scheduling import PEER, FakeRunner
+
+
+def make_plan(step: int) -> SchedulerOutput:
+    return SchedulerOutput((), CachedRequestData(), {}, 0, frozenset(), frozenset(), step=step)
+
+
+class Echo:
+    """Says which step it computed, and fails where it is told to."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if plan.step < 0:
+            raise ValueError("the device is on fire")
+        return ModelRunnerOutput({"step": [plan.step]})
+
+
+@pytest.mark.parametrize("make", [InlinePipeline, ThreadedPipeline])
+def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: Any) -> None:
+    pipeline: Pipeline = make(Echo())
+    for step in (1, -1, 2):
+        pipeline.submit(make_plan(step))
+    first, failed, last = (pipeline.take() for _ in range(3))
+    assert first.output is not None
+    assert last.output is not None
+    assert (first.output.sampled_token_ids, last.output.sampled_token_ids) == ({"step": [1]}, {"step": [2]})
+    assert failed.output is None
+    assert str(failed.error) == "the device is on fire"
+    pipeline.close()
+
+
+class Diary(FakeConnectorWorker):
+    """A connector and a device that write down, in one list, when each was called for which step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, Any]] = []
+
+    def send_orders(self, metadata: Any) -> None:
+        self.entries.append(
+            ("orders", [type(order).__name__ for order in metadata.at_once] if metadata else [])
+        )
+
+    def start_load_kv(self, metadata: Any) -> None:
+        if metadata and metadata.loads:
+            self.entries.append(("load", [order.request_id for order in metadata.loads]))
+
+    def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
+        filled = (
+            [order.request_id for order in metadata.after if order.request_id not in lost] if metadata else []
+        )
+        self.entries.append(("save", filled))
+
+
+class Gate:
+    """A device whose steps end when a test says so."""
+
+    def __init__(self) -> None:
+        self._runner = FakeRunner()
+        self.started: queue.Queue[int] = queue.Queue()
+        self.may_end = threading.Semaphore(0)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.started.put(plan.step)
+        assert self.may_end.acquire(timeout=10)
+        return self._runner.execute(plan)
+
+
+def step(core: EngineCore) -> list[RequestOutput]:
+    return core.step().get("gateway", [])
+
+
+def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
+    gate = Gate()
+    core = make_core(gate)
+    core.add_request(make_engine_request(max_tokens=3), "gateway")
+    assert step(core) == []
+    assert gate.started.get(timeout=10) == 1
+    gate.may_end.release()
+    assert [output.token_ids for output in step(core)] != [()], (
+        "the second was planned before the first ended"
+    )
+    assert gate.started.get(timeout=10) == 2
+    gate.may_end.release(10)
+    while core.may_progress:
+        core.step()
+    core.close()
+
+
+def test_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_once() -> None:
+    diary = Diary()
+    core = make_core(connector=diary)
+    core.add_request(make_engine_request("local", max_tokens=9), "gateway")
+    step(core)
+    transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER)
+    core.add_request(make_engine_request("load", kv_transfer=transfer), "gateway")
+    diary.entries.clear()
+    step(core)
+    assert diary.entries == [("orders", ["BeginLoad"]), ("save", []), ("load", ["load"])]
+    received = ReceivedKV("load", FirstToken(7, None), 1, 0.1, 0.1)
+    diary.news.append(KVConnectorOutput(finished_recving=(received,)))
+    while core.may_progress:
+        core.step()
+    core.close()
+
+
+def test_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> None:
+    diary = Diary()
+    core = make_core(connector=diary, num_blocks=8, max_num_batched_tokens=48, enable_prefix_caching=False)
+    transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
+    core.add_request(make_engine_request("old", num_tokens=31, max_tokens=40), "gateway")
+    step(core)
+    core.add_request(make_engine_request("young", num_tokens=80, kv_transfer=transfer), "gateway")
+    diary.entries.clear()
+    for _ in range(3):
+        step(core)
+    index = diary.entries.index(("orders", ["WithdrawBlocks"]))
+    assert diary.entries[index + 1] == ("save", []), "the step under way was to fill blocks of the victim"
+    core.finish_requests(["old", "young"], RequestStatus.FINISHED_ABORTED)
+    core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_failed_step_ends_every_request_and_the_engine_goes_on(async_scheduling: bool) -> None:
+    def fail_on_second(plan: SchedulerOutput) -> None:
+        if plan.step == 2:
+            raise ValueError("the device is on fire")
+
+    core = make_core(StepHook(fail_on_second), async_scheduling=async_scheduling)
+    core.add_request(make_engine_request("a", max_tokens=9), "gateway")
+    outputs: list[RequestOutput] = []
+    while core.may_progress or not outputs:
+        outputs += step(core)
+    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.ERROR]
+    core.add_request(make_engine_request("b", max_tokens=9), "gateway")
+    core.finish_requests([], RequestStatus.FINISHED_ABORTED)
+    while core.may_progress:
+        outputs += step(core)
+    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert sum(len(output.token_ids) for output in outputs if output.request_id == "b") == 9
+    blocks = core.kv_block_counts()
+    assert blocks.free == blocks.total
+    core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_device_that_fails_step_after_step_ends_the_engine(async_scheduling: bool) -> None:
+    def fail(_: SchedulerOutput) -> None:
+        raise ValueError("the device is on fire")
+
+    core = make_core(StepHook(fail), async_scheduling=async_scheduling)
+    with pytest.raises(RuntimeError, match=f"failed to compute {MAX_FAILED_STEPS} steps in a row"):  # noqa: PT012
+        for number in range(MAX_FAILED_STEPS):
+            core.add_request(make_engine_request(f"r{number}"), "gateway")
+            step(core)
+            while core.may_progress:
+                step(core)
+    core.close()
