@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 PYTHON_IN_VENV := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 CONFIG ?=
+SEEDS ?= 10000
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check bench simulate-scheduler gpu-check format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -45,6 +46,9 @@ protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
 bench: $(INSTALLED) ## The published numbers: engine speed and hand-over cost
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
+
+simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler in every mode (10,000: seven minutes)
+	$(PYTHON_IN_VENV) -m tests.property.workloads --seeds $(SEEDS)
 
 gpu-check: $(INSTALLED) ## Tests that need a CUDA device
 	@scripts/gpu_check.sh $(PYTHON_IN_VENV)

@@ -5,7 +5,6 @@ round differently in bfloat16.
 """
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.config import BatonConfig
-from engine.pretrained import default_cache_dir, resolve
 from tests.factories.local_cluster import Answer, LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
@@ -69,11 +67,6 @@ def make_config(**scheduler: object) -> BatonConfig:
             "kv_transfer": {"peer_timeout_s": 60.0},
         }
     )
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    return resolve("smollm2", default_cache_dir(os.environ))
 
 
 @pytest.fixture(scope="session")

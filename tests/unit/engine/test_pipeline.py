@@ -85,6 +85,13 @@ def step(core: EngineCore) -> list[RequestOutput]:
     return core.step().get("gateway", [])
 
 
+def run_until_idle(core: EngineCore) -> list[RequestOutput]:
+    outputs = step(core)
+    while core.may_progress:
+        outputs += step(core)
+    return outputs
+
+
 def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     gate = Gate()
     core = make_core(gate)
@@ -97,8 +104,7 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     )
     assert gate.started.get(timeout=10) == 2
     gate.may_end.release(10)
-    while core.may_progress:
-        core.step()
+    run_until_idle(core)
     core.close()
 
 
@@ -114,8 +120,7 @@ def test_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_on
     assert diary.entries == [("orders", ["BeginLoad"]), ("save", []), ("load", ["load"])]
     received = ReceivedKV("load", FirstToken(7, None), 1, 0.1, 0.1)
     diary.news.append(KVConnectorOutput(finished_recving=(received,)))
-    while core.may_progress:
-        core.step()
+    run_until_idle(core)
     core.close()
 
 
@@ -144,13 +149,10 @@ def test_a_failed_step_ends_every_request_and_the_engine_goes_on(async_schedulin
     core = make_core(StepHook(fail_on_second), async_scheduling=async_scheduling)
     core.add_request(make_engine_request("a", max_tokens=9), "gateway")
     outputs: list[RequestOutput] = []
-    while core.may_progress or not outputs:
-        outputs += step(core)
+    outputs += run_until_idle(core)
     assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.ERROR]
     core.add_request(make_engine_request("b", max_tokens=9), "gateway")
-    core.finish_requests([], RequestStatus.FINISHED_ABORTED)
-    while core.may_progress:
-        outputs += step(core)
+    outputs += run_until_idle(core)
     assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.ERROR, FinishReason.LENGTH]
     assert sum(len(output.token_ids) for output in outputs if output.request_id == "b") == 9
     blocks = core.kv_block_counts()
@@ -167,7 +169,5 @@ def test_a_device_that_fails_step_after_step_ends_the_engine(async_scheduling: b
     with pytest.raises(RuntimeError, match=f"failed to compute {MAX_FAILED_STEPS} steps in a row"):  # noqa: PT012
         for number in range(MAX_FAILED_STEPS):
             core.add_request(make_engine_request(f"r{number}"), "gateway")
-            step(core)
-            while core.may_progress:
-                step(core)
+            run_until_idle(core)
     core.close()
