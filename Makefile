@@ -14,7 +14,7 @@ SEEDS ?= 10000
 .PHONY: help setup demo serve test lint types protos protos-check bench simulate-scheduler gpu-check format lock clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 setup: $(INSTALLED) ## Create .venv with everything in it
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.errors import InvalidRequest
 
@@ -11,6 +12,32 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1_000
 """Of one stop string: every new token's text is compared with all of them."""
+MAX_GRAMMAR_CHARACTERS = 100_000
+
+
+class GrammarKind(Enum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """A context-free grammar in Lark's notation, as llguidance reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the whole output must match. Whether it is a grammar at all is found out when a worker compiles it."""
+
+    kind: GrammarKind
+    source: str
+
+    def __post_init__(self) -> None:
+        _require(
+            "structured_output",
+            f"one of {len(self.source)}",
+            0 < len(self.source) <= MAX_GRAMMAR_CHARACTERS,
+            f"a grammar of 1 to {MAX_GRAMMAR_CHARACTERS} characters",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +45,7 @@ class SamplingParams:
     """One request's sampling settings, validated on construction.
 
     Defaults are the field's (OpenAI, vLLM): plain sampling at temperature 1. Logits pass through, in
-    this order: `logit_bias`, penalties, the `min_tokens` mask, `temperature`, `top_k`, `top_p`, `min_p`.
+    this order: `logit_bias`, penalties, the masks of `min_tokens` and of a structured output, `temperature`, `top_k`, `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
@@ -47,6 +74,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    structured_output: StructuredOutput | None = None
+    """Only tokens that can still lead to a match are sampled, and the end of the match ends the request."""
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -101,6 +131,14 @@ class SamplingParams:
             all(t >= 0 for t in self.stop_token_ids),
             "0 or more",
         )
+        if self.structured_output is not None:
+            _require(
+                "ignore_eos",
+                True,
+                not self.ignore_eos,
+                "false with a structured output, which ends by itself",
+            )
+            _require("min_tokens", self.min_tokens, self.min_tokens == 0, "0 with a structured output")
 
     @property
     def is_greedy(self) -> bool:

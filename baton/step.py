@@ -76,6 +76,8 @@ class ModelRunnerOutput:
 
     sampled_token_ids: Mapping[str, list[int]]
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Requests that can go no further, and why: their structured output cannot be matched any more."""
 
 
 @dataclass(frozen=True, slots=True)

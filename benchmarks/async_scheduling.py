@@ -34,6 +34,7 @@ from baton.step import ModelRunnerOutput, SchedulerOutput
 from decode_worker import DecodeWorker
 from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.loader import load_model
 from engine.loop import EngineLoop
@@ -115,6 +116,7 @@ class Engine:
             Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
             make_pipeline(runner, async_scheduling=is_async),
             self._connector,
+            GrammarCompiler(Path("unused"), 1_000, (), on_news=lambda: None),
             (),
             clock,
         )

@@ -70,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
     generate.add_argument("--raw", action="store_true", help="send the text as it is, without chat template")
     generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever comes")
+    grammar = generate.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="SCHEMA", help="let the answer match a JSON schema")
+    grammar.add_argument("--regex", metavar="REGEX", help="let the answer match a regular expression")
     generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
 

@@ -23,6 +23,9 @@ class Question:
     """The text as it is, instead of a chat with one turn of the user's."""
     ignore_eos: bool = False
     mode: Literal["disaggregated", "local"] | None = None
+    json_schema: str | None = None
+    """What the answer must match, as JSON."""
+    regex: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         is_raw=options.raw,
         ignore_eos=options.ignore_eos,
         mode=options.mode,
+        json_schema=options.json_schema,
+        regex=options.regex,
     )
     on_text = _ignore if options.json else _write
     answer = asyncio.run(ask(options.target, question, on_text))
@@ -58,6 +63,8 @@ async def ask(target: str, question: Question, on_text: Callable[[str], None]) -
         "temperature": question.temperature,
         "seed": question.seed,
         "ignore_eos": question.ignore_eos,
+        "json_schema": question.json_schema,
+        "regex": question.regex,
     }
     pieces: list[str] = []
     token_ids: list[int] = []

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from baton.step import NewRequestData, SchedulerOutput
+from engine.grammar import Matcher
 from engine.kv_cache import NULL_BLOCK
 
 IntArray = npt.NDArray[np.int64]
@@ -28,6 +29,7 @@ class RequestState:
         "_tokens",
         "block_ids",
         "cleared_block",
+        "matcher",
         "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
@@ -44,6 +46,8 @@ class RequestState:
         self.block_ids = GrowingArray(data.block_ids)
         self.cleared_block: int | None = None
         """The last block whose slots past the request's end are known to be zero; see `StepBatch.new_tails`."""
+        self.matcher: Matcher | None = None
+        """Guides what it samples, if its output is to be structured."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
@@ -67,6 +71,8 @@ class RequestState:
         self.block_ids = GrowingArray(block_ids)
         self.cleared_block = None
         self._tokens.truncate(num_tokens)
+        if self.matcher is not None:
+            self.matcher.rewind(self.num_output_tokens)
 
     def scheduled_slice(self, num_scheduled: int) -> slice:
         """Positions of the next `num_scheduled` tokens to compute."""
@@ -155,6 +161,9 @@ class RequestBatch:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._requests[request_id]
 
     def update(self, plan: SchedulerOutput) -> None:
         """Takes over who is gone, who is new and what changed for the others. Preempted requests keep their tokens."""

@@ -1,4 +1,4 @@
-"""EngineCore: introduces scheduler, device and connector to one another and moves all three by one step.
+"""EngineCore: introduces scheduler, device, connector and grammars to one another and moves all three by one step.
 
 Knows no thread, no socket and no role; `engine/loop.py` owns the thread it runs on. With asynchronous scheduling one
 step is computed while the next is planned:
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
-from baton.request import EngineRequest, RequestOutput
+from baton.request import EngineRequest, ErrorKind, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
+from engine.grammar import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.stages import StageTimer
 from scheduler import Request, RequestStatus, Scheduler
@@ -67,12 +68,14 @@ class EngineCore:
         scheduler: Scheduler,
         pipeline: Pipeline,
         connector: ConnectorWorker,
+        grammars: GrammarCompiler,
         eos_token_ids: tuple[int, ...],
         clock: Clock,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._connector = connector
+        self._grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._stages = StageTimer(clock)
@@ -84,9 +87,7 @@ class EngineCore:
     def step(self) -> ClientOutputs:
         """Takes in what transfers brought, plans a step, takes in what an earlier one sampled: the news by client."""
         outputs: ClientOutputs = defaultdict(list)
-        news = self._connector.get_finished()
-        self._stages.received(news.finished_recving)
-        self._stamp(self._scheduler.update_connector_output(news), outputs)
+        self._take_news(outputs)
         plan = self._scheduler.schedule()
         self._stages.planned(plan)
         self._submit(plan)
@@ -113,6 +114,8 @@ class EngineCore:
                 kv_transfer=request.kv_transfer,
             )
         )
+        if request.sampling_params.structured_output is not None:
+            self._grammars.compile(request.request_id, request.sampling_params.structured_output)
         self._stages.arrived(request.request_id)
 
     def finish_requests(
@@ -136,6 +139,22 @@ class EngineCore:
     def close(self) -> None:
         """Ends after the step under way, whose output nobody hears of any more."""
         self._pipeline.close()
+        self._grammars.close()
+
+    def _take_news(self, outputs: ClientOutputs) -> None:
+        """What happened outside since the last step: transfers that ended, grammars that were compiled."""
+        news = self._connector.get_finished()
+        self._stages.received(news.finished_recving)
+        self._stamp(self._scheduler.update_connector_output(news), outputs)
+        grammars = self._grammars.take_news()
+        for request_id in grammars.ready:
+            if not self._scheduler.grammar_ready(request_id):
+                self._grammars.forget(request_id)
+        for request_id, reason in grammars.failed:
+            ended = self._scheduler.finish_requests(
+                [request_id], RequestStatus.FINISHED_ERROR, reason, ErrorKind.INVALID_REQUEST
+            )
+            self._stamp(ended, outputs)
 
     def _submit(self, plan: SchedulerOutput) -> None:
         self._connector.send_orders(plan.kv_connector_metadata)

@@ -19,6 +19,7 @@ from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loader import LoadedModel, load_model
 from engine.loop import EngineLoop
@@ -60,12 +61,17 @@ class EngineHost:
             on_news=lambda: self._loop.wake(),
         )
         host_blocks = HostBlocks(scheduler_config.num_swap_blocks or 0, pool)
+        grammars = GrammarCompiler(
+            self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
+        )
         core = EngineCore(
             Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size)),
             make_pipeline(
-                ModelRunner(model, pool, host_blocks), async_scheduling=scheduler_config.async_scheduling
+                ModelRunner(model, pool, host_blocks, grammars),
+                async_scheduling=scheduler_config.async_scheduling,
             ),
             self._connector,
+            grammars,
             model.eos_token_ids,
             self._clock,
         )

@@ -50,7 +50,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[Sa
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.Tensor:
-    """Bias, penalties and the `min_tokens` mask; the raw logits themselves where no row asks for any."""
+    """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
     changed = [row for row, request in enumerate(requests) if _is_processed(request)]
     if not changed:
         return raw_RV
@@ -68,6 +68,7 @@ def _is_processed(request: RequestState) -> bool:
         or p.presence_penalty
         or p.frequency_penalty
         or request.num_output_tokens < p.min_tokens
+        or request.matcher
     )
 
 
@@ -87,6 +88,8 @@ def _process_(logits_V: torch.Tensor, request: RequestState) -> None:
         logits_V[_on_device(ids, logits_V)] -= penalties
     if request.num_output_tokens < p.min_tokens:
         logits_V[[token_id for token_id in request.stop_token_ids if token_id < vocab_size]] = -math.inf
+    if request.matcher is not None:
+        logits_V[torch.from_numpy(~request.matcher.allowed()).to(logits_V.device)] = -math.inf
 
 
 def _draw(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[int]:

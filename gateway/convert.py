@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, TokenLogprobs
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
@@ -81,10 +81,23 @@ def sampling_params_from(
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        structured_output=_structured_output_from(message),
     )
     check_token_ids("logit_bias", tuple(params.logit_bias), limits)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     return params
+
+
+def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOutput | None:
+    match message.WhichOneof("structured_output"):
+        case "json_schema":
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "regex":
+            return StructuredOutput(GrammarKind.REGEX, message.regex)
+        case "lark_grammar":
+            return StructuredOutput(GrammarKind.LARK, message.lark_grammar)
+        case _:
+            return None
 
 
 def check_prompt(token_ids: tuple[int, ...], limits: ModelLimits) -> None:

@@ -52,6 +52,7 @@ class Admission:
         self._order = order
         self._waiting = waiting
         self._to_load = WaitingQueue()
+        self._compiling: dict[str, Request] = {}
         self._running = running
         self._kv = kv
         self._remote = remote
@@ -59,14 +60,26 @@ class Admission:
         self._counters = counters
 
     @property
-    def num_to_load(self) -> int:
-        """Requests that wait for blocks to load into."""
-        return len(self._to_load)
+    def num_waiting(self) -> int:
+        """Requests that hold nothing yet, or nothing any more."""
+        return len(self._waiting) + len(self._to_load) + len(self._compiling)
 
     def add(self, request: Request) -> None:
-        """Last in line, as the order sees it."""
+        """Last in line, as the order sees it; if its grammar is being compiled, that place is kept for it."""
         request.queue_key = self._order.key_of_new(request)
-        (self._to_load if request.may_load else self._waiting).push(request)
+        if request.status is RequestStatus.WAITING_FOR_FSM:
+            self._compiling[request.request_id] = request
+        else:
+            self._push(request)
+
+    def grammar_ready(self, request_id: str) -> bool:
+        """The request takes its place; False if nobody waits under this id for a grammar."""
+        request = self._compiling.pop(request_id, None)
+        if request is None:
+            return False
+        request.move_to(RequestStatus.WAITING)
+        self._push(request)
+        return True
 
     def add_returning(self, request: Request) -> None:
         """It had its turn, but its prompt did not arrive: computed here, first in line, as the order sees it."""
@@ -74,8 +87,8 @@ class Admission:
         self._waiting.push(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out of whichever queue it waits in, if it does."""
-        if not self._waiting.remove(request):
+        """Takes a request out of wherever it waits, if it does."""
+        if self._compiling.pop(request.request_id, None) is None and not self._waiting.remove(request):
             self._to_load.remove(request)
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
@@ -114,6 +127,9 @@ class Admission:
                 passed_over.append((request, queue))
         for request, queue in passed_over:
             queue.push(request)
+
+    def _push(self, request: Request) -> None:
+        (self._to_load if request.may_load else self._waiting).push(request)
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """Where the first of all stands. Those that would load are left out while all slots are spoken for."""

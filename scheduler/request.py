@@ -8,6 +8,8 @@
   blocks    |      | and to be recomputed                     HANDED_OVER    token 0 sampled; D goes on
   reserved  v      |                                          ABORTED, ERROR (from every state above too)
           WAITING_FOR_REMOTE_KVS
+
+(add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING
 """
 
 from enum import Enum, auto
@@ -25,6 +27,7 @@ class RequestStatus(Enum):
     """Where a request stands; see the drawing above."""
 
     WAITING = auto()
+    WAITING_FOR_FSM = auto()
     WAITING_FOR_REMOTE_KVS = auto()
     RUNNING = auto()
     PREEMPTED = auto()
@@ -56,6 +59,7 @@ LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS}
     | _ENDS_WITH_A_TOKEN
     | _ENDS_ANYWHERE,
+    RequestStatus.WAITING_FOR_FSM: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
     RequestStatus.WAITING_FOR_REMOTE_KVS: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
     RequestStatus.PREEMPTED: {RequestStatus.RUNNING} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
@@ -118,7 +122,8 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
 
-        self.status = RequestStatus.WAITING
+        has_grammar = sampling_params.structured_output is not None
+        self.status = RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING
         self.is_finished = False
         self.all_token_ids: list[int] = list(self.prompt_token_ids)
         self.max_num_tokens = self.num_prompt_tokens + (1 if self.is_producer else sampling_params.max_tokens)

@@ -11,13 +11,13 @@ step hands out a budget of tokens. The parts, each with a file of its own:
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.config import SchedulerConfig
 from baton.errors import InvalidRequest
 from baton.kv import KVEvent
-from baton.request import RequestOutput, TokenLogprobs
+from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
@@ -35,6 +35,8 @@ from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace
+
+_QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
 
 
 class Scheduler:
@@ -60,12 +62,11 @@ class Scheduler:
         self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
         self._swap = SwapSpace(config.num_swap_blocks or 0)
         self._remote = RemotePrompts(connector, self._kv, self._counters)
-        self._waiting = WaitingQueue()
-        order = make_order(config)
-        self._preemption = Preemption(config, order, self._waiting, self._kv, self._swap, self._counters)
+        waiting, order = WaitingQueue(), make_order(config)
+        self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
         self._running = Running(config, order, self._kv, self._preemption)
         self._admission = Admission(
-            config, order, self._waiting, self._running, self._kv, self._remote, self._swap, self._counters
+            config, order, waiting, self._running, self._kv, self._remote, self._swap, self._counters
         )
         self._batching = make_batching(config, self._running, self._admission, self._kv)
         self._requests: dict[str, Request] = {}
@@ -105,17 +106,24 @@ class Scheduler:
         """Takes in what a step sampled; returns the news by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        for request in self._under_way.pop(scheduler_output.step, ()):
+        requests = self._under_way.pop(scheduler_output.step, [])
+        for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
-                continue  # its known tokens are not all computed yet, or it ended meanwhile
+                continue  # its known tokens are not all computed yet, or it ended meanwhile, or its grammar failed
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
             if request.is_producer and request.status is RequestStatus.PREEMPTED:
                 continue  # it cannot hand over blocks that it lost; it will sample the same token again
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
+        if model_runner_output.failed:
+            self._end_failed(requests, model_runner_output.failed, outputs)
         self._drop_finished_from_running()
         return outputs.by_client()
+
+    def grammar_ready(self, request_id: str) -> bool:
+        """The request's grammar is compiled: it takes the place it would have had without it. False if it has ended."""
+        return self._admission.grammar_ready(request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
         """Takes in what transfers brought, before `schedule()`. Late, repeated and unknown news is only counted."""
@@ -139,7 +147,11 @@ class Scheduler:
         return outputs.by_client()
 
     def finish_requests(
-        self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
+        self,
+        request_ids: Iterable[str],
+        status: RequestStatus,
+        error: str | None = None,
+        error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> dict[str, EngineCoreOutputs]:
         """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated."""
         outputs = OutputsByClient()
@@ -148,7 +160,7 @@ class Scheduler:
             if request is None:
                 continue
             self._unqueue(request)
-            self._end(request, status, outputs, error)
+            self._end(request, status, outputs, error, error_kind)
         self._drop_finished_from_running()
         return outputs.by_client()
 
@@ -190,7 +202,7 @@ class Scheduler:
     def request_counts(self) -> RequestCounts:
         return RequestCounts(
             running=len(self._running.requests),
-            waiting=len(self._waiting) + self._admission.num_to_load + self._remote.num_received,
+            waiting=self._admission.num_waiting + self._remote.num_received,
             waiting_for_remote_kvs=self._remote.num_loading,
         )
 
@@ -258,6 +270,16 @@ class Scheduler:
         else:
             self._finish_with(request, status, output, outputs)
 
+    def _end_failed(
+        self, requests: Iterable[Request], failed: Mapping[str, str], outputs: OutputsByClient
+    ) -> None:
+        """Ends those of a step's requests whose grammar stopped matching, and nobody else."""
+        for request in requests:
+            if request.request_id in failed and not request.is_finished:
+                self._unqueue(request)
+                reason, kind = failed[request.request_id], ErrorKind.INVALID_REQUEST
+                self._end(request, RequestStatus.FINISHED_ERROR, outputs, reason, kind)
+
     def _finish_with(
         self, request: Request, status: RequestStatus, output: RequestOutput, outputs: OutputsByClient
     ) -> None:
@@ -268,12 +290,20 @@ class Scheduler:
         outputs.add_last(request, output)
 
     def _end(
-        self, request: Request, status: RequestStatus, outputs: OutputsByClient, error: str | None = None
+        self,
+        request: Request,
+        status: RequestStatus,
+        outputs: OutputsByClient,
+        error: str | None = None,
+        error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
         """Ends a request without a new token; it stands in no queue any more, except that it may be running."""
         self._release(request, status)
         output = RequestOutput(
-            request_id=request.request_id, first_position=request.num_output_tokens, error=error
+            request_id=request.request_id,
+            first_position=request.num_output_tokens,
+            error=error,
+            error_kind=error_kind,
         )
         outputs.add_last(request, output)
 
@@ -288,7 +318,7 @@ class Scheduler:
 
     def _unqueue(self, request: Request) -> None:
         """Takes a request out of the queue it waits in, if it does."""
-        is_queued = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        is_queued = request.status in _QUEUED
         if is_queued and not self._remote.withdraw_received(request):
             self._admission.remove(request)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\x88\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x03\x88\x01\x01\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xa0\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12.\n\x03top\x18\x04 \x03(\x0b\x32!.baton.v1.TokenLogprobs.Candidate\x1a.\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/sampling.proto\x12\x08\x62\x61ton.v1\"\xdd\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x04\x88\x01\x01\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x0bjson_schema\x18\x10 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x11 \x01(\tH\x00\x12\x16\n\x0clark_grammar\x18\x12 \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11structured_outputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xa0\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12.\n\x03top\x18\x04 \x03(\x0b\x32!.baton.v1.TokenLogprobs.Candidate\x1a.\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=558
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=424
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=472
-  _globals['_TOKENLOGPROBS']._serialized_start=561
-  _globals['_TOKENLOGPROBS']._serialized_end=721
-  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_start=675
-  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_end=721
+  _globals['_SAMPLINGPARAMS']._serialized_end=643
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=488
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=536
+  _globals['_TOKENLOGPROBS']._serialized_start=646
+  _globals['_TOKENLOGPROBS']._serialized_end=806
+  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_start=760
+  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_end=806
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ from engine.pipeline import make_pipeline
 from engine.runner import ModelRunner
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
-from tests.factories.engine import FakeConnectorWorker
+from tests.factories.engine import FakeConnectorWorker, make_grammars
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +87,7 @@ def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
         Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
         make_pipeline(runner, async_scheduling=config.async_scheduling),
         FakeConnectorWorker(),
+        make_grammars(),
         (),
         SystemClock(),
     )

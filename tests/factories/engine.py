@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from baton.clock import Clock, SystemClock
@@ -11,6 +12,7 @@ from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from decode_worker import DecodeWorker
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
 from engine.role import Role
@@ -55,6 +57,11 @@ class StepHook:
         return self._runner.execute(plan)
 
 
+def make_grammars() -> GrammarCompiler:
+    """For requests without a structured output; it has no tokenizer."""
+    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+
+
 def make_core(
     runner: Runner | None = None,
     connector: FakeConnectorWorker | None = None,
@@ -66,6 +73,7 @@ def make_core(
         Scheduler(config, KVConnectorScheduler(16), hash_key=b"k" * 16),
         make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
         connector or FakeConnectorWorker(),
+        make_grammars(),
         (EOS,),
         clock or SystemClock(),
     )

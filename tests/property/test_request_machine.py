@@ -39,7 +39,8 @@ TestRequest.settings = settings(max_examples=50, stateful_step_count=20, deadlin
 
 
 def test_every_status_can_be_reached_and_every_unfinished_one_can_end() -> None:
-    reached, frontier = {RequestStatus.WAITING}, [RequestStatus.WAITING]
+    frontier = [make_request().status, RequestStatus.WAITING_FOR_FSM]
+    reached = {*frontier}
     while frontier:
         for status in LEGAL_MOVES.get(frontier.pop(), set()) - reached:
             reached.add(status)

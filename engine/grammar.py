@@ -1,0 +1,177 @@
+"""Structured output: grammars are compiled on a thread of their own, then each guides one request token by token.
+
+Knows llguidance, and nobody else does; knows no scheduler and no logits.
+"""
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from baton.sampling import GrammarKind, StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPLAINT_CHARACTERS = 300
+MAX_GRAMMARS = 64
+"""Compiled grammars that are kept for requests to come: clients tend to repeat theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarNews:
+    """What became of grammars since the last look; `failed` says why by request id."""
+
+    ready: tuple[str, ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+
+
+class Matcher:
+    """One request's way through its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._num_consumed = 0
+
+    def consume(self, token_id: int) -> str | None:
+        """Moves on by one sampled token; why that is not possible, or None if it was."""
+        self._num_consumed += 1
+        return None if self._matcher.consume_token(token_id) else self._error(token_id)
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size]: which tokens may come next. Once the grammar is complete, only end-of-sequence."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
+        return np.pad(allowed, (0, self._vocab_size - len(allowed)))
+
+    def rewind(self, num_tokens: int) -> None:
+        """Back to where it was after the first `num_tokens` tokens: the others are to be sampled again."""
+        if self._num_consumed > num_tokens:
+            self._matcher.rollback(self._num_consumed - num_tokens)
+            self._num_consumed = num_tokens
+
+    def _error(self, token_id: int) -> str:
+        return f"the structured output cannot go on with token {token_id}: {_in_one_line(self._matcher.get_error())}"
+
+
+class GrammarCompiler:
+    """Turns structured outputs into matchers. The engine's thread orders them, the device's thread takes them."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        on_news: Callable[[], None],
+    ) -> None:
+        """Thread and tokenizer wait for the first grammar; `on_news` is called from the compiler's thread."""
+        self._tokenizer_file = model_path / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._on_news = on_news
+        self._jobs: queue.SimpleQueue[tuple[str, StructuredOutput] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._matchers: dict[str, Matcher] = {}
+        self._compiled: dict[StructuredOutput, Any] = {}
+        self._tokenizer: Any = None
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Ends the thread after the grammar it is at."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def compile(self, request_id: str, output: StructuredOutput) -> None:
+        """Returns at once; `take_news` names the request when it is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+            self._thread.start()
+        self._jobs.put((request_id, output))
+
+    def take_news(self) -> GrammarNews:
+        """What ended since the last call."""
+        ready, failed = [], []
+        while not self._done.empty():
+            request_id, error = self._done.get()
+            if error is None:
+                ready.append(request_id)
+            else:
+                failed.append((request_id, error))
+        return GrammarNews(tuple(ready), tuple(failed))
+
+    def take_matcher(self, request_id: str) -> Matcher:
+        """The matcher of a request that was named as ready; whoever takes it keeps it."""
+        return self._matchers.pop(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended; nobody will take its matcher."""
+        self._matchers.pop(request_id, None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            request_id, output = job
+            try:
+                self._matchers[request_id] = Matcher(self._matcher_for(output), self._vocab_size)
+                self._done.put((request_id, None))
+            except ValueError as error:
+                self._done.put((request_id, f"structured_output: {error}"))
+            except Exception as error:  # the edge to a foreign library: one grammar must not end them all
+                logger.exception("compiling a grammar failed")
+                self._done.put((request_id, f"structured_output: {error}"))
+            self._on_news()
+
+    def _matcher_for(self, output: StructuredOutput) -> Any:
+        """A matcher at its start. Raises ValueError with the library's complaint about the grammar."""
+        compiled = self._compiled.pop(output, None)
+        if compiled is None:
+            compiled = llguidance.LLMatcher(self._load_tokenizer(), _to_grammar(output), log_level=0)
+            if compiled.is_error():
+                raise ValueError(_in_one_line(compiled.get_error()))
+        self._compiled[output] = compiled  # last in the dict: used most recently
+        while len(self._compiled) > MAX_GRAMMARS:
+            del self._compiled[next(iter(self._compiled))]
+        return compiled.deep_copy()
+
+    def _load_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            if not self._eos_token_ids:
+                raise ValueError("this model has no end-of-sequence token, which ends a structured output")
+            try:
+                tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
+            self._tokenizer = llguidance.LLTokenizer(
+                tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+            )
+        return self._tokenizer
+
+
+def _to_grammar(output: StructuredOutput) -> str:
+    """llguidance's own serialisation; ValueError for JSON that is none."""
+    match output.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                schema = json.loads(output.source)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"the schema is not JSON: {error}") from error
+            if not isinstance(schema, dict):
+                raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
+            return str(llguidance.LLMatcher.grammar_from_json_schema(schema))
+        case GrammarKind.REGEX:
+            return str(llguidance.LLMatcher.grammar_from_regex(output.source))
+        case GrammarKind.LARK:
+            return str(llguidance.LLMatcher.grammar_from_lark(output.source))
+
+
+def _in_one_line(message: str) -> str:
+    """The library's complaints draw pictures over several lines."""
+    return " ".join(message.split())[:MAX_COMPLAINT_CHARACTERS]
