@@ -11,7 +11,7 @@ SEEDS ?= 10000
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench simulate-scheduler gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-scheduler gpu-check format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -46,6 +46,10 @@ protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
 bench: $(INSTALLED) ## The published numbers: engine speed and hand-over cost
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
+
+coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
+	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property
+	$(PYTHON_IN_VENV) -m coverage report
 
 simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler in every mode (10,000: seven minutes)
 	$(PYTHON_IN_VENV) -m tests.property.workloads --seeds $(SEEDS)

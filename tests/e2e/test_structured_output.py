@@ -1,0 +1,61 @@
+"""Answers that must match a grammar, through the real gateway and both legs of a hand-over, from the real model."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gateway.client import GatewayError
+from tests.e2e.test_same_tokens import MODES, make_config
+from tests.factories.local_cluster import local_cluster
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "population": {"type": "integer", "maximum": 99}},
+        "required": ["city", "population"],
+        "additionalProperties": False,
+    }
+)
+DATE = r"(19|20)\d\d-\d\d-\d\d"
+
+
+def test_an_answer_matches_its_grammar_whoever_samples_its_first_token(smollm2: Path) -> None:
+    async def run() -> None:
+        async with local_cluster(make_config(), smollm2) as cluster:
+            options = {"temperature": 0.0, "max_tokens": 60}
+            by_schema = [await cluster.answer(PROMPT, mode, json_schema=SCHEMA, **options) for mode in MODES]
+            assert by_schema[0].token_ids == by_schema[1].token_ids
+            assert json.loads(by_schema[0].text)["city"] in ("Paris", "Rome")
+            dates = [
+                await cluster.answer(PROMPT, mode, regex=DATE, temperature=1.5, seed=seed, max_tokens=60)
+                for mode in MODES
+                for seed in range(4)
+            ]
+            assert all(re.fullmatch(DATE, date.text) for date in dates)
+            assert len({date.text for date in dates}) == 4, "a seed's date is the same in both modes"
+            await cluster.at_rest()
+
+    asyncio.run(run())
+
+
+def test_c13_a_grammar_that_is_none_is_the_clients_mistake_and_the_next_request_is_served(
+    smollm2: Path,
+) -> None:
+    async def run() -> None:
+        async with local_cluster(make_config(), smollm2) as cluster:
+            for mode in MODES:
+                with pytest.raises(GatewayError, match=r"structured_output: .*unclosed group"):
+                    await cluster.answer(PROMPT, mode, regex="(yes", max_tokens=5)
+                with pytest.raises(GatewayError, match=r"min_tokens: must be 0 with"):
+                    await cluster.answer(PROMPT, mode, regex="yes", min_tokens=3, max_tokens=5)
+                good = await cluster.answer(PROMPT, mode, regex="(yes|no)", max_tokens=5)
+                assert good.text in ("yes", "no")
+            await cluster.at_rest()
+
+    asyncio.run(run())
