@@ -40,6 +40,11 @@ class EngineConfig(Section):
     """Size of the KV pool; `scheduler.num_blocks`, where set, wins."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for preempted requests' KV, taken only if `scheduler.preemption` can use it."""
+    trace_dir: str | None = Field(None, min_length=1)
+    """A folder for one file per worker and start, WORKER-INCARNATION.jsonl, with every step of its scheduler; `baton
+    trace` draws them. None: nothing is written."""
+    trace_max_mib: int = Field(64, ge=1)
+    """A worker's trace ends when its file is this large; the worker goes on."""
 
 
 class SchedulerConfig(Section):

@@ -5,6 +5,7 @@
   x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
   x ClusterError            Ray, or the fleet on it, cannot be had as asked for
   x WireError               bytes from a peer that are not a message of ours
+  x TraceError              a file that is not a worker's step trace; names the line
   x RequestError            what one request can cause; never harms another request
     + InvalidRequest        the client's mistake; names the field
     + Overloaded            no room now; says when to come back
@@ -31,6 +32,10 @@ class ClusterError(BatonError):
 
 class WireError(BatonError):
     """A peer's bytes could not be decoded: unknown kind, missing field, wrong type or too large."""
+
+
+class TraceError(BatonError):
+    """A file cannot be read as the trace of a worker's steps, or holds nothing of what was asked for."""
 
 
 class RequestError(BatonError):

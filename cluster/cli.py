@@ -1,7 +1,7 @@
 """The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
 
-Exit codes: 0 done, 1 the server (or the cluster) said no, 2 usage. Subcommands are imported only when asked for, so
-`baton --help`, `generate` and `status` never wait for Ray or torch.
+Exit codes: 0 done, 1 the server (or the cluster, or what a file holds) said no, 2 usage. Subcommands are imported only
+when asked for, so `baton --help`, `generate`, `status` and `trace` never wait for Ray or torch.
 """
 
 import argparse
@@ -84,11 +84,46 @@ def build_parser() -> argparse.ArgumentParser:
         "demo", help="start a small cluster, ask it one question, show where the time went"
     )
     demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
+
+    trace = commands.add_parser("trace", help="draw the steps that workers wrote with --trace-dir")
+    _add_trace_flags(trace)
     return parser
+
+
+def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
+    """Workers need not run in the folder that this command runs in."""
+    if config.engine.trace_dir is None:
+        return config
+    trace_dir = str(here / config.engine.trace_dir)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="default %(default)s")
+
+
+def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="one worker's steps each; panels share one axis of time",
+    )
+    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="draw them there too")
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        help="of the first file, both ends included; others: what they did meanwhile",
+    )
+    parser.add_argument("--requests", metavar="ID,...", help="only requests whose ids begin so")
+    parser.add_argument(
+        "--max-columns",
+        type=int,
+        default=200,
+        metavar="N",
+        help="leave out what comes after; default %(default)s",
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -97,6 +132,7 @@ def _serve(options: argparse.Namespace) -> int:
         config = BatonConfig.from_yaml(options.config, overrides)
     else:
         config = BatonConfig.from_mapping(overrides, "baton serve")
+    config = with_absolute_paths(config, Path.cwd())
     _prepare_ray(config)
     from cluster import serve
 
@@ -131,13 +167,22 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.run(config, options.prompt)
 
 
+def _trace(options: argparse.Namespace) -> int:
+    from cluster import trace
+
+    try:
+        return trace.run(options)
+    except OSError as error:  # a file that is not there, or a place where none can be written
+        return _fail(options, error, USAGE)
+
+
 def _prepare_ray(config: BatonConfig) -> None:
     from cluster.ray_session import prepare_environment
 
     prepare_environment(config.cluster, os.environ, Path.home())
 
 
-_COMMANDS = {"serve": _serve, "generate": _generate, "status": _status, "demo": _demo}
+_COMMANDS = {"serve": _serve, "generate": _generate, "status": _status, "demo": _demo, "trace": _trace}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--device": ("engine", "device"),
     "--num-threads": ("engine", "num_threads"),
     "--kv-cache-memory-mib": ("engine", "kv_cache_memory_mib"),
+    "--trace-dir": ("engine", "trace_dir"),
     "--max-num-seqs": ("scheduler", "max_num_seqs"),
     "--max-num-batched-tokens": ("scheduler", "max_num_batched_tokens"),
     "--max-model-len": ("scheduler", "max_model_len"),

@@ -21,6 +21,7 @@ from baton.worker import KVBlockCounts, RequestCounts
 from engine.grammar import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.stages import StageTimer
+from engine.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
 from scheduler import Request, RequestStatus, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class EngineCore:
         grammars: GrammarCompiler,
         eos_token_ids: tuple[int, ...],
         clock: Clock,
+        trace: StepTraceWriter | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
@@ -78,6 +80,7 @@ class EngineCore:
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
         self._clock = clock
+        self._trace = trace
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
@@ -90,6 +93,8 @@ class EngineCore:
         self._take_news(outputs)
         plan = self._scheduler.schedule()
         self._stages.planned(plan)
+        if self._trace is not None:
+            self._trace.planned(plan, self._standing())
         self._submit(plan)
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
         is_computing = False
@@ -124,7 +129,7 @@ class EngineCore:
         """Ends requests in whatever state they are; unknown and finished ones are ignored."""
         self.may_progress = True  # the runner and the connector have to hear of it
         outputs: ClientOutputs = defaultdict(list)
-        self._stamp(self._scheduler.finish_requests(request_ids, status, error), outputs)
+        self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
         return outputs
 
     def request_counts(self) -> RequestCounts:
@@ -140,12 +145,14 @@ class EngineCore:
         """Ends after the step under way, whose output nobody hears of any more."""
         self._pipeline.close()
         self._grammars.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def _take_news(self, outputs: ClientOutputs) -> None:
         """What happened outside since the last step: transfers that ended, grammars that were compiled."""
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
-        self._stamp(self._scheduler.update_connector_output(news), outputs)
+        self._end_between_steps(self._scheduler.update_connector_output(news), outputs)
         grammars = self._grammars.take_news()
         for request_id in grammars.ready:
             if not self._scheduler.grammar_ready(request_id):
@@ -154,7 +161,7 @@ class EngineCore:
             ended = self._scheduler.finish_requests(
                 [request_id], RequestStatus.FINISHED_ERROR, reason, ErrorKind.INVALID_REQUEST
             )
-            self._stamp(ended, outputs)
+            self._end_between_steps(ended, outputs)
 
     def _submit(self, plan: SchedulerOutput) -> None:
         self._connector.send_orders(plan.kv_connector_metadata)
@@ -176,7 +183,8 @@ class EngineCore:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        return self._scheduler.update_from_output(step.plan, result.output)
+        news = self._scheduler.update_from_output(step.plan, result.output)
+        return self._traced(step.plan, result.output, news)
 
     def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
@@ -187,14 +195,38 @@ class EngineCore:
         outputs = self._scheduler.finish_requests(
             self._scheduler.request_ids, RequestStatus.FINISHED_ERROR, "the device failed to compute a step"
         )
-        self._scheduler.update_from_output(plan, ModelRunnerOutput({}))
+        nothing = ModelRunnerOutput({})
+        self._scheduler.update_from_output(plan, nothing)
+        self._traced(plan, nothing, outputs)
         while self._under_way:  # it was planned on top of the failed one: whatever it gives is of no use
             self._pipeline.take()
             step = self._under_way.popleft()
             self._connector.start_load_kv(step.plan.kv_connector_metadata)
-            self._scheduler.update_from_output(step.plan, ModelRunnerOutput({}))
+            self._traced(step.plan, nothing, self._scheduler.update_from_output(step.plan, nothing))
         self._scheduler.reset_prefix_cache(force=True)
         return outputs
+
+    def _traced(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, news: dict[str, EngineCoreOutputs]
+    ) -> dict[str, EngineCoreOutputs]:
+        if self._trace is not None:
+            self._trace.done(plan.step, output.sampled_token_ids, news)
+        return news
+
+    def _end_between_steps(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+        if self._trace is not None:
+            self._trace.ended(news)
+        self._stamp(news, outputs)
+
+    def _standing(self) -> Standing:
+        """How things stand now that a step is planned, for people to read."""
+        counts = self._scheduler.request_counts()
+        return Standing(
+            loading=self._scheduler.loading_ids,
+            waiting=self._scheduler.waiting_ids(MAX_WAITING_IDS),
+            num_waiting=counts.waiting,
+            num_free_blocks=self._scheduler.kv_block_counts().free,
+        )
 
     def _stamp(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
         """Adds what has just happened to `outputs`, with the stages of every request that ended."""

@@ -8,6 +8,7 @@ transfer thread        KV blocks in and out, leases               kv_transfer/
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from engine.pipeline import make_pipeline
 from engine.request_plane import RequestServer
 from engine.role import Role
 from engine.runner import ModelRunner
+from engine.step_trace import TraceHeader
+from engine.step_trace_writer import StepTraceWriter, open_step_trace
 from kv_transfer import KVConnectorScheduler, KVConnectorWorker
 from scheduler import Scheduler
 
@@ -74,6 +77,7 @@ class EngineHost:
             grammars,
             model.eos_token_ids,
             self._clock,
+            self._open_trace(scheduler_config),
         )
         self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
         self._loop = EngineLoop(core, self._role, self._server.send, self._clock)
@@ -83,6 +87,23 @@ class EngineHost:
         return WorkerEndpoint(
             self._ref, self._role.kind, self._server.address, socket.gethostname(), os.getpid()
         )
+
+    def _open_trace(self, config: SchedulerConfig) -> StepTraceWriter | None:
+        """The file that this life of the worker writes its steps to, if it is to write any."""
+        engine = self._config.engine
+        if engine.trace_dir is None:
+            return None
+        assert config.num_blocks is not None
+        header = TraceHeader(
+            worker=self._name,
+            incarnation=self._incarnation,
+            role=self._role.kind,
+            began_unix_s=time.time(),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_blocks=config.num_blocks - 1,
+            block_size=config.block_size,
+        )
+        return open_step_trace(engine.trace_dir, header, self._clock, engine.trace_max_mib * 2**20)
 
     def status(self) -> WorkerStatus:
         """How the engine stood after its last step; from any thread, at any time after `start`."""

@@ -93,7 +93,8 @@ class Admission:
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
         """Ids of some that wait, for people to read."""
-        return (self._waiting.first_ids(limit) + self._to_load.first_ids(limit))[:limit]
+        received = self._remote.received_ids(limit)
+        return (received + self._waiting.first_ids(limit) + self._to_load.first_ids(limit))[:limit]
 
     def admit_received(self, step: StepPlan) -> list[Request]:
         """Requests whose prompt arrived from elsewhere take a slot as soon as one is free: they have their blocks."""

@@ -47,6 +47,10 @@ class RemotePrompts:
     def num_received(self) -> int:
         return len(self._received)
 
+    def received_ids(self, limit: int) -> tuple[str, ...]:
+        """Up to `limit` requests whose prompt arrived and that wait for a slot."""
+        return self._received.first_ids(limit)
+
     def announce(self, request: Request) -> None:
         """A request was queued; its other end should know."""
         if self._connector is not None and request.kv_transfer is not None:

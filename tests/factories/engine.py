@@ -16,6 +16,7 @@ from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
 from engine.role import Role
+from engine.step_trace_writer import StepTraceWriter
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
@@ -66,6 +67,7 @@ def make_core(
     runner: Runner | None = None,
     connector: FakeConnectorWorker | None = None,
     clock: Clock | None = None,
+    trace: StepTraceWriter | None = None,
     **overrides: Any,
 ) -> EngineCore:
     config = make_config(**overrides)
@@ -76,6 +78,7 @@ def make_core(
         make_grammars(),
         (EOS,),
         clock or SystemClock(),
+        trace,
     )
 
 

@@ -21,6 +21,8 @@ from baton.errors import ConfigError
         ({"scheduler": {"max_seqs": 3}}, "scheduler.max_seqs: unknown key"),
         ({"shceduler": {}}, "shceduler: unknown key"),
         ({"cluster": {"prefill": "two"}}, "cluster.prefill: got 'two'"),
+        ({"engine": {"trace_dir": ""}}, "engine.trace_dir: got ''"),
+        ({"engine": {"trace_max_mib": 0}}, "engine.trace_max_mib: got 0"),
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
         ({"kv_transfer": None}, "kv_transfer: got None"),
         (

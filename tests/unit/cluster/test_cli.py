@@ -84,7 +84,8 @@ def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> No
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "generate --target 127.0.0.1:9 hi", "status --target 127.0.0.1:9"]
+    "command",
+    ["--help", "generate --target 127.0.0.1:9 hi", "status --target 127.0.0.1:9", "trace no-such-file"],
 )
 def test_clients_start_without_ray_torch_and_transformers(command: str) -> None:
     program = (

@@ -18,7 +18,12 @@ def parse(*arguments: str) -> argparse.Namespace:
 def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
     section, key = place
     field = field_of(section, key)
-    samples = {"path": "some/folder", "ray_address": "head:6379", "host": "0.0.0.0"}
+    samples = {
+        "path": "some/folder",
+        "ray_address": "head:6379",
+        "host": "0.0.0.0",
+        "trace_dir": "some/folder",
+    }
     choices = [c for c in ("float32", "dummy", "cuda", "local") if c in str(field.annotation)]
     text = samples.get(key) or (choices[0] if choices else "7")
     overrides = overrides_from(parse(flag, text))

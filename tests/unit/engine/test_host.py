@@ -8,6 +8,7 @@ from baton.config import BatonConfig
 from baton.errors import ConfigError
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
+from engine.step_trace import TraceEnd, read_trace
 from tests.factories.models import make_model_dir
 
 
@@ -23,6 +24,11 @@ from tests.factories.models import make_model_dir
             {"scheduler": {"block_size": 1024}, "engine": {"kv_cache_memory_mib": 1}},
             "does not hold two blocks",
         ),
+        (
+            {"scheduler": {"preemption": "swap", "block_size": 8192}, "engine": {"swap_space_mib": 1}},
+            "engine.swap_space_mib: got 1, which does not hold one block",
+        ),
+        ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
     ],
 )
 def test_a_configuration_that_this_model_or_machine_cannot_serve(
@@ -47,3 +53,18 @@ def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
     assert host.status().state.value == "draining"
     host.stop()
     assert host.status().state.value == "stopped"
+
+
+def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32", "load_format": "dummy"},
+            "engine": {"num_threads": 1, "trace_dir": str(tmp_path / "traces")},
+            "scheduler": {"num_blocks": 20},
+        }
+    )
+    host = EngineHost(config, make_model_dir(tmp_path / "model"), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    host.stop()
+    trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")
+    assert (trace.header.worker, trace.header.num_blocks, trace.end) == ("d0", 19, TraceEnd.CLOSED)

@@ -3,15 +3,20 @@
 import queue
 import threading
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.clock import SystemClock
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
+from baton.worker import WorkerRole
 from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.pipeline import InlinePipeline, Pipeline, ThreadedPipeline
+from engine.step_trace import TraceHeader, read_trace
+from engine.step_trace_writer import open_step_trace
 from scheduler import RequestStatus
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import PEER, FakeRunner
@@ -171,3 +176,43 @@ def test_a_device_that_fails_step_after_step_ends_the_engine(async_scheduling: b
             core.add_request(make_engine_request(f"r{number}"), "gateway")
             run_until_idle(core)
     core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_every_step_is_traced_also_those_that_fail_with_another(
+    tmp_path: Path, async_scheduling: bool
+) -> None:
+    def fail_on_third(plan: SchedulerOutput) -> None:
+        if plan.step == 3:
+            raise ValueError("the device is on fire")
+
+    header = TraceHeader(
+        worker="d0",
+        incarnation="life",
+        role=WorkerRole.DECODE,
+        began_unix_s=0.0,
+        max_num_batched_tokens=1024,
+        num_blocks=100,
+        block_size=16,
+    )
+    trace = open_step_trace(str(tmp_path), header, SystemClock(), 2**20)
+    core = make_core(StepHook(fail_on_third), trace=trace, async_scheduling=async_scheduling)
+    core.add_request(make_engine_request("failed", max_tokens=9), "gateway")
+    run_until_idle(core)
+    core.add_request(make_engine_request("done", max_tokens=2), "gateway")
+    core.add_request(make_engine_request("aborted", max_tokens=9), "gateway")
+    step(core)
+    core.finish_requests(["aborted"], RequestStatus.FINISHED_ABORTED)
+    run_until_idle(core)
+    core.close()
+    steps = read_trace(tmp_path / "d0-life.jsonl").steps
+    ends = {request_id: reason for traced in steps for request_id, reason in traced.ended.items()}
+    assert ends == {
+        "failed": FinishReason.ERROR,
+        "done": FinishReason.LENGTH,
+        "aborted": FinishReason.ABORT,
+    }
+    assert [traced.step for traced in steps] == sorted({traced.step for traced in steps})
+    assert all(traced.done_s is not None for traced in steps)
+    num_sampled = sum(share.num_sampled for traced in steps for share in traced.scheduled.values())
+    assert num_sampled >= 4
