@@ -1,0 +1,129 @@
+"""Draws the pictures of docs/scheduler.md: real workers, real requests, and what their schedulers wrote down.
+
+    python examples/draw_scheduler.py [--model smollm2] [--out docs/images]
+
+Each picture is a small cluster of child processes that is started, asked a few things at chosen moments, and stopped;
+`baton trace FILE --svg OUT.svg` does the drawing. Times differ from run to run, decisions hardly.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from baton.config import BatonConfig
+from cluster.child_processes import child_processes
+from cluster.cli import main as baton
+from engine.pretrained import default_cache_dir, resolve
+from gateway import GatewayClient
+
+WORD = "one "
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens."""
+
+    num_words: int
+    max_tokens: int
+    mode: Literal["disaggregated", "local"] = "local"
+    after: int | None = None
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What is asked of which scheduler, and whose trace is drawn, the decode worker's last."""
+
+    name: str
+    scheduler: dict[str, Any]
+    questions: tuple[Question, ...]
+    workers: tuple[str, ...] = ("d0",)
+
+
+PICTURES = (
+    Picture(
+        "chunked-prefill",
+        {"max_num_batched_tokens": 64},
+        (
+            Question(20, 14),
+            Question(30, 14),
+            Question(150, 4, after=0, num_tokens=2),
+            Question(40, 5, after=2),
+        ),
+    ),
+    Picture(
+        "preemption",
+        {"max_num_batched_tokens": 128, "num_blocks": 13, "enable_prefix_caching": False},
+        (Question(58, 30), Question(60, 22), Question(40, 24)),
+    ),
+    Picture(
+        "remote-kv",
+        {"max_num_batched_tokens": 128},
+        (
+            Question(25, 16),
+            Question(300, 6, "disaggregated", after=0, num_tokens=2),
+            Question(40, 8, "disaggregated", after=0, num_tokens=4),
+        ),
+        ("p0", "d0"),
+    ),
+)
+
+
+async def ask_all(target: str, questions: tuple[Question, ...]) -> None:
+    """Every question in its own time, to the end of its answer."""
+    progress = [asyncio.Condition() for _ in questions]
+    num_answered = [0] * len(questions)
+
+    async def ask(number: int, question: Question) -> None:
+        if (after := question.after) is not None:
+            async with progress[after]:
+                await progress[after].wait_for(lambda: num_answered[after] >= question.num_tokens)
+        prompt = f"{number} " + WORD * (question.num_words - 2)
+        sampling = {"max_tokens": question.max_tokens, "temperature": 0.0, "ignore_eos": True}
+        async for event in client.generate(text=prompt, sampling=sampling, mode=question.mode):
+            num_answered[number] += len(event.token_ids)
+            async with progress[number]:
+                progress[number].notify_all()
+
+    async with GatewayClient(target) as client, asyncio.TaskGroup() as group:
+        for number, question in enumerate(questions):
+            group.create_task(ask(number, question))
+
+
+async def play(picture: Picture, model: Path, trace_dir: str) -> None:
+    """A picture's scene, from the workers' start to their stop."""
+    config = BatonConfig.from_mapping(
+        {
+            "engine": {"trace_dir": trace_dir},
+            "scheduler": picture.scheduler,
+            "gateway": {"grpc_port": 0},
+        }
+    )
+    async with child_processes(config, model) as cluster:
+        await ask_all(cluster.target, picture.questions)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a model folder, or a name that Baton knows")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    options = parser.parse_args()
+    model = resolve(options.model, default_cache_dir(os.environ))
+    options.out.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        with tempfile.TemporaryDirectory() as trace_dir:
+            asyncio.run(play(picture, model, trace_dir))
+            traces = [str(next(Path(trace_dir).glob(f"{worker}-*.jsonl"))) for worker in picture.workers]
+            code = baton(["trace", *traces, "--svg", str(options.out / f"{picture.name}.svg")])
+        if code != 0:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
