@@ -144,7 +144,12 @@ def worker_to_message(client: WorkerClient) -> cluster_pb.Worker:
         message.state = "dead" if client.is_silent else status.state.value
         message.kv_blocks.CopyFrom(
             cluster_pb.KVBlocks(
-                total=blocks.total, free=blocks.free, quarantined=blocks.quarantined, leased=blocks.leased
+                total=blocks.total,
+                free=blocks.free,
+                quarantined=blocks.quarantined,
+                leased=blocks.leased,
+                host_total=blocks.host_total,
+                host_used=blocks.host_used,
             )
         )
         message.requests.CopyFrom(

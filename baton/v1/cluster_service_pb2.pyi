@@ -149,10 +149,15 @@ class KVBlocks(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
+    HOST_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_USED_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     free: _builtins.int
     quarantined: _builtins.int
     leased: _builtins.int
+    host_total: _builtins.int
+    """Blocks of host memory, and how many of them hold the KV of preempted requests."""
+    host_used: _builtins.int
     def __init__(
         self,
         *,
@@ -160,10 +165,12 @@ class KVBlocks(_message.Message):
         free: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         leased: _builtins.int = ...,
+        host_total: _builtins.int = ...,
+        host_used: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "leased", b"leased", "quarantined", b"quarantined", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "host_total", b"host_total", "host_used", b"host_used", "leased", b"leased", "quarantined", b"quarantined", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
