@@ -5,9 +5,10 @@
     python -m benchmarks.async_scheduling --device-ms 8
 
 With a model, on CPU, the device is the same cores that plan, so there is little to gain. `--device-ms` puts a stand-in
-there that computes any step in so many milliseconds and leaves the CPU alone, as a GPU does: what the overlap hides then
-is all that happens between two steps. Everything a worker does between two steps is in: commands, scheduler, connector, output messages, status snapshot.
-The two sides alternate, so that a busy machine slows both, and medians are reported; compare ratios, not runs.
+there that computes any step in so many milliseconds and leaves the CPU alone, as a GPU does: what the overlap hides
+then is all that happens between two steps. That is commands, scheduler, connector, output messages, status snapshot,
+here as in a worker. The two sides alternate, so that a busy machine slows both, and medians are reported; compare
+ratios, not runs.
 """
 
 import argparse
@@ -95,6 +96,9 @@ class Engine:
     ) -> None:
         """`runner` computes in a pool of `num_blocks` blocks of `pool_shape`; here only its bytes' number matters."""
         clock = SystemClock()
+        self._times: list[float] = []
+        self._done = threading.Event()
+        self._num_batch = self._num_missing = 0
         self._connector = KVConnectorWorker(
             KVTransferConfig(),
             "127.0.0.1",
@@ -127,7 +131,8 @@ class Engine:
     def decode_step_s(self, prompts: list[list[int]], num_tokens: int) -> float:
         """Seconds a step, from the first step with everybody in it to the last."""
         self._num_missing = len(prompts) * num_tokens
-        self._num_batch, self._times, self._done = len(prompts), list[float](), threading.Event()
+        self._num_batch, self._times = len(prompts), []
+        self._done.clear()
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts):
             self._loop.submit(
@@ -147,6 +152,7 @@ class Engine:
         self._connector.shutdown()
 
     def _take(self, client_id: str, outputs: list[RequestOutput]) -> None:
+        assert client_id == "benchmark"
         TO_GATEWAY.encode(Outputs(tuple(outputs)))
         if len(outputs) == self._num_batch:
             self._times.append(time.perf_counter())
