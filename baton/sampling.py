@@ -45,7 +45,8 @@ class SamplingParams:
     """One request's sampling settings, validated on construction.
 
     Defaults are the field's (OpenAI, vLLM): plain sampling at temperature 1. Logits pass through, in
-    this order: `logit_bias`, penalties, the masks of `min_tokens` and of a structured output, `temperature`, `top_k`, `top_p`, `min_p`.
+    this order: `logit_bias`, penalties, the masks of `min_tokens` and of a structured output, `temperature`,
+    `top_k`, `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
