@@ -10,6 +10,9 @@ from typing import Protocol
 from baton.config import SchedulerConfig
 from scheduler.request import QueueKey, Request
 
+MAX_FUTILE_PREEMPTIONS = 32
+"""Times that a request may lose its blocks without having sampled a token in between, before it is spared."""
+
 
 class Order(Protocol):
     """Lower keys are served first; no two requests share one."""
@@ -62,7 +65,18 @@ class Priority:
         return self.key_of_new(request)
 
     def victim_index(self, running: Sequence[Request]) -> int:
-        return max(range(len(running)), key=lambda index: self._rank(running[index]))
+        """Of equals the one that runs longest, as in V1; unless equals preempt each other in turn and none gets on.
+
+        Those who lost their blocks again and again without a token in between are spared; where all of the equals were,
+        the last by id gives way, so that the first at least gets on.
+        """
+        ranks = [self._rank(request) for request in running]
+        worst = max(ranks)
+        equals = [index for index, rank in enumerate(ranks) if rank == worst]
+        for index in equals:
+            if running[index].num_futile_preemptions < MAX_FUTILE_PREEMPTIONS:
+                return index
+        return max(equals, key=lambda index: running[index].request_id)
 
     def _rank(self, request: Request) -> tuple[float, float]:
         if not self._ageing_s:

@@ -76,7 +76,7 @@ class Preemption:
     def _put_back(self, victim: Request) -> None:
         self._kv.free(victim)
         victim.move_to(RequestStatus.PREEMPTED)
-        victim.num_preemptions += 1
+        victim.count_preemption()
         self._counters["preemptions"] += 1
         victim.queue_key = self._order.key_of_returning(victim)
         self._waiting.push(victim)

@@ -84,9 +84,11 @@ class Request:
         "next_hash_at",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_futile_preemptions",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens_at_preemption",
         "priority",
         "prompt_token_ids",
         "queue_key",
@@ -135,6 +137,9 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0
+        self.num_futile_preemptions = 0
+        """In a row, with no token sampled between one and the next."""
+        self.num_tokens_at_preemption = 0
         self.may_load = self.is_consumer
         """Its prompt is to come from another worker, and no load was started: there is never a second one."""
         self.block_hashes: list[bytes] = []
@@ -184,6 +189,12 @@ class Request:
     def is_consumer(self) -> bool:
         """Its prompt's KV comes from another worker."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
+
+    def count_preemption(self) -> None:
+        is_futile = self.num_tokens == self.num_tokens_at_preemption
+        self.num_futile_preemptions = self.num_futile_preemptions + 1 if is_futile else 0
+        self.num_tokens_at_preemption = self.num_tokens
+        self.num_preemptions += 1
 
     def move_to(self, status: RequestStatus) -> None:
         """The only way a status changes; an illegal move is a bug of ours."""

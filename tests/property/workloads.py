@@ -48,6 +48,7 @@ def make_workload(seed: int) -> Workload:
     """A small pool (the longest request needs ten blocks), an odd budget, shared prefixes, and every switch."""
     rng = random.Random(seed)
     stems = [[rng.randrange(1_000) for _ in range(rng.randrange(64))] for _ in range(3)]
+    num_at_once = rng.choice([1, 1, 20])
     requests: tuple[Options, ...] = tuple(
         {
             "request_id": f"r{i}",
@@ -56,7 +57,7 @@ def make_workload(seed: int) -> Workload:
             "min_tokens": rng.choice([0, 0, 1]),
             "ignore_eos": rng.random() < 0.3,
             "priority": rng.randrange(3),
-            "arrival_time": float(i),
+            "arrival_time": float(i // num_at_once),
             "cache_salt": rng.choice([None, None, "salt"]),
         }
         for i in range(rng.randrange(1, 20))

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from scheduler.order import FCFS, Priority
+from scheduler.order import FCFS, MAX_FUTILE_PREEMPTIONS, Priority
 from tests.factories.driving import Driver
 from tests.factories.scheduling import make_config, make_request, make_scheduler
 
@@ -56,6 +56,26 @@ def test_the_victim_is_the_youngest_or_the_worst() -> None:
     assert Priority(ageing_s=0.5).victim_index(running) == 3, (
         "the others have waited ten steps of priority longer"
     )
+
+
+def test_equals_do_not_preempt_each_other_in_turn_for_ever() -> None:
+    settings = {"policy": "priority", "num_blocks": 12, "max_num_batched_tokens": 7}
+    driver = Driver(make_scheduler(**settings, enable_prefix_caching=False))
+    driver.add(*(make_request(90, max_tokens=20) for _ in range(6)))
+    driver.run_to_end(max_steps=5_000)
+
+
+def test_among_equals_those_who_never_get_on_are_spared() -> None:
+    first, second = make_request(request_id="a"), make_request(request_id="b")
+    order = Priority()
+    for victim in (first, second):
+        assert order.victim_index([first, second]) == (0 if victim is first else 1)
+        for _ in range(MAX_FUTILE_PREEMPTIONS + 1):
+            victim.count_preemption()
+    assert order.victim_index([first, second]) == 1, "the last by id, so that the other gets on"
+    second.all_token_ids.append(7)
+    second.count_preemption()
+    assert order.victim_index([first, second]) == 1, "it got on, so it can give way again"
 
 
 def test_ageing_without_priorities_would_do_nothing_and_is_refused() -> None:
