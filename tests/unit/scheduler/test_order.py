@@ -59,10 +59,11 @@ def test_the_victim_is_the_youngest_or_the_worst() -> None:
 
 
 def test_equals_do_not_preempt_each_other_in_turn_for_ever() -> None:
-    settings = {"policy": "priority", "num_blocks": 12, "max_num_batched_tokens": 7}
+    settings = {"policy": "priority", "num_blocks": 7, "long_prefill_token_threshold": 16}
     driver = Driver(make_scheduler(**settings, enable_prefix_caching=False))
-    driver.add(*(make_request(90, max_tokens=20) for _ in range(6)))
-    driver.run_to_end(max_steps=5_000)
+    driver.add(*(make_request(47, max_tokens=40) for _ in range(2)))
+    driver.run_to_end(max_steps=1_000)
+    assert driver.scheduler.counters()["preemptions"] > MAX_FUTILE_PREEMPTIONS
 
 
 def test_among_equals_those_who_never_get_on_are_spared() -> None:
