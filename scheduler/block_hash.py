@@ -13,7 +13,8 @@ from hashlib import blake2b
 from scheduler.request import Request
 
 DIGEST_BYTES = 32
-MAX_TOKEN_ID = 2**32 - 1
+BYTES_PER_TOKEN = array("I").itemsize
+MAX_TOKEN_ID = 2 ** (8 * BYTES_PER_TOKEN) - 1
 
 
 class BlockHasher:
@@ -29,10 +30,12 @@ class BlockHasher:
     def extend(self, request: Request) -> None:
         """Hashes the blocks that became full since the last call; costs nothing when none did."""
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self._block_size
-        while (start := len(hashes) * size) + size <= len(tokens):
-            parent = hashes[-1] if hashes else _root(request.cache_salt)
-            content = parent + array("I", tokens[start : start + size]).tobytes()
-            hashes.append(blake2b(content, digest_size=DIGEST_BYTES, key=self._key).digest())
+        content = array("I", tokens[len(hashes) * size : len(tokens) // size * size]).tobytes()
+        parent = hashes[-1] if hashes else _root(request.cache_salt)
+        for start in range(0, len(content), BYTES_PER_TOKEN * size):
+            block = parent + content[start : start + BYTES_PER_TOKEN * size]
+            parent = blake2b(block, digest_size=DIGEST_BYTES, key=self._key).digest()
+            hashes.append(parent)
         request.next_hash_at = (len(hashes) + 1) * size
 
 

@@ -1,0 +1,84 @@
+"""Baton's scheduler as a `Side`, through nothing but its package's door.
+
+    python -m benchmarks.baton_side
+
+runs timed rounds when told to on standard input; see `benchmarks/scheduler_rounds.py`.
+"""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from benchmarks.scheduler_play import Decisions, Ended, Share
+from benchmarks.scheduler_rounds import run_round, serve
+from benchmarks.scheduler_workloads import EOS, RequestSpec, Settings
+from scheduler import ModelRunnerOutput, Request, RequestStatus, SamplingParams, Scheduler, SchedulerConfig
+
+
+class BatonSide:
+    """One scheduler; with `is_async` it may be one step ahead of the model."""
+
+    def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
+        config = SchedulerConfig(**asdict(settings), async_scheduling=is_async)
+        self._scheduler = Scheduler(config)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._scheduler.request_ids)
+
+    def add(self, spec: RequestSpec, prompt_token_ids: list[int]) -> None:
+        params = SamplingParams(
+            max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
+            stop_token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+        )
+        self._scheduler.add_request(
+            Request(
+                spec.request_id,
+                prompt_token_ids,
+                params,
+                arrival_time=spec.arrival_time,
+                priority=spec.priority,
+                eos_token_ids=(EOS,),
+                cache_salt=spec.cache_salt,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Any:
+        return self._scheduler.schedule()
+
+    def decisions(self, plan: Any) -> Decisions:
+        cached = plan.scheduled_cached_reqs
+        computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        blocks = dict(zip(cached.request_ids, cached.new_block_ids, strict=True))
+        computed |= {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+        blocks |= {new.request_id: new.block_ids for new in plan.scheduled_new_reqs}
+        admitted = {new.request_id for new in plan.scheduled_new_reqs} | cached.resumed_request_ids
+        shares = tuple(
+            Share(request_id, num_tokens, computed[request_id], request_id in admitted, blocks[request_id])
+            for request_id, num_tokens in plan.num_scheduled_tokens.items()
+        )
+        return Decisions(shares, plan.preempted_req_ids)
+
+    def request_ids(self, plan: Any) -> list[str]:
+        return list(plan.num_scheduled_tokens)
+
+    def runner_output(self, _plan: Any, sampled: dict[str, int]) -> Any:
+        return ModelRunnerOutput({request_id: [token_id] for request_id, token_id in sampled.items()})
+
+    def update(self, plan: Any, runner_output: Any) -> Any:
+        return self._scheduler.update_from_output(plan, runner_output)
+
+    def ended(self, report: Any) -> tuple[Ended, ...]:
+        outputs = [output for news in report.values() for output in news.outputs]
+        return tuple(
+            Ended(output.request_id, output.finish_reason.value) for output in outputs if output.finish_reason
+        )
+
+
+if __name__ == "__main__":
+    serve(partial(run_round, BatonSide))

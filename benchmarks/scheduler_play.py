@@ -1,0 +1,148 @@
+"""The one way to play a workload on a scheduler; knows none, and needs only Python itself.
+
+Whoever implements `Side` can be played. So two schedulers that are compared meet the same arrivals, the same aborts and
+the same model: a token is a pure function of its request and position.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from benchmarks.scheduler_workloads import RequestSpec, Workload, token_at
+
+MAX_STEPS = 3_000
+"""A workload that is not done by then never will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one request gets of a step; it had `num_computed_tokens` before."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    is_admitted: bool
+    """It did not run before, so whatever is computed came from the prefix cache."""
+    new_block_ids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        cached = f"@{self.num_computed_tokens}" if self.is_admitted else ""
+        return f"{self.request_id}:{self.num_tokens}{cached}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Who ended with a step's tokens, and why."""
+
+    request_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.request_id}={self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """One step of a scheduler: who runs, in order; who was preempted; who ended, in order."""
+
+    shares: tuple[Share, ...]
+    preempted: frozenset[str]
+    ended: tuple[Ended, ...] = ()
+
+    def __str__(self) -> str:
+        """`r0:1 r3:16@32 -r5 r0=stop`: r0 runs 1 token, r3 is admitted with 32 of its tokens cached, and so on."""
+        preempted = [f"-{request_id}" for request_id in sorted(self.preempted)]
+        return " ".join([*map(str, self.shares), *preempted, *map(str, self.ended)])
+
+    @property
+    def blocks(self) -> str:
+        """Which blocks the requests got; nobody but the prefix cache depends on it."""
+        return " ".join(
+            f"{share.request_id}:{','.join(map(str, share.new_block_ids))}" for share in self.shares
+        )
+
+
+class Side(Protocol):
+    """A scheduler that can be played. Plans, runner outputs and reports are its own affair."""
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    def add(self, spec: RequestSpec, prompt_token_ids: list[int]) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        """Nothing happens if the request has ended already."""
+        ...
+
+    def schedule(self) -> Any:
+        """The next plan."""
+        ...
+
+    def decisions(self, plan: Any) -> Decisions: ...
+
+    def request_ids(self, plan: Any) -> list[str]:
+        """Who runs."""
+        ...
+
+    def runner_output(self, plan: Any, sampled: dict[str, int]) -> Any:
+        """What a model runner would answer to the plan."""
+        ...
+
+    def update(self, plan: Any, runner_output: Any) -> Any:
+        """Takes the runner's answer in; returns a report."""
+        ...
+
+    def ended(self, report: Any) -> tuple[Ended, ...]: ...
+
+
+class Model:
+    """Samples for every request whose known tokens are all computed by a step."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}
+
+    def learn(self, spec: RequestSpec) -> list[int]:
+        """The prompt of a request that comes."""
+        token_ids = spec.prompt_token_ids
+        self._num_prompt_tokens[spec.request_id] = self._num_tokens[spec.request_id] = len(token_ids)
+        return token_ids
+
+    def run(self, decisions: Decisions) -> dict[str, int]:
+        """One token of each such request."""
+        sampled = {}
+        for share in decisions.shares:
+            request_id, num_tokens = share.request_id, self._num_tokens[share.request_id]
+            if share.num_computed_tokens + share.num_tokens == num_tokens:
+                sampled[request_id] = token_at(request_id, num_tokens - self._num_prompt_tokens[request_id])
+                self._num_tokens[request_id] += 1
+        return sampled
+
+
+def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisions]:
+    """Every step from the first arrival to the last token, `MAX_STEPS` at most.
+
+    A step is planned when all but `num_ahead` of the steps before it are computed; who ended is reported with the step
+    that was planned last.
+    """
+    arrivals = deque(workload.requests)
+    model = Model()
+    under_way: deque[tuple[Any, dict[str, int]]] = deque()
+    for number in range(MAX_STEPS):
+        while arrivals and arrivals[0].arrival_step <= number:
+            spec = arrivals.popleft()
+            side.add(spec, model.learn(spec))
+        for spec in workload.requests:
+            if spec.abort_step == number:
+                side.abort(spec.request_id)
+        plan = side.schedule()
+        decisions = side.decisions(plan)
+        under_way.append((plan, model.run(decisions)))
+        ended: tuple[Ended, ...] = ()
+        if len(under_way) > num_ahead:
+            plan, sampled = under_way.popleft()
+            ended = side.ended(side.update(plan, side.runner_output(plan, sampled)))
+        yield replace(decisions, ended=ended)
+        if not arrivals and not side.num_unfinished:
+            return

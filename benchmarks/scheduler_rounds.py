@@ -1,0 +1,130 @@
+"""The timed rounds of a scheduler, and a process that runs them when told to; knows no scheduler."""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from benchmarks.scheduler_play import Side
+from benchmarks.scheduler_workloads import RequestSpec, Settings
+
+ANSWER = "answer: "
+"""Starts the lines that are answers: libraries print others."""
+
+BLOCK_SIZE = 16
+NUM_DECODE_STEPS = 64
+CONTEXT = 128
+"""Prompt tokens of the shortest request that decodes. The others have up to 15 more, so that in every step one in 16
+needs a new block."""
+NUM_ADMITTED = 1_000
+PROMPT = 512
+"""Prompt tokens of a request that waits for admission; half of them are in the prefix cache."""
+
+
+Order = dict[str, Any]
+
+
+class MakeSide(Protocol):
+    def __call__(self, settings: Settings, *, is_async: bool = False) -> Side: ...
+
+
+def decode_us(make_side: MakeSide, num_running: int, num_blocks: int) -> list[float]:
+    """Microseconds of each step, to plan it and to take its tokens in, while everybody gets one token."""
+    side = make_side(_settings(num_running, num_blocks, num_running * 2 * CONTEXT))
+    for number in range(num_running):
+        prompt = ((f"q{number}", CONTEXT + number % BLOCK_SIZE),)
+        _add(side, RequestSpec(f"r{number}", 0, prompt, 2 * CONTEXT, ignore_eos=True))
+    for _ in range(3):
+        _step_us(side)
+    with _settled_heap():
+        return [_step_us(side) for _ in range(NUM_DECODE_STEPS)]
+
+
+def admit_us(make_side: MakeSide) -> list[float]:
+    """Microseconds a request of one step that admits all that wait."""
+    side = make_side(_settings(NUM_ADMITTED, 20_000, NUM_ADMITTED * PROMPT))
+    prefix = ("s", PROMPT // 2)
+    _add(side, RequestSpec("first", 0, (prefix, ("q", 1)), 1))
+    while side.num_unfinished:
+        _step_us(side)
+    for number in range(NUM_ADMITTED):
+        _add(side, RequestSpec(f"r{number}", 0, (prefix, (f"q{number}", PROMPT // 2)), 10, ignore_eos=True))
+    with _settled_heap():
+        return [_step_us(side, num_expected=NUM_ADMITTED) / NUM_ADMITTED]
+
+
+def arrive_us(make_side: MakeSide) -> list[float]:
+    """Microseconds to make and queue a request, the hashes of its prompt's blocks included."""
+    side = make_side(_settings(NUM_ADMITTED, 20_000, NUM_ADMITTED * PROMPT))
+    specs = [RequestSpec(f"r{number}", 0, ((f"q{number}", PROMPT),), 10) for number in range(NUM_ADMITTED)]
+    prompts = [spec.prompt_token_ids for spec in specs]
+    with _settled_heap():
+        start = time.perf_counter()
+        for spec, prompt in zip(specs, prompts, strict=True):
+            side.add(spec, prompt)
+        return [1e6 * (time.perf_counter() - start) / NUM_ADMITTED]
+
+
+ROUNDS: dict[str, Callable[[MakeSide], list[float]]] = {
+    "step, 64 running": partial(decode_us, num_running=64, num_blocks=20_000),
+    "step, 256 running": partial(decode_us, num_running=256, num_blocks=20_000),
+    "step, 1,024 running": partial(decode_us, num_running=1_024, num_blocks=20_000),
+    "step, 4,096 running": partial(decode_us, num_running=4_096, num_blocks=65_536),
+    "arrival of a request": arrive_us,
+    "admission of a request": admit_us,
+}
+
+
+def run_round(make_side: MakeSide, order: Order) -> Order:
+    """Answers {"round": NAME} with {"us": [...]}."""
+    return {"us": ROUNDS[order["round"]](make_side)}
+
+
+def serve(answer: Callable[[Order], Order]) -> None:
+    """Answers orders until standard input ends: each is a line of JSON, and so is its answer on standard output."""
+    for line in sys.stdin:
+        print(ANSWER + json.dumps(answer(json.loads(line))), flush=True)
+
+
+def _settings(max_num_seqs: int, num_blocks: int, max_num_batched_tokens: int) -> Settings:
+    return Settings(
+        policy="fcfs",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=0,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_model_len=4_096,
+    )
+
+
+def _add(side: Side, spec: RequestSpec) -> None:
+    side.add(spec, spec.prompt_token_ids)
+
+
+def _step_us(side: Side, num_expected: int = 0) -> float:
+    """One step in which everybody who runs gets a token; the runner's part is not timed."""
+    start = time.perf_counter()
+    plan = side.schedule()
+    planned = time.perf_counter()
+    request_ids = side.request_ids(plan)
+    assert len(request_ids) >= num_expected, f"only {len(request_ids)} requests run, {num_expected} should"
+    runner_output = side.runner_output(plan, dict.fromkeys(request_ids, 17))
+    computed = time.perf_counter()
+    side.update(plan, runner_output)
+    return 1e6 * (planned - start + time.perf_counter() - computed)
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """What exists by now is no garbage, and the collector need not look at it: engines do so once they have started."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,0 +1,136 @@
+"""Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads; and records what V1 decided.
+
+    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1]
+    python -m benchmarks.v1_decisions --reference PYTHON --record tests/data/v1_decisions
+
+PYTHON is an interpreter with vllm 0.13.0 (`pip install vllm==0.13.0`); it needs neither a GPU nor Baton. The first form
+compares, down to the ids of the blocks, and fails if the two sides differ for a reason other than these:
+
+    misled    V1 found blocks in its prefix cache that were never computed: it caches a block when it plans to fill it,
+              and keeps it when the request is preempted out of the step. Baton takes such blocks out of the cache.
+    endless   V1 was not done after thousands of steps: two requests of equal rank preempt each other in turn.
+
+With `--ahead 1` both sides plan a step while the one before it is computed, V1 by its AsyncScheduler. That skips a
+running request when it preempts one before it whose last token is under way; such workloads count as different.
+
+The second form writes what `tests/unit/scheduler/test_v1_decisions.py` replays, without such workloads.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.baton_side import BatonSide
+from benchmarks.scheduler_peer import Peer
+from benchmarks.scheduler_play import MAX_STEPS, play
+from benchmarks.scheduler_workloads import Workload, make_workload
+
+KINDS = ("fcfs", "priority", "priority-ties")
+"""See `Workload.kind`."""
+
+Recorded = tuple[Workload, list[str]]
+"""A workload and V1's steps, as `Decisions` writes them."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    with Peer(arguments.reference, "benchmarks.v1_reference") as reference:
+        if arguments.record is not None:
+            _record(reference, arguments.record, arguments.first, arguments.workloads)
+            return 0
+        return _compare(reference, range(arguments.first, arguments.first + arguments.seeds), arguments.ahead)
+
+
+def read_recorded(folder: Path, kind: str) -> list[Recorded]:
+    """What `--record` wrote, in the order of the seeds."""
+    lines = gzip.decompress(_path(folder, kind).read_bytes()).decode().splitlines()
+    return [(Workload.from_json(values["workload"]), values["steps"]) for values in map(json.loads, lines)]
+
+
+def first_difference(expected: list[str], got: list[str]) -> str | None:
+    """The first step that two recordings of a workload disagree about, with the steps before it; None if they agree."""
+    steps = itertools.zip_longest(expected, got, fillvalue="(no step)")
+    for number, (one, other) in enumerate(steps):
+        if one != other:
+            before = [f"  step {n}: {expected[n]}" for n in range(max(0, number - 3), number)]
+            return "\n".join([*before, f"  step {number}: V1    {one}", f"  step {number}: Baton {other}"])
+    return None
+
+
+def _compare(reference: Peer, seeds: range, num_ahead: int) -> int:
+    found: Counter[str] = Counter()
+    num_steps = num_preemptions = 0
+    for seed in seeds:
+        workload = make_workload(seed)
+        theirs = reference.ask({"play": workload.to_json(), "num_ahead": num_ahead})
+        side = BatonSide(workload.settings, is_async=num_ahead > 0)
+        steps = list(play(side, workload, num_ahead))
+        num_steps += len(steps)
+        num_preemptions += sum(len(step.preempted) for step in steps)
+        difference = first_difference(theirs["steps"], [str(step) for step in steps])
+        if difference is None:
+            difference = first_difference(theirs["blocks"], [step.blocks for step in steps])
+        verdict = _verdict(theirs, difference)
+        found[verdict] += 1
+        if verdict.startswith("different"):
+            print(f"seed {seed}: {workload.settings}\n{difference}")
+    print(f"{len(seeds):,} workloads, {num_steps:,} steps, {num_preemptions:,} preemptions")
+    for verdict, count in sorted(found.items()):
+        print(f"{count:>8,} {verdict}")
+    return int(any(verdict.startswith("different") for verdict in found))
+
+
+def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
+    is_same = "the same" if difference is None else "different"
+    if theirs["is_misled"]:
+        return f"misled, and {is_same}"
+    if len(theirs["steps"]) == MAX_STEPS:
+        return f"endless, and {is_same}"
+    return is_same
+
+
+def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> None:
+    """`num_workloads` of each kind."""
+    lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for seed in itertools.count(first):
+        workload = make_workload(seed)
+        recorded = lines[workload.kind]
+        if len(recorded) < num_workloads:
+            theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
+            if not theirs["is_misled"] and len(theirs["steps"]) < MAX_STEPS:
+                recorded.append(_line(workload, theirs["steps"]))
+        elif all(len(recorded) == num_workloads for recorded in lines.values()):
+            break
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, recorded in lines.items():
+        _path(folder, kind).write_bytes(gzip.compress("".join(recorded).encode(), mtime=0))
+
+
+def _path(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.jsonl.gz"
+
+
+def _line(workload: Workload, steps: list[str]) -> str:
+    return json.dumps({"workload": workload.to_json(), "steps": steps}, separators=(",", ":")) + "\n"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--reference", required=True, help="an interpreter with vllm 0.13.0")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1_000, help="how many workloads to compare")
+    parser.add_argument("--ahead", type=int, choices=(0, 1), default=0, help="1: compare with AsyncScheduler")
+    parser.add_argument("--record", type=Path, help="write V1's decisions into this folder instead")
+    parser.add_argument("--workloads", type=int, default=100, help="how many of each kind to record")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""The V1 scheduler of vLLM as a `Side`, without a device or a model; knows nothing of Baton's.
+
+    PYTHON -m benchmarks.v1_reference
+
+runs timed rounds and plays workloads when told to on standard input; see `benchmarks/scheduler_rounds.py`. PYTHON is an
+interpreter with vllm 0.13.0.
+
+    {"play": WORKLOAD, "num_ahead": 0}    {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false}
+"""
+
+# mypy: disable-error-code="import-not-found"
+# vLLM is installed elsewhere: it pins a torch of its own. Whatever comes from it is `Any`.
+
+import copy
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.scheduler_play import Decisions, Ended, Share, play
+from benchmarks.scheduler_rounds import Order, run_round, serve
+from benchmarks.scheduler_workloads import EOS, RequestSpec, Settings, Workload
+
+VERSION = "0.13.0"
+
+SMALLEST_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 1_000,
+    "max_position_embeddings": 131_072,
+}
+"""The scheduler asks a model only for its context length, which the settings say."""
+
+
+class V1Side:
+    """One scheduler; with `is_async` it is vLLM's AsyncScheduler, which may be one step ahead of the model."""
+
+    def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
+        config = _make_config(settings)
+        spec = FullAttentionSpec(
+            block_size=settings.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        self._scheduler = (AsyncScheduler if is_async else Scheduler)(
+            config,
+            KVCacheConfig(settings.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            StructuredOutputManager(config),
+            block_size=settings.block_size,
+        )
+        self._block_hasher = None
+        if settings.enable_prefix_caching:
+            hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(hash_function)
+            self._block_hasher = get_request_block_hasher(settings.block_size, hash_function)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._scheduler.requests)
+
+    def watch(self) -> "NeverComputed":
+        """Looks out for a flaw of V1 from now on, which costs time."""
+        return NeverComputed(self._scheduler)
+
+    def add(self, spec: RequestSpec, prompt_token_ids: list[int]) -> None:
+        params = SamplingParams(
+            max_tokens=spec.max_tokens,
+            min_tokens=spec.min_tokens,
+            stop_token_ids=list(spec.stop_token_ids),
+            ignore_eos=spec.ignore_eos,
+        )
+        self._scheduler.add_request(
+            Request(
+                spec.request_id,
+                prompt_token_ids,
+                params,
+                pooling_params=None,
+                eos_token_id=EOS,
+                arrival_time=spec.arrival_time,
+                priority=spec.priority,
+                cache_salt=spec.cache_salt,
+                block_hasher=self._block_hasher,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Any:
+        return self._scheduler.schedule()
+
+    def decisions(self, plan: Any) -> Decisions:
+        cached = plan.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        blocks = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+        blocks |= {new.req_id: new.block_ids for new in plan.scheduled_new_reqs}
+        admitted = {new.req_id for new in plan.scheduled_new_reqs} | cached.resumed_req_ids
+        shares = []
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            (block_ids,) = blocks[request_id] or ((),)
+            is_admitted = request_id in admitted
+            shares.append(Share(request_id, num_tokens, computed[request_id], is_admitted, tuple(block_ids)))
+        return Decisions(tuple(shares), frozenset(plan.preempted_req_ids))
+
+    def request_ids(self, plan: Any) -> list[str]:
+        return list(plan.num_scheduled_tokens)
+
+    def runner_output(self, plan: Any, sampled: dict[str, int]) -> Any:
+        request_ids = self.request_ids(plan)
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+            sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in request_ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+    def update(self, plan: Any, runner_output: Any) -> Any:
+        return self._scheduler.update_from_output(plan, runner_output)
+
+    def ended(self, report: Any) -> tuple[Ended, ...]:
+        outputs = [output for news in report.values() for output in news.outputs]
+        return tuple(
+            Ended(output.request_id, str(output.finish_reason))
+            for output in outputs
+            if output.finish_reason is not None
+        )
+
+
+class NeverComputed:
+    """Blocks that V1 cached in a step that their request was preempted out of, and whether one of them was found.
+
+    V1 caches a block when it plans to fill it, and keeps it in the cache when it withdraws the plan. So a later request
+    may be given KV that was never computed; Baton takes such blocks out of the cache.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.was_found = False
+        self._block_ids: set[int] = set()
+        self._kv = scheduler.kv_cache_manager
+        self._pool = self._kv.block_pool
+        self._preempt, scheduler._preempt_request = scheduler._preempt_request, self._before_preempt
+        self._find, self._kv.get_computed_blocks = self._kv.get_computed_blocks, self._after_find
+        self._take, self._pool.get_new_blocks = self._pool.get_new_blocks, self._after_take
+
+    def _before_preempt(self, request: Any, timestamp: float) -> None:
+        (blocks,) = self._kv.get_blocks(request.request_id).blocks
+        planned = blocks[request.num_computed_tokens // self._pool.hash_block_size :]
+        self._block_ids.update(block.block_id for block in planned if block.block_hash is not None)
+        self._preempt(request, timestamp)
+
+    def _after_find(self, request: Any) -> Any:
+        found = self._find(request)
+        (blocks,) = found[0].blocks
+        self.was_found |= any(block.block_id in self._block_ids for block in blocks)
+        return found
+
+    def _after_take(self, num_blocks: int) -> Any:
+        blocks = self._take(num_blocks)
+        self._block_ids.difference_update(block.block_id for block in blocks)
+        return blocks
+
+
+def _make_config(settings: Settings) -> Any:
+    model = copy.copy(_model_config())
+    model.max_model_len = settings.max_model_len
+    cache = CacheConfig(
+        block_size=settings.block_size, enable_prefix_caching=settings.enable_prefix_caching, swap_space=0
+    )
+    cache.num_gpu_blocks = settings.num_blocks
+    scheduler = SchedulerConfig(
+        max_model_len=settings.max_model_len,
+        is_encoder_decoder=False,
+        policy=settings.policy,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+    )
+    return VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        scheduler_config=scheduler,
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+@functools.cache
+def _model_config() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SMALLEST_MODEL))
+        return ModelConfig(folder, skip_tokenizer_init=True, dtype="float32")
+
+
+def _answer(order: Order) -> Order:
+    return _played(order) if "play" in order else run_round(V1Side, order)
+
+
+def _played(order: Order) -> Order:
+    workload, num_ahead = Workload.from_json(order["play"]), order["num_ahead"]
+    side = V1Side(workload.settings, is_async=num_ahead > 0)
+    never_computed = side.watch()
+    steps = list(play(side, workload, num_ahead))
+    return {
+        "steps": [str(step) for step in steps],
+        "blocks": [step.blocks for step in steps],
+        "is_misled": never_computed.was_found,
+    }
+
+
+if __name__ == "__main__":
+    assert vllm.__version__ == VERSION, f"this needs vllm {VERSION}, not {vllm.__version__}"
+    serve(_answer)

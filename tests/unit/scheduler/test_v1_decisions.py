@@ -1,0 +1,96 @@
+"""Step by step what vLLM's V1 scheduler decided for recorded workloads; `benchmarks/v1_decisions.py` records them.
+
+A difference from V1 that is wanted belongs into the list there, and its workloads out of the recordings.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.baton_side import BatonSide
+from benchmarks.scheduler_play import play
+from benchmarks.scheduler_workloads import Workload
+from benchmarks.v1_decisions import KINDS, Recorded, first_difference, read_recorded
+
+FOLDER = Path(__file__).resolve().parents[2] / "data" / "v1_decisions"
+
+
+@cache
+def recorded(kind: str) -> list[Recorded]:
+    return read_recorded(FOLDER, kind)
+
+
+def decide(workload: Workload, *, is_async: bool = False) -> list[str]:
+    return [str(step) for step in play(BatonSide(workload.settings, is_async=is_async), workload)]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
+    for workload, expected in recorded(kind):
+        difference = first_difference(expected, decide(workload, is_async=is_async))
+        assert difference is None, f"workload {workload.seed}, {workload.settings}\n{difference}"
+
+
+def test_the_recordings_are_full_of_what_schedulers_get_wrong() -> None:
+    words: Counter[str] = Counter()
+    for kind in KINDS:
+        for _, steps in recorded(kind):
+            words.update(_sort_of(word) for step in steps for word in step.split())
+    assert all(words[sort] >= 100 for sort in ("decode", "chunk", "hit", "preempted", "stop", "length")), (
+        words
+    )
+
+
+def _sort_of(word: str) -> str:
+    if word.startswith("-"):
+        return "preempted"
+    if "=" in word:
+        return word.partition("=")[2]
+    if "@" in word:
+        return "miss" if word.endswith("@0") else "hit"
+    return "decode" if word.endswith(":1") else "chunk"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("policy", lambda value: "fcfs" if value == "priority" else "priority"),
+        ("max_num_seqs", lambda value: value + 1),
+        ("max_num_batched_tokens", lambda value: value + 1),
+        ("long_prefill_token_threshold", lambda value: value + 1),
+        ("enable_prefix_caching", lambda value: not value),
+        ("enable_chunked_prefill", lambda _value: True),
+        ("num_blocks", lambda value: value + 1),
+        ("max_model_len", lambda value: value + 1),
+    ],
+)
+def test_a_scheduler_that_mistakes_a_setting_is_found_out(name: str, change: Callable[[Any], Any]) -> None:
+    num_found = 0
+    for workload, expected in [*recorded("fcfs"), *recorded("priority")]:
+        settings = workload.settings
+        if settings.enable_chunked_prefill or name == "enable_chunked_prefill":
+            changed = replace(settings, **{name: change(getattr(settings, name))})
+            got = decide(replace(workload, settings=changed))
+            num_found += first_difference(expected, got) is not None
+    assert num_found >= 5
+
+
+def test_a_planted_difference_is_shown_with_the_steps_before_it() -> None:
+    workload, expected = recorded("fcfs")[0]
+    got = decide(workload)
+    planted = [*expected[:5], expected[5] + " r9:1", *expected[6:]]
+    difference = first_difference(planted, got)
+    assert difference is not None
+    assert difference.splitlines() == [
+        *(f"  step {number}: {expected[number]}" for number in (2, 3, 4)),
+        f"  step 5: V1    {planted[5]}",
+        f"  step 5: Baton {expected[5]}",
+    ]
+    assert first_difference(got[:-1], got) is not None
+    assert first_difference(got, got[:-1]) is not None
