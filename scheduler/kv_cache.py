@@ -141,7 +141,14 @@ class KVCache:
             self._pool.forget(block)
 
     def free(self, request: Request) -> None:
-        """Gives the request's blocks back, tail first, so that the head of its chain is evicted last."""
+        """Gives the request's blocks back, tail first, so that the head of its chain is evicted last.
+
+        What it has computed can be hit, also what became a full block with a token that was under way until now; but
+        not what a step under way computes in vain.
+        """
+        if request.block_table is not None:
+            num_of_use = request.num_computed_tokens - request.num_output_placeholders
+            self._cache_full_blocks(request, request.block_table, num_of_use)
         self._pool.free(reversed(self._take_blocks(request)))
 
     def lease(self, request: Request) -> None:

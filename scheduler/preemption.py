@@ -42,16 +42,14 @@ class Preemption:
             step.swap_out += copies
             self._counters["swap_preemptions"] += 1
             self._counters["swapped_out_blocks"] += len(copies)
+            self._put_back(victim, victim.num_computed_tokens)
         else:
-            victim.num_computed_tokens = 0
-        self._put_back(victim)
+            self._put_back(victim, 0)
 
     def preempt_all(self, running: list[Request]) -> None:
         """Between steps: the youngest first, so that the oldest is first in line; all of their KV is given up."""
         while running:
-            victim = running.pop()
-            victim.num_computed_tokens = 0
-            self._put_back(victim)
+            self._put_back(running.pop(), 0)
 
     def forget_swapped(self, requests: Iterable[Request]) -> None:
         """What preempted requests have in host memory is not to be used any more."""
@@ -73,8 +71,9 @@ class Preemption:
         num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
         return num_tokens - num_kept > num_blocks * self._block_cost_tokens
 
-    def _put_back(self, victim: Request) -> None:
+    def _put_back(self, victim: Request, num_kept_tokens: int) -> None:
         self._kv.free(victim)
+        victim.num_computed_tokens = num_kept_tokens
         victim.move_to(RequestStatus.PREEMPTED)
         victim.count_preemption()
         self._counters["preemptions"] += 1
