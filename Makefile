@@ -43,7 +43,8 @@ protos: $(INSTALLED) ## Regenerate baton/v1 from protos/
 protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
 
-bench: $(INSTALLED) ## The published numbers: engine speed and hand-over cost
+bench: $(INSTALLED) ## The published numbers: scheduler, engine speed and hand-over cost
+	$(PYTHON_IN_VENV) -m benchmarks.scheduler
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
 
