@@ -1,0 +1,122 @@
+"""KVCache: whatever is opened, extended, leased, quarantined, freed and reset, a hit is always the same prefix."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scheduler import Request
+from scheduler.kv_cache import KVCache
+from tests.factories.scheduling import make_request
+
+SIZE = 4
+NUM_BLOCKS = 14
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """A model remembers what was last computed into every block, and who holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCache(NUM_BLOCKS, SIZE, enable_caching=True, hash_key=b"k" * 16)
+        self.contents: dict[int, tuple[object, ...]] = {}
+        """Block id to salt and all tokens up to the block's end, for full blocks that were computed."""
+        self.open: list[Request] = []
+        self.held: dict[str, str] = {}
+        """Request id to `leased` or `quarantined`."""
+        self.num_requests = 0
+
+    @rule(
+        stem=st.integers(0, 1),
+        stem_length=st.integers(0, 20),
+        tail_length=st.integers(1, 10),
+        salt=st.sampled_from([None, None, "salt"]),
+        num_spare=st.integers(0, 2),
+    )
+    def admit(self, stem: int, stem_length: int, tail_length: int, salt: str | None, num_spare: int) -> None:
+        self.num_requests += 1
+        prompt = [*[stem] * stem_length, *[100 + self.num_requests % 3] * tail_length]
+        request = make_request(request_id=f"r{self.num_requests}", prompt=prompt, cache_salt=salt)
+        self.kv.tokens_arrived(request)
+        hits = self.kv.find_cached_prefix(request)
+        assert len(hits) * SIZE < request.num_tokens, "one token at least is computed"
+        for index, block in enumerate(hits):
+            assert self.contents[block.block_id] == self.prefix(request, index), "a hit is the same prefix"
+        before = self.kv.counts()
+        needed = self.kv.num_missing(request, request.num_tokens, hits)
+        if not self.kv.open_table(request, request.num_tokens, hits, num_spare=num_spare):
+            assert needed + num_spare > before.free
+            assert self.kv.counts() == before
+            return
+        assert before.free - self.kv.counts().free == needed
+        request.num_computed_tokens = request.num_tokens
+        self.compute(request)
+        self.open.append(request)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), num_tokens=st.integers(1, 9))
+    def grow(self, data: st.DataObject, num_tokens: int) -> None:
+        request = data.draw(st.sampled_from(self.open))
+        before = self.kv.counts()
+        new = self.kv.extend_table(request, request.num_tokens + num_tokens)
+        if new is None:
+            assert self.kv.counts() == before
+            return
+        request.all_token_ids.extend([7] * num_tokens)
+        self.kv.tokens_arrived(request)
+        assert self.kv.extend_table(request, request.num_tokens) == ()
+        request.num_computed_tokens = request.num_tokens
+        self.compute(request)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), how=st.sampled_from(["free", "lease", "quarantine"]))
+    def end(self, data: st.DataObject, how: str) -> None:
+        request = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if how == "free":
+            self.kv.free(request)
+        elif how == "lease":
+            self.kv.lease(request)
+            self.held[request.request_id] = "leased"
+        else:
+            num_kept = data.draw(st.integers(0, len(self.kv.block_ids(request))))
+            self.kv.quarantine(request, num_kept)
+            self.held[request.request_id] = "quarantined"
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end_hold(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[request_id]
+        assert self.kv.is_held(request_id)
+        assert self.kv.end_hold(request_id)
+        assert not self.kv.end_hold(request_id), "said twice, it means nothing"
+
+    @rule()
+    def forget(self) -> None:
+        self.kv.forget_prefixes()
+        fresh = make_request(request_id="probe", prompt=[0] * 9)
+        self.kv.tokens_arrived(fresh)
+        assert self.kv.find_cached_prefix(fresh) == []
+
+    @invariant()
+    def every_block_has_its_owners(self) -> None:
+        self.kv.check_integrity()
+        counts = self.kv.counts()
+        assert counts.free + counts.referenced + counts.leased + counts.quarantined == counts.total
+        assert self.kv.num_tables == len(self.open)
+        if not self.open and not self.held:
+            assert counts.free == counts.total
+
+    def compute(self, request: Request) -> None:
+        """The device fills the request's blocks; those that others share already have the same content."""
+        for index, block_id in enumerate(self.kv.block_ids(request)):
+            if (index + 1) * SIZE <= request.num_tokens:
+                self.contents[block_id] = self.prefix(request, index)
+            else:
+                self.contents.pop(block_id, None)
+
+    def prefix(self, request: Request, index: int) -> tuple[object, ...]:
+        return (request.cache_salt, *request.all_token_ids[: (index + 1) * SIZE])
+
+
+TestKVCache = KVCacheMachine.TestCase
+TestKVCache.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
