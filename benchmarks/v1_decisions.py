@@ -8,7 +8,8 @@ compares, down to the ids of the blocks, and fails if the two sides differ for a
 
     misled    V1 found blocks in its prefix cache that were never computed: it caches a block when it plans to fill it,
               and keeps it when the request is preempted out of the step. Baton takes such blocks out of the cache.
-    endless   V1 was not done after thousands of steps: two requests of equal rank preempt each other in turn.
+    endless   V1 was not done after thousands of steps: requests of equal rank preempt each other in turn. Baton spares
+              one of them after a while (`scheduler/order.py`).
 
 With `--ahead 1` both sides plan a step while the one before it is computed, V1 by its AsyncScheduler. That skips a
 running request when it preempts one before it whose last token is under way; such workloads count as different.

@@ -21,6 +21,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.contents: dict[int, tuple[object, ...]] = {}
         """Block id to salt and all tokens up to the block's end, for full blocks that were computed."""
         self.open: list[Request] = []
+        self.loading: list[tuple[Request, int]] = []
+        """Requests whose blocks, after so many hits, are written by a transfer."""
         self.held: dict[str, str] = {}
         """Request id to `leased` or `quarantined`."""
         self.num_requests = 0
@@ -31,8 +33,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         tail_length=st.integers(1, 10),
         salt=st.sampled_from([None, None, "salt"]),
         num_spare=st.integers(0, 2),
+        is_load=st.booleans(),
     )
-    def admit(self, stem: int, stem_length: int, tail_length: int, salt: str | None, num_spare: int) -> None:
+    def admit(
+        self, stem: int, stem_length: int, tail_length: int, salt: str | None, num_spare: int, is_load: bool
+    ) -> None:
         self.num_requests += 1
         prompt = [*[stem] * stem_length, *[100 + self.num_requests % 3] * tail_length]
         request = make_request(request_id=f"r{self.num_requests}", prompt=prompt, cache_salt=salt)
@@ -43,11 +48,17 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.contents[block.block_id] == self.prefix(request, index), "a hit is the same prefix"
         before = self.kv.counts()
         needed = self.kv.num_missing(request, request.num_tokens, hits)
-        if not self.kv.open_table(request, request.num_tokens, hits, num_spare=num_spare):
+        cache_up_to = len(hits) * SIZE if is_load else None
+        if not self.kv.open_table(
+            request, request.num_tokens, hits, cache_up_to=cache_up_to, num_spare=num_spare
+        ):
             assert needed + num_spare > before.free
             assert self.kv.counts() == before
             return
         assert before.free - self.kv.counts().free == needed
+        if is_load:
+            self.loading.append((request, len(hits)))
+            return
         request.num_computed_tokens = request.num_tokens
         self.compute(request)
         self.open.append(request)
@@ -68,17 +79,26 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.compute(request)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), how=st.sampled_from(["free", "lease", "quarantine"]))
-    def end(self, data: st.DataObject, how: str) -> None:
+    @rule(data=st.data(), is_leased=st.booleans())
+    def end(self, data: st.DataObject, is_leased: bool) -> None:
         request = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        if how == "free":
-            self.kv.free(request)
-        elif how == "lease":
+        if is_leased:
             self.kv.lease(request)
             self.held[request.request_id] = "leased"
         else:
-            num_kept = data.draw(st.integers(0, len(self.kv.block_ids(request))))
-            self.kv.quarantine(request, num_kept)
+            self.kv.free(request)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), is_whole=st.booleans())
+    def end_load(self, data: st.DataObject, is_whole: bool) -> None:
+        request, num_hits = self.loading.pop(data.draw(st.integers(0, len(self.loading) - 1)))
+        if is_whole:
+            self.compute(request)
+            request.num_computed_tokens = request.num_tokens
+            self.kv.cache_received(request, request.num_tokens)
+            self.open.append(request)
+        else:
+            self.kv.quarantine(request, num_hits)
             self.held[request.request_id] = "quarantined"
 
     @precondition(lambda self: self.held)
@@ -102,8 +122,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.kv.check_integrity()
         counts = self.kv.counts()
         assert counts.free + counts.referenced + counts.leased + counts.quarantined == counts.total
-        assert self.kv.num_tables == len(self.open)
-        if not self.open and not self.held:
+        assert self.kv.num_tables == len(self.open) + len(self.loading)
+        if not self.open and not self.loading and not self.held:
             assert counts.free == counts.total
 
     def compute(self, request: Request) -> None:
