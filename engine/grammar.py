@@ -108,9 +108,9 @@ class GrammarCompiler:
                 failed.append((request_id, error))
         return GrammarNews(tuple(ready), tuple(failed))
 
-    def take_matcher(self, request_id: str) -> Matcher:
-        """The matcher of a request that was named as ready; whoever takes it keeps it."""
-        return self._matchers.pop(request_id)
+    def take_matcher(self, request_id: str) -> Matcher | None:
+        """The matcher of a request that was named as ready; whoever takes it keeps it. None if it was forgotten."""
+        return self._matchers.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request ended; nobody will take its matcher."""

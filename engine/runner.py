@@ -76,6 +76,8 @@ class ModelRunner:
             if new.sampling_params.structured_output is not None:
                 request = self._requests[new.request_id]
                 request.matcher = self._grammars.take_matcher(new.request_id)
+                if request.matcher is None:  # an earlier request of the same id ended meanwhile
+                    self._failed[new.request_id] = "structured_output: its grammar is gone; send it again"
                 for token_id in new.output_token_ids:
                     self._match(request, token_id)
 

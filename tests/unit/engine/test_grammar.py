@@ -62,6 +62,8 @@ def compiler(model_dir: Path) -> Iterator[Compiler]:
 def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compiler: Compiler) -> None:
     assert compiler.news_of(YES_OR_NO) == GrammarNews(ready=("r",))
     matcher = compiler.compiler.take_matcher("r")
+    assert matcher is not None
+    assert compiler.compiler.take_matcher("r") is None
     tokenizer = make_tokenizer()
     first = {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]}
     assert first
