@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
-from baton.request import EngineRequest, ErrorKind, RequestOutput
+from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
 from engine.grammar import GrammarCompiler
@@ -120,7 +120,7 @@ class EngineCore:
             )
         )
         if request.sampling_params.structured_output is not None:
-            self._grammars.compile(request.request_id, request.sampling_params.structured_output)
+            self._grammars.compile(request.sampling_params.structured_output)
         self._stages.arrived(request.request_id)
 
     def finish_requests(
@@ -130,6 +130,7 @@ class EngineCore:
         self.may_progress = True  # the runner and the connector have to hear of it
         outputs: ClientOutputs = defaultdict(list)
         self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
+        self._grammars.keep_only(self._scheduler.wanted_grammars())
         return outputs
 
     def request_counts(self) -> RequestCounts:
@@ -153,14 +154,8 @@ class EngineCore:
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
         self._end_between_steps(self._scheduler.update_connector_output(news), outputs)
-        grammars = self._grammars.take_news()
-        for request_id in grammars.ready:
-            if not self._scheduler.grammar_ready(request_id):
-                self._grammars.forget(request_id)
-        for request_id, reason in grammars.failed:
-            ended = self._scheduler.finish_requests(
-                [request_id], RequestStatus.FINISHED_ERROR, reason, ErrorKind.INVALID_REQUEST
-            )
+        for grammar in self._grammars.take_news():
+            ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)
             self._end_between_steps(ended, outputs)
 
     def _submit(self, plan: SchedulerOutput) -> None:

@@ -21,16 +21,16 @@ from baton.sampling import GrammarKind, StructuredOutput
 logger = logging.getLogger(__name__)
 
 MAX_COMPLAINT_CHARACTERS = 300
-MAX_GRAMMARS = 64
-"""Compiled grammars that are kept for requests to come: clients tend to repeat theirs."""
+MAX_GRAMMARS = 256
+"""Compiled grammars that are kept, the latest used: clients tend to repeat theirs, and many may wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarNews:
-    """What became of grammars since the last look; `failed` says why by request id."""
+class CompiledGrammar:
+    """News: this grammar can be matched now, or `error` says why it never can."""
 
-    ready: tuple[str, ...] = ()
-    failed: tuple[tuple[str, str], ...] = ()
+    output: StructuredOutput
+    error: str | None = None
 
 
 class Matcher:
@@ -63,7 +63,11 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Turns structured outputs into matchers. The engine's thread orders them, the device's thread takes them."""
+    """Compiles grammars, each once, whoever asks for it; knows no request.
+
+    The engine's thread orders them and hears of them, a thread of its own compiles, the device's thread asks for
+    matchers.
+    """
 
     def __init__(
         self,
@@ -77,69 +81,78 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._on_news = on_news
-        self._jobs: queue.SimpleQueue[tuple[str, StructuredOutput] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-        self._matchers: dict[str, Matcher] = {}
+        self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
+        self._wanted: frozenset[StructuredOutput] = frozenset()
+        self._is_closing = False
+        self._lock = threading.Lock()
+        """Guards the two below."""
         self._compiled: dict[StructuredOutput, Any] = {}
         self._tokenizer: Any = None
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
         """Ends the thread after the grammar it is at."""
+        self._is_closing = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
 
-    def compile(self, request_id: str, output: StructuredOutput) -> None:
-        """Returns at once; `take_news` names the request when it is done."""
+    def compile(self, output: StructuredOutput) -> None:
+        """Returns at once; `take_news` names the grammar when it is done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
             self._thread.start()
-        self._jobs.put((request_id, output))
+        self._wanted |= {output}
+        self._jobs.put(output)
 
-    def take_news(self) -> GrammarNews:
+    def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
+        """Nobody waits for any other grammar any more: those that were ordered are passed over."""
+        self._wanted = wanted
+
+    def take_news(self) -> list[CompiledGrammar]:
         """What ended since the last call."""
-        ready, failed = [], []
+        news = []
         while not self._done.empty():
-            request_id, error = self._done.get()
-            if error is None:
-                ready.append(request_id)
-            else:
-                failed.append((request_id, error))
-        return GrammarNews(tuple(ready), tuple(failed))
+            news.append(self._done.get())
+        if news:
+            self._wanted -= {grammar.output for grammar in news}
+        return news
 
-    def take_matcher(self, request_id: str) -> Matcher | None:
-        """The matcher of a request that was named as ready; whoever takes it keeps it. None if it was forgotten."""
-        return self._matchers.pop(request_id, None)
-
-    def forget(self, request_id: str) -> None:
-        """The request ended; nobody will take its matcher."""
-        self._matchers.pop(request_id, None)
+    def matcher(self, output: StructuredOutput) -> Matcher:
+        """At the start of a grammar that was named as compiled; compiles it again if it was not kept."""
+        return Matcher(self._compile(output).deep_copy(), self._vocab_size)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            request_id, output = job
-            try:
-                self._matchers[request_id] = Matcher(self._matcher_for(output), self._vocab_size)
-                self._done.put((request_id, None))
-            except ValueError as error:
-                self._done.put((request_id, f"structured_output: {error}"))
-            except Exception as error:  # the edge to a foreign library: one grammar must not end them all
-                logger.exception("compiling a grammar failed")
-                self._done.put((request_id, f"structured_output: {error}"))
-            self._on_news()
+        while (output := self._jobs.get()) is not None and not self._is_closing:
+            if output in self._wanted:
+                self._done.put(CompiledGrammar(output, self._error_of(output)))
+                self._on_news()
 
-    def _matcher_for(self, output: StructuredOutput) -> Any:
-        """A matcher at its start. Raises ValueError with the library's complaint about the grammar."""
-        compiled = self._compiled.pop(output, None)
+    def _error_of(self, output: StructuredOutput) -> str | None:
+        try:
+            self._compile(output)
+        except ValueError as error:
+            return f"structured_output: {error}"
+        except Exception as error:  # the edge to a foreign library: one grammar must not end them all
+            logger.exception("compiling a grammar failed")
+            return f"structured_output: {error}"
+        return None
+
+    def _compile(self, output: StructuredOutput) -> Any:
+        """A matcher that is only ever copied. Raises ValueError with the library's complaint about the grammar."""
+        with self._lock:
+            compiled = self._compiled.pop(output, None)
+            tokenizer = self._load_tokenizer()
         if compiled is None:
-            compiled = llguidance.LLMatcher(self._load_tokenizer(), _to_grammar(output), log_level=0)
+            compiled = llguidance.LLMatcher(tokenizer, _to_grammar(output), log_level=0)
             if compiled.is_error():
                 raise ValueError(_in_one_line(compiled.get_error()))
-        self._compiled[output] = compiled  # last in the dict: used most recently
-        while len(self._compiled) > MAX_GRAMMARS:
-            del self._compiled[next(iter(self._compiled))]
-        return compiled.deep_copy()
+        with self._lock:
+            self._compiled[output] = compiled  # last in the dict: used most recently
+            while len(self._compiled) > MAX_GRAMMARS:
+                del self._compiled[next(iter(self._compiled))]
+        return compiled
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:

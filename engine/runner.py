@@ -42,9 +42,9 @@ class ModelRunner:
         still takes over which requests are gone, and whose KV is to be kept in host memory.
         """
         self._failed = {}
+        self._requests.update(plan)  # first: whatever fails below, nobody who is gone stays known
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        self._requests.update(plan)
-        self._take_matchers(plan)
+        self._start_matching(plan)
         if not plan.num_scheduled_tokens:
             return ModelRunnerOutput({})
         batch = self._requests.build(plan)
@@ -66,18 +66,14 @@ class ModelRunner:
                 logprobs[request.request_id] = [token.logprobs]
         return ModelRunnerOutput(token_ids, logprobs, self._failed)
 
-    def _take_matchers(self, plan: SchedulerOutput) -> None:
+    def _start_matching(self, plan: SchedulerOutput) -> None:
         """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
-        if self._grammars is None:
-            return
-        for request_id in plan.finished_req_ids:
-            self._grammars.forget(request_id)
         for new in plan.scheduled_new_reqs:
-            if new.sampling_params.structured_output is not None:
+            output = new.sampling_params.structured_output
+            if output is not None:
+                assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
-                request.matcher = self._grammars.take_matcher(new.request_id)
-                if request.matcher is None:  # an earlier request of the same id ended meanwhile
-                    self._failed[new.request_id] = "structured_output: its grammar is gone; send it again"
+                request.matcher = self._grammars.matcher(output)
                 for token_id in new.output_token_ids:
                     self._match(request, token_id)
 

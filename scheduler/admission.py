@@ -9,6 +9,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from baton.config import SchedulerConfig
+from baton.sampling import StructuredOutput
 from scheduler.block_pool import Block
 from scheduler.kv_cache import KVCache
 from scheduler.order import Order
@@ -70,16 +71,24 @@ class Admission:
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self._compiling[request.request_id] = request
         else:
-            self._push(request)
+            self.push(request)
 
-    def grammar_ready(self, request_id: str) -> bool:
-        """The request takes its place; False if nobody waits under this id for a grammar."""
-        request = self._compiling.pop(request_id, None)
-        if request is None:
-            return False
-        request.move_to(RequestStatus.WAITING)
-        self._push(request)
-        return True
+    def wanted_grammars(self) -> frozenset[StructuredOutput]:
+        """What those who wait for a grammar wait for."""
+        outputs = (request.sampling_params.structured_output for request in self._compiling.values())
+        return frozenset(output for output in outputs if output is not None)
+
+    def take_compiled(self, output: StructuredOutput) -> list[Request]:
+        """Takes out everybody who waits for this grammar."""
+        waiting = self._compiling.values()
+        ready = [request for request in waiting if request.sampling_params.structured_output == output]
+        for request in ready:
+            del self._compiling[request.request_id]
+        return ready
+
+    def push(self, request: Request) -> None:
+        """To the place that it was given when it came."""
+        (self._to_load if request.may_load else self._waiting).push(request)
 
     def add_returning(self, request: Request) -> None:
         """It had its turn, but its prompt did not arrive: computed here, first in line, as the order sees it."""
@@ -128,9 +137,6 @@ class Admission:
                 passed_over.append((request, queue))
         for request, queue in passed_over:
             queue.push(request)
-
-    def _push(self, request: Request) -> None:
-        (self._to_load if request.may_load else self._waiting).push(request)
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """Where the first of all stands. Those that would load are left out while all slots are spoken for."""

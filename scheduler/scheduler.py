@@ -18,6 +18,7 @@ from baton.config import SchedulerConfig
 from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
+from baton.sampling import StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
@@ -121,9 +122,22 @@ class Scheduler:
         self._drop_finished_from_running()
         return outputs.by_client()
 
-    def grammar_ready(self, request_id: str) -> bool:
-        """The request's grammar is compiled: it takes the place it would have had without it. False if it has ended."""
-        return self._admission.grammar_ready(request_id)
+    def wanted_grammars(self) -> frozenset[StructuredOutput]:
+        """Grammars that requests wait for."""
+        return self._admission.wanted_grammars()
+
+    def grammar_compiled(
+        self, output: StructuredOutput, error: str | None = None
+    ) -> dict[str, EngineCoreOutputs]:
+        """Whoever waits for this grammar takes the place it would have had without it; with an `error`, it ends."""
+        outputs = OutputsByClient()
+        for request in self._admission.take_compiled(output):
+            if error is None:
+                request.move_to(RequestStatus.WAITING)
+                self._admission.push(request)
+            else:
+                self._end(request, RequestStatus.FINISHED_ERROR, outputs, error, ErrorKind.INVALID_REQUEST)
+        return outputs.by_client()
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
         """Takes in what transfers brought, before `schedule()`. Late, repeated and unknown news is only counted."""
@@ -151,7 +165,6 @@ class Scheduler:
         request_ids: Iterable[str],
         status: RequestStatus,
         error: str | None = None,
-        error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> dict[str, EngineCoreOutputs]:
         """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated."""
         outputs = OutputsByClient()
@@ -160,7 +173,7 @@ class Scheduler:
             if request is None:
                 continue
             self._unqueue(request)
-            self._end(request, status, outputs, error, error_kind)
+            self._end(request, status, outputs, error)
         self._drop_finished_from_running()
         return outputs.by_client()
 

@@ -1,7 +1,9 @@
 """Grammars: what compiles, what is refused and how, and what a matcher allows on its way."""
 
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from baton.errors import InvalidRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from engine.core import EngineCore
-from engine.grammar import MAX_GRAMMARS, GrammarCompiler, GrammarNews
+from engine.grammar import MAX_GRAMMARS, GrammarCompiler
 from engine.kv_cache import KVPool
 from engine.loader import load_model
 from engine.pipeline import make_pipeline
@@ -45,11 +47,13 @@ class Compiler:
         self.vocab_size = make_tokenizer().get_vocab_size()
         self.compiler = GrammarCompiler(model_dir, self.vocab_size, eos_token_ids, self._has_news.set)
 
-    def news_of(self, output: StructuredOutput, request_id: str = "r") -> GrammarNews:
+    def error_of(self, output: StructuredOutput) -> str | None:
         self._has_news.clear()
-        self.compiler.compile(request_id, output)
+        self.compiler.compile(output)
         assert self._has_news.wait(20)
-        return self.compiler.take_news()
+        (news,) = self.compiler.take_news()
+        assert news.output == output
+        return news.error
 
 
 @pytest.fixture
@@ -60,10 +64,8 @@ def compiler(model_dir: Path) -> Iterator[Compiler]:
 
 
 def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compiler: Compiler) -> None:
-    assert compiler.news_of(YES_OR_NO) == GrammarNews(ready=("r",))
-    matcher = compiler.compiler.take_matcher("r")
-    assert matcher is not None
-    assert compiler.compiler.take_matcher("r") is None
+    assert compiler.error_of(YES_OR_NO) is None
+    matcher = compiler.compiler.matcher(YES_OR_NO)
     tokenizer = make_tokenizer()
     first = {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]}
     assert first
@@ -75,6 +77,8 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
     matcher.rewind(0)
     assert {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]} == first
     assert "cannot go on with token" in (matcher.consume(EOS_TOKEN_ID) or "")
+    another = compiler.compiler.matcher(YES_OR_NO)
+    assert {tokenizer.decode([int(i)]) for i in another.allowed().nonzero()[0]} == first, "each at its start"
 
 
 @pytest.mark.parametrize(
@@ -90,28 +94,72 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
 def test_c13_what_does_not_compile_says_why_and_the_next_one_is_served(
     compiler: Compiler, output: StructuredOutput, complaint: str
 ) -> None:
-    news = compiler.news_of(output)
-    ((request_id, reason),) = news.failed
-    assert (request_id, news.ready) == ("r", ())
-    assert pytest.RaisesExc(ValueError, match=complaint).matches(ValueError(reason))
-    assert reason.startswith("structured_output: ")
-    assert compiler.news_of(YES_OR_NO, "next").ready == ("next",)
+    error = compiler.error_of(output)
+    assert error is not None
+    assert re.match(f"structured_output: .*{complaint}", error)
+    assert compiler.error_of(YES_OR_NO) is None
 
 
 def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(model_dir: Path, tmp_path: Path) -> None:
     endless, mute = Compiler(model_dir, eos_token_ids=()), Compiler(tmp_path)
-    assert "no end-of-sequence token" in endless.news_of(YES_OR_NO).failed[0][1]
-    assert "tokenizer cannot be read" in mute.news_of(YES_OR_NO).failed[0][1]
+    assert "no end-of-sequence token" in (endless.error_of(YES_OR_NO) or "")
+    assert "tokenizer cannot be read" in (mute.error_of(YES_OR_NO) or "")
     for compiler in (endless, mute):
         compiler.compiler.close()
 
 
-def test_only_so_many_compiled_grammars_are_kept(compiler: Compiler) -> None:
-    for number in range(MAX_GRAMMARS + 3):
-        output = StructuredOutput(GrammarKind.REGEX, f"no{number}")
-        assert compiler.news_of(output, str(number)).ready == (str(number),)
-        compiler.compiler.forget(str(number))
+def test_only_so_many_compiled_grammars_are_kept_and_the_others_compiled_again(compiler: Compiler) -> None:
+    outputs = [StructuredOutput(GrammarKind.REGEX, f"no{number}") for number in range(MAX_GRAMMARS + 1)]
+    for output in outputs:
+        assert compiler.error_of(output) is None
     assert len(compiler.compiler._compiled) == MAX_GRAMMARS
+    assert outputs[0] not in compiler.compiler._compiled
+    assert compiler.compiler.matcher(outputs[0]).allowed().any()
+
+
+class SlowCompiler(GrammarCompiler):
+    """Starts to compile when it may, and notes what it did."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__(model_dir, 8, (0,), on_news=lambda: None)
+        self.may_compile = threading.Event()
+        self.compiled: list[str] = []
+
+    def _compile(self, output: StructuredOutput) -> object:
+        assert self.may_compile.wait(20)
+        self.compiled.append(output.source)
+        return None
+
+
+def regex(source: str) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.REGEX, source)
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(model_dir: Path) -> None:
+    compiler = SlowCompiler(model_dir)
+    for source in "abcb":
+        compiler.compile(regex(source))
+    compiler.keep_only(frozenset({regex("c")}))
+    compiler.compile(regex("d"))
+    compiler.may_compile.set()
+    while "d" not in compiler.compiled:
+        time.sleep(0.001)
+    assert compiler.compiled[-2:] == ["c", "d"], "a may have been under way"
+    compiler.close()
+
+
+def test_closing_waits_for_no_queue(model_dir: Path) -> None:
+    compiler = SlowCompiler(model_dir)
+    for source in "abc":
+        compiler.compile(regex(source))
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    while not compiler._is_closing:
+        time.sleep(0.001)
+    compiler.may_compile.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert compiler.compiled in ([], ["a"])
 
 
 @pytest.mark.parametrize("settings", [{"ignore_eos": True}, {"min_tokens": 2}])
@@ -202,13 +250,17 @@ def test_a_preempted_request_goes_on_where_its_grammar_was(model_dir: Path) -> N
     assert engine.core.counters()["preemptions"] > 0
 
 
-def test_a_matcher_that_nobody_takes_is_forgotten(model_dir: Path) -> None:
+@pytest.mark.parametrize("first", [regex("(no, )no"), regex("(yes"), None])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_id_that_is_used_again_has_its_own_grammar(
+    model_dir: Path, first: StructuredOutput | None, num_steps: int
+) -> None:
     engine = Engine(model_dir)
-    engine.add("gone", YES_OR_NO)
-    engine.core.finish_requests(["gone"], RequestStatus.FINISHED_ABORTED)
-    assert engine._has_news.wait(20)
-    while engine.core.may_progress:
+    engine.add("r", first)
+    for _ in range(num_steps):
         engine.core.step()
-    engine.core.step()
-    assert engine.grammars._matchers == {}
-    engine.core.close()
+    engine.core.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    engine.add("r", YES_OR_NO)
+    outputs = engine.run()["r"]
+    assert text_of([output for output in outputs if output.error is None]) in ("yes", "no")
+    assert outputs[-1].finish_reason is FinishReason.STOP

@@ -36,9 +36,24 @@ def test_c12_a_request_whose_grammar_is_compiled_blocks_nobody_and_keeps_its_pla
     assert list(driver.step().num_scheduled_tokens) == [second.request_id]
     assert blocked.status is RequestStatus.WAITING_FOR_FSM
     assert driver.scheduler.request_counts().waiting == 2
-    assert driver.scheduler.grammar_ready(blocked.request_id)
+    assert driver.scheduler.wanted_grammars() == {GRAMMAR}
+    assert driver.scheduler.grammar_compiled(GRAMMAR) == {}
     assert list(driver.step().num_scheduled_tokens) == [blocked.request_id], "it was there before the third"
-    assert not driver.scheduler.grammar_ready(blocked.request_id), "said twice, it means nothing"
+    assert driver.scheduler.wanted_grammars() == frozenset()
+    assert driver.scheduler.grammar_compiled(GRAMMAR, "no") == {}, "said twice, it means nothing"
+    driver.run_to_end()
+
+
+def test_c12_a_grammar_frees_everybody_who_waits_for_it_and_nobody_else() -> None:
+    driver = Driver(make_scheduler())
+    other = StructuredOutput(GrammarKind.REGEX, "maybe")
+    first, second = with_grammar(max_tokens=1), with_grammar(max_tokens=1)
+    third = make_request(structured_output=other, max_tokens=1)
+    driver.add(first, second, third)
+    driver.scheduler.grammar_compiled(GRAMMAR)
+    assert list(driver.step().num_scheduled_tokens) == [first.request_id, second.request_id]
+    assert driver.scheduler.wanted_grammars() == {other}
+    driver.scheduler.grammar_compiled(other)
     driver.run_to_end()
 
 
@@ -49,7 +64,7 @@ def test_c12_a_load_waits_for_its_grammar_too() -> None:
     driver.add(request)
     driver.step()
     assert connector.started == {}
-    driver.scheduler.grammar_ready(request.request_id)
+    driver.scheduler.grammar_compiled(GRAMMAR)
     driver.step()
     driver.note(flatten(driver.scheduler.update_connector_output(received(request))))
     assert len(driver.run_to_end()[request.request_id]) == 3
@@ -60,16 +75,12 @@ def test_c13_a_grammar_that_does_not_compile_ends_only_its_own_request() -> None
     broken, other = with_grammar(), make_request(max_tokens=4)
     driver.add(broken, other)
     driver.step()
-    outputs = flatten(
-        driver.scheduler.finish_requests(
-            [broken.request_id], RequestStatus.FINISHED_ERROR, "no such rule", ErrorKind.INVALID_REQUEST
-        )
-    )
+    outputs = flatten(driver.scheduler.grammar_compiled(GRAMMAR, "no such rule"))
     driver.note(outputs)
     assert [(o.finish_reason, o.error, o.error_kind) for o in outputs] == [
         (FinishReason.ERROR, "no such rule", ErrorKind.INVALID_REQUEST)
     ]
-    assert not driver.scheduler.grammar_ready(broken.request_id), "too late"
+    assert driver.scheduler.grammar_compiled(GRAMMAR) == {}, "too late"
     assert len(driver.run_to_end()[other.request_id]) == 4
 
 
@@ -84,7 +95,7 @@ def test_c13_a_grammar_that_stops_matching_ends_only_its_own_request(num_ahead: 
     driver = Driver(make_scheduler(), Runner(), num_ahead)
     broken, other = with_grammar(max_tokens=20), make_request(max_tokens=9)
     driver.add(broken, other)
-    driver.scheduler.grammar_ready(broken.request_id)
+    driver.scheduler.grammar_compiled(GRAMMAR)
     assert len(driver.run_to_end()[other.request_id]) == 9
     assert driver.ends[broken.request_id] is FinishReason.ERROR
     assert len(driver.tokens[broken.request_id]) == 3
