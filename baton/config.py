@@ -18,6 +18,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
+    def with_values(self, source: str, **values: object) -> Self:
+        """A copy with other values, as strictly validated as the original; ConfigError calls it `source`."""
+        try:
+            return self.model_validate({**self.model_dump(exclude_unset=True), **values})
+        except ValidationError as error:
+            raise ConfigError(_describe(error, source)) from None
+
 
 class ModelConfig(Section):
     """Which weights to serve."""
@@ -72,8 +79,8 @@ class SchedulerConfig(Section):
     preemption: Literal["recompute", "swap", "auto"] = "recompute"
     """What becomes of a victim's KV when blocks run out: computed anew, or copied to host memory and back, while that
     has room; `auto` takes what costs less for each victim."""
-    swap_block_cost_tokens: float = Field(1.0, ge=0.0)
-    """With `auto`: tokens the device could compute in the time of copying one block out and in again."""
+    swap_block_cost_tokens: float | None = Field(None, ge=0.0)
+    """With `auto`: tokens the device could compute in the time of copying one block out and in again; None: one."""
     num_swap_blocks: int | None = Field(None, ge=1)
     """Blocks in host memory for `swap` and `auto`; None: as many as `engine.swap_space_mib` holds."""
     watermark: float = Field(0.0, ge=0.0, lt=1.0)
@@ -101,6 +108,11 @@ class SchedulerConfig(Section):
         if self.policy != "priority" and self.priority_ageing_s:
             raise ValueError(
                 f"priority_ageing_s ({self.priority_ageing_s}) needs policy 'priority', not '{self.policy}'"
+            )
+        if self.preemption != "auto" and self.swap_block_cost_tokens is not None:
+            raise ValueError(
+                f"swap_block_cost_tokens ({self.swap_block_cost_tokens}) needs preemption 'auto', not "
+                f"'{self.preemption}'"
             )
         if self.preemption == "recompute" and self.num_swap_blocks:
             raise ValueError(
@@ -208,11 +220,11 @@ def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[
 def _describe(error: ValidationError, source: str) -> str:
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        where = ": ".join(filter(None, [source, ".".join(str(part) for part in problem["loc"])]))
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{source}: {key}: unknown key")
+            lines.append(f"{where}: unknown key")
         elif problem["type"] == "value_error":
-            lines.append(f"{source}: {key}: {problem['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
         else:
-            lines.append(f"{source}: {key}: got {problem['input']!r}; {problem['msg']}")
+            lines.append(f"{where}: got {problem['input']!r}; {problem['msg']}")
     return "\n".join(lines)

@@ -63,29 +63,31 @@ class EngineHost:
             pool.fingerprint(model.digest),
             on_news=lambda: self._loop.wake(),
         )
-        host_blocks = HostBlocks(scheduler_config.num_swap_blocks or 0, pool)
-        grammars = GrammarCompiler(
-            self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
-        )
-        core = EngineCore(
-            Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size)),
-            make_pipeline(
-                ModelRunner(model, pool, host_blocks, grammars),
-                async_scheduling=scheduler_config.async_scheduling,
-            ),
-            self._connector,
-            grammars,
-            model.eos_token_ids,
-            self._clock,
-            self._open_trace(scheduler_config),
-        )
         self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
+        core = self._make_core(scheduler_config, model, pool)
         self._loop = EngineLoop(core, self._role, self._server.send, self._clock)
         self._connector.start()
         self._loop.start()
         self._server.start(self._loop)
         return WorkerEndpoint(
             self._ref, self._role.kind, self._server.address, socket.gethostname(), os.getpid()
+        )
+
+    def _make_core(self, config: SchedulerConfig, model: LoadedModel, pool: KVPool) -> EngineCore:
+        """Scheduler, device and grammars around the one KV pool."""
+        host_blocks = HostBlocks(config.num_swap_blocks or 0, pool)
+        grammars = GrammarCompiler(
+            self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
+        )
+        runner = ModelRunner(model, pool, host_blocks, grammars)
+        return EngineCore(
+            Scheduler(config, KVConnectorScheduler(config.block_size)),
+            make_pipeline(runner, async_scheduling=config.async_scheduling),
+            self._connector,
+            grammars,
+            model.eos_token_ids,
+            self._clock,
+            self._open_trace(config),
         )
 
     def _open_trace(self, config: SchedulerConfig) -> StepTraceWriter | None:
@@ -153,12 +155,11 @@ def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:
         raise ConfigError(
             f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
         )
-    return asked.model_copy(
-        update={
-            "max_model_len": max_model_len,
-            "num_blocks": num_blocks,
-            "num_swap_blocks": _num_swap_blocks(config, model),
-        }
+    return asked.with_values(
+        "scheduler",
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        num_swap_blocks=_num_swap_blocks(config, model),
     )
 
 

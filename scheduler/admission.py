@@ -7,6 +7,7 @@ elsewhere. The first that finds no room ends admission for everybody behind it.
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import islice
 
 from baton.config import SchedulerConfig
 from baton.sampling import StructuredOutput
@@ -29,7 +30,9 @@ class Outcome(Enum):
 
     DONE = auto()
     NOT_YET = auto()
-    """Not its turn for a reason of its own: it keeps its place and blocks nobody."""
+    """Its last token is still under way: it keeps its place and blocks nobody."""
+    UNKNOWN = auto()
+    """The connector does not know yet: it is asked again, keeps its place and blocks nobody."""
     NO_ROOM = auto()
     """Nobody behind it may overtake it."""
 
@@ -54,6 +57,10 @@ class Admission:
         self._waiting = waiting
         self._to_load = WaitingQueue()
         self._compiling: dict[str, Request] = {}
+        self._unknown: dict[str, Request] = {}
+        """Those about whose prompts the connector knew nothing yet, longest ago first."""
+        self._num_reserved: int | None = None
+        """See `_num_reserved_blocks`; None where no load asked for it since admission began."""
         self._running = running
         self._kv = kv
         self._remote = remote
@@ -63,7 +70,7 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests that hold nothing yet, or nothing any more."""
-        return len(self._waiting) + len(self._to_load) + len(self._compiling)
+        return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
         """Last in line, as the order sees it; if its grammar is being compiled, that place is kept for it."""
@@ -97,13 +104,15 @@ class Admission:
 
     def remove(self, request: Request) -> None:
         """Takes a request out of wherever it waits, if it does."""
-        if self._compiling.pop(request.request_id, None) is None and not self._waiting.remove(request):
-            self._to_load.remove(request)
+        if not (self._waiting.remove(request) or self._to_load.remove(request)):
+            self._compiling.pop(request.request_id, None)
+            self._unknown.pop(request.request_id, None)
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
         """Ids of some that wait, for people to read."""
         received = self._remote.received_ids(limit)
-        return (received + self._waiting.first_ids(limit) + self._to_load.first_ids(limit))[:limit]
+        queued = self._waiting.first_ids(limit) + self._to_load.first_ids(limit)
+        return (received + queued + tuple(islice(self._unknown, limit)))[:limit]
 
     def admit_received(self, step: StepPlan) -> list[Request]:
         """Requests whose prompt arrived from elsewhere take a slot as soon as one is free: they have their blocks."""
@@ -123,7 +132,10 @@ class Admission:
 
     def admit_waiting(self, step: StepPlan, fit: Fit) -> None:
         """As many as fit, in order. Requests that are not ready are passed over, and keep their place."""
-        passed_over: list[tuple[Request, WaitingQueue]] = []
+        self._num_reserved = None
+        for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many there are
+            self._to_load.push(self._unknown.pop(request_id))
+        passed_over: list[Request] = []
         while len(self._running.requests) + self._remote.num_received < self._max_num_seqs:
             queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
             request = queue.peek()
@@ -134,9 +146,11 @@ class Admission:
                 break
             queue.pop()
             if outcome is Outcome.NOT_YET:
-                passed_over.append((request, queue))
-        for request, queue in passed_over:
-            queue.push(request)
+                passed_over.append(request)
+            elif outcome is Outcome.UNKNOWN:
+                self._unknown[request.request_id] = request
+        for request in passed_over:
+            self._waiting.push(request)
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """Where the first of all stands. Those that would load are left out while all slots are spoken for."""
@@ -151,32 +165,58 @@ class Admission:
 
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
         """Starts a load, which takes neither budget nor slot yet."""
+        num_spare = self._num_watermark_blocks()
+        if self._kv.num_free <= num_spare:
+            return Outcome.NO_ROOM  # at least one block has to be new: no need to look
         hits = self._kv.find_cached_prefix(request)
         num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
         if num_remote is None:
-            return Outcome.NOT_YET
+            return Outcome.UNKNOWN
         if not is_async:
             return self._admit(request, step, fit)
-        running = self._running.requests
-        num_spare = self._num_spare if running else 0
-        has_room = self._remote.start_load(request, hits, num_remote, running, num_spare)
-        return Outcome.DONE if has_room else Outcome.NO_ROOM
+        num_spare += self._num_reserved_blocks()
+        if not self._remote.start_load(request, hits, num_remote, num_spare):
+            return Outcome.NO_ROOM
+        request.num_cached_tokens = self._count_hits(request, hits)
+        return Outcome.DONE
+
+    def _num_watermark_blocks(self) -> int:
+        """Blocks that an admission has to leave free."""
+        return self._num_spare if self._running.requests else 0
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that half-prefilled running requests still need: a load has to leave them free too.
+
+        So neither two loads nor a load and a prefill can hold blocks that the other waits for.
+        """
+        if self._num_reserved is None:
+            self._num_reserved = sum(map(self._num_still_needed, self._running.requests))
+        return self._num_reserved
+
+    def _num_still_needed(self, running: Request) -> int:
+        return self._kv.num_missing(running, running.num_tokens) if running.is_prefilling else 0
 
     def _admit(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
         if request.num_output_placeholders:
             return Outcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
+        num_spare = self._num_watermark_blocks()
+        if self._kv.num_free <= num_spare:
+            return Outcome.NO_ROOM  # as above
         hits = self._kv.find_cached_prefix(request)
         num_computed_tokens = self._num_computed(request, hits)
         num_tokens = fit(request, num_computed_tokens, step)
         if num_tokens == 0:
             return Outcome.NO_ROOM
-        num_spare = self._num_spare if self._running.requests else 0
         if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits, num_spare=num_spare):
             return Outcome.NO_ROOM
-        self._count_hits(request, len(hits) * self._kv.block_size)
+        num_hit_tokens = self._count_hits(request, hits)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
         self._swap_in(request, len(hits), step)
         request.num_computed_tokens = num_computed_tokens
         self._running.requests.append(request)
+        if self._num_reserved is not None:
+            self._num_reserved += self._num_still_needed(request)
         if request.status is RequestStatus.PREEMPTED:
             step.resume(request, num_tokens)
         else:
@@ -198,9 +238,10 @@ class Admission:
             step.swap_in += copies
             self._counters["swapped_in_blocks"] += len(copies)
 
-    def _count_hits(self, request: Request, num_hit_tokens: int) -> None:
-        """Once per admission, however often the request was looked at before."""
-        self._counters["prefix_cache_queries"] += request.num_tokens
-        self._counters["prefix_cache_hits"] += num_hit_tokens
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+    def _count_hits(self, request: Request, hits: list[Block]) -> int:
+        """Once per admission, however often the request was looked at before. Returns the tokens that were found."""
+        num_hit_tokens = len(hits) * self._kv.block_size
+        if self._kv.is_caching:
+            self._counters["prefix_cache_queries"] += request.num_tokens
+            self._counters["prefix_cache_hits"] += num_hit_tokens
+        return num_hit_tokens

@@ -137,8 +137,7 @@ class BlockPool:
     def cached_prefix(self, block_hashes: Iterable[bytes]) -> list[Block]:
         """Blocks for as many of the hashes as can be hit without a gap, from the first on."""
         hits = []
-        for block_hash in block_hashes:
-            holders = self._hash_to_blocks.get(block_hash)
+        for holders in map(self._hash_to_blocks.get, block_hashes):
             if holders is None:
                 break
             hits.append(holders[0])

@@ -24,7 +24,7 @@ class KVCache:
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool, hash_key: bytes) -> None:
         self.block_size = block_size
-        self._enable_caching = enable_caching
+        self.is_caching = enable_caching
         self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
         self._pool = BlockPool(num_blocks, self._events)
         self._hasher = BlockHasher(block_size, hash_key)
@@ -52,14 +52,14 @@ class KVCache:
 
     def tokens_arrived(self, request: Request) -> None:
         """Hashes blocks that the request's newest tokens completed; due when `next_hash_at` is reached."""
-        if self._enable_caching:
+        if self.is_caching:
             self._hasher.extend(request)
         else:
             request.next_hash_at = NEVER
 
     def find_cached_prefix(self, request: Request) -> list[Block]:
         """The longest cached prefix in full blocks, leaving at least one token to compute. Changes nothing."""
-        if not self._enable_caching:
+        if not self.is_caching:
             return []
         max_hits = (request.num_tokens - 1) // self.block_size
         return self._pool.cached_prefix(request.block_hashes[:max_hits])
@@ -71,7 +71,7 @@ class KVCache:
     def num_missing(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
         """Free blocks it takes to give `request` room for `num_tokens` in all; hits that are free count too."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
-        num_revived = sum(block.ref_count == 0 for block in hits)
+        num_revived = [block.ref_count for block in hits].count(0)
         return max(0, self.num_blocks_for(num_tokens) - num_held - len(hits)) + num_revived
 
     def open_table(
@@ -91,7 +91,7 @@ class KVCache:
         assert request.block_table is None, f"{request.request_id} has blocks"
         if self.num_missing(request, num_tokens, hits) + num_spare > self._pool.num_free:
             return False
-        table = request.block_table = BlockTable(self.block_size, self._enable_caching)
+        table = request.block_table = BlockTable(self.block_size, self.is_caching)
         self._tables[request.request_id] = table
         self._pool.touch(hits)  # before allocating: a hit must not be evicted by its own request
         table.append([*hits, *self._pool.allocate(self.num_blocks_for(num_tokens) - len(hits))])

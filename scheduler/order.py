@@ -4,7 +4,7 @@ The two policies of `SchedulerConfig.policy`. A place in the queue is a key that
 is set aside for a while comes back to where it stood.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from baton.config import SchedulerConfig
@@ -23,8 +23,8 @@ class Order(Protocol):
         """For a request that had its turn already: a victim of preemption, or one whose load failed."""
         ...
 
-    def victim_index(self, running: Sequence[Request]) -> int:
-        """Who loses its blocks next; `running` is not empty."""
+    def victims(self, running: Sequence[Request]) -> Iterator[Request]:
+        """Everybody, in the order in which they lose their blocks; asked once a step, and only if somebody has to."""
         ...
 
 
@@ -43,8 +43,8 @@ class FCFS:
         self._first_key -= 1
         return (self._first_key,)
 
-    def victim_index(self, running: Sequence[Request]) -> int:
-        return len(running) - 1
+    def victims(self, running: Sequence[Request]) -> Iterator[Request]:
+        return reversed(running)
 
 
 class Priority:
@@ -59,29 +59,29 @@ class Priority:
         self._ageing_s = ageing_s
 
     def key_of_new(self, request: Request) -> QueueKey:
-        return (*self._rank(request), request.request_id)
+        if not self._ageing_s:
+            return request.priority, request.arrival_time, request.request_id
+        aged = request.priority + request.arrival_time / self._ageing_s
+        return aged, request.arrival_time, request.request_id
 
     def key_of_returning(self, request: Request) -> QueueKey:
         return self.key_of_new(request)
 
-    def victim_index(self, running: Sequence[Request]) -> int:
-        """Of equals the one that runs longest, as in V1; unless equals preempt each other in turn and none gets on.
+    def victims(self, running: Sequence[Request]) -> Iterator[Request]:
+        """Of equals first the one that runs longest, as in V1; unless equals preempt one another and none gets on.
 
-        Those who lost their blocks again and again without a token in between are spared; where all of the equals were,
-        the last by id gives way, so that the first at least gets on.
+        Those who lost their blocks again and again without a token in between are spared until no other equal is left,
+        and then the last by id gives way, so that the first at least gets on.
         """
-        ranks = [self._rank(request) for request in running]
-        worst = max(ranks)
-        equals = [index for index, rank in enumerate(ranks) if rank == worst]
-        for index in equals:
-            if running[index].num_futile_preemptions < MAX_FUTILE_PREEMPTIONS:
-                return index
-        return max(equals, key=lambda index: running[index].request_id)
-
-    def _rank(self, request: Request) -> tuple[float, float]:
-        if not self._ageing_s:
-            return request.priority, request.arrival_time
-        return request.priority + request.arrival_time / self._ageing_s, request.arrival_time
+        usual = [request for request in running if request.num_futile_preemptions < MAX_FUTILE_PREEMPTIONS]
+        if len(usual) < len(running):
+            spared = [
+                request for request in running if request.num_futile_preemptions >= MAX_FUTILE_PREEMPTIONS
+            ]
+            usual += sorted(spared, key=lambda request: request.request_id, reverse=True)
+        return iter(
+            sorted(usual, key=lambda request: request.queue_key[:-1], reverse=True)
+        )  # equals stay in order
 
 
 def make_order(config: SchedulerConfig) -> Order:

@@ -11,6 +11,8 @@ from scheduler.request import Request, RequestStatus
 from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
 
+DEFAULT_BLOCK_COST_TOKENS = 1.0
+
 
 class Preemption:
     """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back."""
@@ -25,7 +27,8 @@ class Preemption:
         counters: Counter[str],
     ) -> None:
         self._mode = config.preemption
-        self._block_cost_tokens = config.swap_block_cost_tokens
+        cost_tokens = config.swap_block_cost_tokens
+        self._block_cost_tokens = cost_tokens if cost_tokens is not None else DEFAULT_BLOCK_COST_TOKENS
         self._order = order
         self._waiting = waiting
         self._kv = kv
@@ -64,8 +67,11 @@ class Preemption:
         num_blocks = self._kv.num_blocks_for(num_tokens)
         if self._mode == "recompute" or not 0 < num_blocks <= self._swap.num_free:
             return False
-        if victim.is_producer and victim.num_output_placeholders:
-            return False  # its token will be refused, and so its last position has to be computed again
+        if victim.num_output_placeholders:
+            if victim.is_producer:
+                return False  # its token will be refused, and so its last position has to be computed again
+            if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
+                return False  # a token under way will end it
         if self._mode == "swap":
             return True
         num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size

@@ -4,7 +4,7 @@ Everything here concerns requests with `kv_transfer` set; the connector behind t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.request import FirstToken, RequestOutput
@@ -62,38 +62,22 @@ class RemotePrompts:
             return 0, False
         return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
 
-    def start_load(
-        self,
-        request: Request,
-        hits: list[Block],
-        num_remote_tokens: int,
-        running: Sequence[Request],
-        num_spare: int,
-    ) -> bool:
-        """Reserves blocks for the whole prompt and one token more; False, and nothing has changed, if too few are free.
+    def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
+        """Reserves blocks for the whole prompt and one token more, so that whatever arrives can take its first step.
 
-        What half-prefilled running requests still need counts as taken. So neither two loads nor a load and
-        a prefill can hold blocks that the other waits for, and whatever arrives can take its first step.
-        `num_spare` blocks are left free beside all that.
+        False, and nothing has changed, if fewer than `num_spare` would be left free.
         """
         assert self._connector is not None
         num_hit_tokens = len(hits) * self._kv.block_size
-        num_reserved = sum(
-            self._kv.num_missing(other, other.num_tokens) for other in running if other.is_prefilling
-        )
+        num_tokens = request.num_prompt_tokens + 1
         if not self._kv.open_table(
-            request,
-            request.num_prompt_tokens + 1,
-            hits,
-            cache_up_to=num_hit_tokens,
-            num_spare=num_reserved + num_spare,
+            request, num_tokens, hits, cache_up_to=num_hit_tokens, num_spare=num_spare
         ):
             return False
         num_prompt_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
         blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_prompt_blocks]
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        request.num_cached_tokens = num_hit_tokens
         request.may_load = False
         self._loads[request.request_id] = Load(request, len(hits))
         self._counters["kv_loads_started"] += 1

@@ -1,12 +1,13 @@
 """Running: the requests that hold blocks and compute, in their order; knows nothing about those that wait."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from baton.config import SchedulerConfig
+from scheduler.block_pool import Block
 from scheduler.kv_cache import KVCache
 from scheduler.order import Order
 from scheduler.preemption import Preemption
-from scheduler.request import Request
+from scheduler.request import Request, RequestStatus
 from scheduler.step import StepPlan
 
 
@@ -26,24 +27,26 @@ class Running:
         Where blocks run out, requests are preempted until there are enough, or until it is the request's own turn to
         give way: then nobody behind it is served either, since all of those are worth less.
         """
-        requests, index = self.requests, 0
-        while index < len(requests) and step.token_budget > 0:
-            request = requests[index]
+        victims: Iterator[Request] | None = None
+        for request in self.requests:
+            if step.token_budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it gave way in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
             if num_tokens > 1:
                 num_tokens = min(num_tokens, step.token_budget)
             if num_tokens == 0:
-                index += 1
                 continue
             new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
-            while new_blocks is None:
-                victim_index = self._preempt_one(step)
-                if victim_index == index:
-                    return
-                index -= victim_index < index
-                new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
+            if new_blocks is None:
+                victims = victims or self._order.victims(self.requests)
+                new_blocks = self._make_room(request, num_tokens, victims, step)
+                if new_blocks is None:
+                    break
             step.proceed(request, num_tokens, new_blocks)
-            index += 1
+        if victims is not None:
+            self.drop_gone()
 
     def join(self, received: Sequence[Request]) -> None:
         """Requests whose prompts came from elsewhere stand before unfinished prompts.
@@ -55,8 +58,9 @@ class Running:
             index -= 1
         self.requests[index:index] = received
 
-    def drop_finished(self) -> None:
-        self.requests = [request for request in self.requests if not request.is_finished]
+    def drop_gone(self) -> None:
+        """Those that finished or were preempted leave; the others keep their order."""
+        self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """What the request lacks, as far as one step may take it; nothing if a token under way is sure to end it."""
@@ -68,8 +72,15 @@ class Running:
         num_wanted = num_tokens - num_computed_tokens
         return self._threshold if 0 < self._threshold < num_wanted else num_wanted
 
-    def _preempt_one(self, step: StepPlan) -> int:
-        """Returns where the victim stood."""
-        index = self._order.victim_index(self.requests)
-        self._preemption.preempt(self.requests.pop(index), step)
-        return index
+    def _make_room(
+        self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan
+    ) -> Sequence[Block] | None:
+        """The blocks that the request lacks, at the cost of others; None if it had to give way itself."""
+        for victim in victims:
+            self._preemption.preempt(victim, step)
+            if victim is request:
+                break
+            new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
+            if new_blocks is not None:
+                return new_blocks
+        return None

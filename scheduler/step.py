@@ -1,6 +1,7 @@
 """StepPlan: a SchedulerOutput while it is being made; knows no policy and no memory."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from scheduler.block_pool import Block
@@ -19,6 +20,7 @@ class StepPlan:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self._number = number
+        self._has_withdrawn = False
         self._new: list[NewRequestData] = []
         self._resumed: dict[str, int] = {}
         self._continued: list[str] = []
@@ -53,17 +55,16 @@ class StepPlan:
 
     def preempt(self, request: Request) -> None:
         """The request lost its blocks. If it was to run in this step, its tokens go back into the budget."""
-        request_id = request.request_id
-        self.preempted.add(request_id)
-        num_tokens = self.num_scheduled_tokens.pop(request_id, None)
+        self.preempted.add(request.request_id)
+        num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
             self.token_budget += num_tokens
-            self.requests.remove(request)
-            index = self._continued.index(request_id)
-            del self._continued[index], self._new_block_ids[index], self._num_computed_tokens[index]
+            self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
         """The frozen plan, with what was preempted and finished between the steps."""
+        if self._has_withdrawn:
+            self._drop_withdrawn()
         return SchedulerOutput(
             scheduled_new_reqs=tuple(self._new),
             scheduled_cached_reqs=CachedRequestData(
@@ -80,6 +81,16 @@ class StepPlan:
             swap_in=tuple(self.swap_in),
             step=self._number,
         )
+
+    def _drop_withdrawn(self) -> None:
+        """Those that were preempted after they had been scheduled do not run; only who was known already can be."""
+        is_kept = [request_id in self.num_scheduled_tokens for request_id in self._continued]
+        self.requests = [
+            request for request in self.requests if request.request_id in self.num_scheduled_tokens
+        ]
+        self._continued = list(compress(self._continued, is_kept))
+        self._new_block_ids = list(compress(self._new_block_ids, is_kept))
+        self._num_computed_tokens = list(compress(self._num_computed_tokens, is_kept))
 
     def _continue(self, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
         self._continued.append(request.request_id)

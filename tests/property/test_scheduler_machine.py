@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.kv import TransferRole
 from baton.request import FinishReason
+from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
@@ -22,48 +23,64 @@ from tests.factories.scheduling import (
 
 MAX_STEPS = 2_000
 
+ORDERS: list[dict[str, object]] = [
+    {"policy": "fcfs"},
+    {"policy": "priority"},
+    {"policy": "priority", "priority_ageing_s": 2.0},
+]
+PREEMPTIONS: list[dict[str, object]] = [
+    {"preemption": "recompute"},
+    {"preemption": "swap", "num_swap_blocks": 6},
+    {"preemption": "auto", "num_swap_blocks": 6},
+    {"preemption": "auto", "num_swap_blocks": 30, "swap_block_cost_tokens": 8.0},
+]
+GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no", "[0-9]+")]
+
 
 class SchedulerMachine(RuleBasedStateMachine):
     """One small engine. The runner reads back every slot; the connector scribbles wherever it may still write."""
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "priority"]),
-        batching=st.sampled_from(["unified", "unified", "prefill_first"]),
-        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+        order=st.sampled_from(ORDERS),
+        batching=st.sampled_from(["unified", "unified", "unchunked", "prefill_first"]),
+        preemption=st.sampled_from(PREEMPTIONS),
         num_blocks=st.integers(10, 24),
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 7, 40, 200]),
         threshold=st.sampled_from([0, 9, 50]),
+        watermark=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+        load_failure_policy=st.sampled_from(["recompute", "fail"]),
         is_caching=st.booleans(),
         num_ahead=st.integers(0, 2),
     )
     def build(
         self,
-        policy: str,
+        order: dict[str, object],
         batching: str,
-        preemption: str,
-        num_blocks: int,
-        max_num_seqs: int,
+        preemption: dict[str, object],
+        num_ahead: int,
         budget: int,
         threshold: int,
         is_caching: bool,
-        num_ahead: int,
+        **settings: object,
     ) -> None:
-        is_two_phase = batching == "prefill_first"
-        self.budget = 200 if is_two_phase else budget
+        self.splits_prompts = batching == "unified"
+        if batching == "unchunked":
+            settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
+        elif batching == "prefill_first":
+            settings |= {"batching": batching}
+        if batching != "prefill_first":
+            settings |= {"long_prefill_token_threshold": threshold}
+        self.budget = budget if self.splits_prompts else 200
         self.connector = FakeConnector(holds=True)
         self.scheduler = make_scheduler(
             self.connector,
-            policy=policy,
-            batching=batching,
-            preemption=preemption,
-            num_swap_blocks=None if preemption == "recompute" else 6,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
-            long_prefill_token_threshold=0 if is_two_phase else threshold,
             enable_prefix_caching=is_caching,
             async_scheduling=num_ahead > 0,
+            **order,
+            **preemption,
+            **settings,
         )
         runner = FakeRunner(memory=self.connector.memory)
         self.driver = Driver(self.scheduler, runner, num_ahead, self.connector)
@@ -76,6 +93,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         priority=st.integers(0, 2),
         role=st.sampled_from([None, None, TransferRole.CONSUMER, TransferRole.PRODUCER]),
+        cache_salt=st.sampled_from([None, None, "a", "b"]),
+        grammar=st.sampled_from([None, None, None, *GRAMMARS]),
     )
     def add(
         self,
@@ -85,6 +104,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         role: TransferRole | None,
+        cache_salt: str | None,
+        grammar: StructuredOutput | None,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -94,9 +115,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             arrival_time=float(number),
             role=role,
+            cache_salt=cache_salt,
+            structured_output=grammar,
         )
         self.requests[request.request_id] = request
         self.driver.add(request)
+
+    @precondition(lambda self: self.scheduler.wanted_grammars())
+    @rule(data=st.data(), error=st.sampled_from([None, None, "no such rule"]))
+    def end_compilation(self, data: st.DataObject, error: str | None) -> None:
+        grammar = data.draw(st.sampled_from(sorted(self.scheduler.wanted_grammars(), key=str)))
+        self.note(self.scheduler.grammar_compiled(grammar, error))
+
+    @rule()
+    def change_what_the_connector_knows(self) -> None:
+        self.connector.is_unknown = not self.connector.is_unknown
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
@@ -105,15 +138,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert plan.total_num_scheduled_tokens <= self.budget
 
     @precondition(lambda self: self.connector.loading)
-    @rule(data=st.data(), num_valid_blocks=st.none() | st.integers(0, 4), is_repeated=st.booleans())
-    def end_load(self, data: st.DataObject, num_valid_blocks: int | None, is_repeated: bool) -> None:
+    @rule(
+        data=st.data(),
+        num_valid_blocks=st.none() | st.integers(0, 4),
+        is_cancelled=st.booleans(),
+        is_repeated=st.booleans(),
+    )
+    def end_load(
+        self, data: st.DataObject, num_valid_blocks: int | None, is_cancelled: bool, is_repeated: bool
+    ) -> None:
         request = data.draw(st.sampled_from(list(self.connector.loading.values())))
         news = received(request, token_at(request.request_id, 0))
         if request.is_finished:
             news = KVConnectorOutput(quiesced=(request.request_id,))
         elif num_valid_blocks is not None:
             num_blocks = len(self.connector.started[request.request_id][0])
-            news = failed(request, min(num_valid_blocks, num_blocks))
+            news = failed(request, min(num_valid_blocks, num_blocks), is_cancelled)
         for _ in range(1 + is_repeated):
             self.note(self.scheduler.update_connector_output(news))
 
@@ -152,7 +192,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened, everything can come to its end, and to rest."""
+        self.connector.is_unknown = False
         for _ in range(MAX_STEPS):
+            for grammar in self.scheduler.wanted_grammars():
+                self.note(self.scheduler.grammar_compiled(grammar))
             for request in list(self.connector.loading.values()):
                 self.note(self.scheduler.update_connector_output(self.good_end(request)))
             for request_id in [*self.connector.leased]:

@@ -28,6 +28,10 @@ from tests.factories.models import make_model_dir
             {"scheduler": {"preemption": "swap", "block_size": 8192}, "engine": {"swap_space_mib": 1}},
             "engine.swap_space_mib: got 1, which does not hold one block",
         ),
+        (
+            {"scheduler": {"enable_chunked_prefill": False}},
+            r"scheduler: max_num_batched_tokens \(512\) must be at least max_model_len \(1024\)",
+        ),
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
     ],
 )

@@ -113,7 +113,7 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     core.close()
 
 
-def test_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_once() -> None:
+def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_once() -> None:
     diary = Diary()
     core = make_core(connector=diary)
     core.add_request(make_engine_request("local", max_tokens=9), "gateway")
@@ -129,7 +129,7 @@ def test_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_on
     core.close()
 
 
-def test_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> None:
+def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> None:
     diary = Diary()
     core = make_core(connector=diary, num_blocks=8, max_num_batched_tokens=48, enable_prefix_caching=False)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)

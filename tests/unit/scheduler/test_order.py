@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from scheduler.order import FCFS, MAX_FUTILE_PREEMPTIONS, Priority
+from scheduler.order import FCFS, MAX_FUTILE_PREEMPTIONS, Order, Priority
 from tests.factories.driving import Driver
 from tests.factories.scheduling import make_config, make_request, make_scheduler
 
@@ -45,15 +45,20 @@ def test_without_ageing_a_stream_of_better_requests_starves_the_worst_and_with_i
 
 
 def test_the_victim_is_the_youngest_or_the_worst() -> None:
+    def victims(order: Order) -> list[int]:
+        for request in running:
+            request.queue_key = order.key_of_new(request)
+        return [running.index(request) for request in order.victims(running)]
+
     running = [
         make_request(priority=1, arrival_time=1.0),
         make_request(priority=2, arrival_time=0.0),
         make_request(priority=2, arrival_time=0.0),
         make_request(priority=0, arrival_time=5.0),
     ]
-    assert FCFS().victim_index(running) == 3
-    assert Priority().victim_index(running) == 1
-    assert Priority(ageing_s=0.5).victim_index(running) == 3, (
+    assert victims(FCFS()) == [3, 2, 1, 0]
+    assert victims(Priority()) == [1, 2, 0, 3]
+    assert victims(Priority(ageing_s=0.5)) == [3, 0, 1, 2], (
         "the others have waited ten steps of priority longer"
     )
 
@@ -69,14 +74,18 @@ def test_equals_do_not_preempt_each_other_in_turn_for_ever() -> None:
 def test_among_equals_those_who_never_get_on_are_spared() -> None:
     first, second = make_request(request_id="a"), make_request(request_id="b")
     order = Priority()
-    for victim in (first, second):
-        assert order.victim_index([first, second]) == (0 if victim is first else 1)
+    for request in (first, second):
+        request.queue_key = order.key_of_new(request)
+    for victim, other in ((first, second), (second, first)):
+        assert list(order.victims([first, second])) == [victim, other]
         for _ in range(MAX_FUTILE_PREEMPTIONS + 1):
             victim.count_preemption()
-    assert order.victim_index([first, second]) == 1, "the last by id, so that the other gets on"
-    second.all_token_ids.append(7)
-    second.count_preemption()
-    assert order.victim_index([first, second]) == 1, "it got on, so it can give way again"
+    assert list(order.victims([first, second])) == [second, first], (
+        "the last by id, so that the other gets on"
+    )
+    first.all_token_ids.append(7)
+    first.count_preemption()
+    assert list(order.victims([first, second])) == [first, second], "it got on, so it can give way again"
 
 
 def test_ageing_without_priorities_would_do_nothing_and_is_refused() -> None:

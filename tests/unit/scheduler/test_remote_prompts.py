@@ -117,6 +117,48 @@ def test_c30_not_known_yet_skips_the_request_for_this_step_only() -> None:
     assert scheduler.request_counts().waiting_for_remote_kvs == 1
 
 
+def test_c30_however_many_are_not_known_yet_a_step_asks_about_few_and_serves_the_others() -> None:
+    connector = FakeConnector(is_unknown=True)
+    scheduler, runner = make_scheduler(connector, max_num_seqs=4), FakeRunner(memory=connector.memory)
+    consumers = [make_request(role=CONSUMER, max_tokens=1) for _ in range(50)]
+    for request in consumers:
+        scheduler.add_request(request)
+    scheduler.add_request(make_request(max_tokens=30))
+    assert len(run_step(scheduler, runner)[0].num_scheduled_tokens) == 1, "they block nobody"
+    num_asked = connector.num_questions
+    for _ in range(13):
+        run_step(scheduler, runner)
+    assert connector.num_questions == num_asked + 13 * 4, "so each was asked about again"
+    assert scheduler.request_counts().waiting == 50
+    assert len(scheduler.waiting_ids(60)) == 50
+    scheduler.finish_requests([consumers[-1].request_id], RequestStatus.FINISHED_ABORTED)
+    connector.is_unknown = False
+    while scheduler.request_counts().waiting:
+        for request in connector.loading.copy().values():
+            scheduler.update_connector_output(received(request))
+        run_step(scheduler, runner)
+    assert len(connector.started) == 49
+
+
+def test_hits_of_a_load_count_once_and_without_a_cache_nothing_does() -> None:
+    connector = FakeConnector()
+    scheduler, runner = make_scheduler(connector), FakeRunner(memory=connector.memory)
+    scheduler.add_request(make_request(prompt=[5] * 64, max_tokens=1))
+    run_to_end(scheduler, runner)
+    request = make_request(prompt=[5] * 64 + [6] * 20, role=CONSUMER, max_tokens=2)
+    scheduler.add_request(request)
+    run_step(scheduler, runner)
+    scheduler.update_connector_output(received(request))
+    run_to_end(scheduler, runner)
+    assert request.num_cached_tokens == 64
+    counters = scheduler.counters()
+    assert (counters["prefix_cache_queries"], counters["prefix_cache_hits"]) == (64 + 84, 64)
+    uncached = make_scheduler(enable_prefix_caching=False)
+    uncached.add_request(make_request())
+    run_to_end(uncached)
+    assert "prefix_cache_queries" not in uncached.counters()
+
+
 def test_c31_too_few_blocks_and_no_transfer_starts() -> None:
     connector = FakeConnector()
     runner = FakeRunner(memory=connector.memory)

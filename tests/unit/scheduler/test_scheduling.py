@@ -13,6 +13,7 @@ from tests.factories.scheduling import (
     FakeRunner,
     assert_at_rest,
     flatten,
+    make_config,
     make_request,
     make_scheduler,
     run_step,
@@ -76,9 +77,10 @@ def test_c05_budget_and_slots_hold_in_every_step() -> None:
     for _ in range(8):
         scheduler.add_request(make_request(13, max_tokens=5))
     while scheduler.has_requests():
-        plan, _ = run_step(scheduler, runner)
+        plan = scheduler.schedule()
         assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values()) <= 20
-        assert scheduler.request_counts().running <= 3
+        assert len(plan.num_scheduled_tokens) <= scheduler.request_counts().running <= 3
+        scheduler.update_from_output(plan, runner.execute(plan))
 
 
 def test_c06_fcfs_preempts_the_youngest_and_admits_nobody_in_that_step() -> None:
@@ -383,3 +385,5 @@ def test_a_prompt_that_can_never_run_is_refused_with_the_numbers(
 def test_a_scheduler_without_blocks_says_so() -> None:
     with pytest.raises(ConfigError, match="num_blocks"):
         Scheduler(SchedulerConfig())
+    with pytest.raises(ConfigError, match="preemption 'swap' needs num_swap_blocks"):
+        Scheduler(make_config(preemption="swap"))

@@ -54,6 +54,15 @@ def test_c20_blocks_that_the_prefix_cache_still_has_are_not_copied_back() -> Non
     assert counters["swapped_in_blocks"] < counters["swapped_out_blocks"]
 
 
+def test_c20_what_a_token_under_way_will_end_is_not_swapped_out() -> None:
+    driver = make_driver(num_ahead=1, num_blocks=7, enable_prefix_caching=False)
+    driver.add(make_request(47, max_tokens=20), ending := make_request(47, max_tokens=2))
+    plan = run_until_preemption(driver)
+    assert plan.preempted_req_ids == {ending.request_id}
+    assert plan.swap_out == ()
+    assert len(driver.run_to_end()[ending.request_id]) == 2
+
+
 def test_c20_a_full_host_pool_means_recompute() -> None:
     driver = make_driver(num_swap_blocks=1)
     driver.add(make_request(32, max_tokens=3), make_request(31, max_tokens=20))
