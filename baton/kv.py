@@ -3,19 +3,22 @@
 from dataclasses import dataclass, fields
 from enum import Enum
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
     """One life of one worker process. A restart at the same address is a new `incarnation`.
 
-    `kv_address` is where its KV plane listens; it is published by the worker and never comes from a client.
+    Published by the worker; nothing of it ever comes from a client.
     """
 
     name: str
     incarnation: str
-    kv_address: str
+    kv_addresses: tuple[str, ...]
+    """Where the KV plane of each of its tensor-parallel ranks listens."""
+    block_size: int
+    """Tokens in one of its KV blocks."""
 
 
 class TransferRole(Enum):
@@ -23,6 +26,15 @@ class TransferRole(Enum):
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
+
+
+class OnLoadFailure(Enum):
+    """What a decode worker does about a prompt that does not arrive."""
+
+    RECOMPUTE = "recompute"
+    """Compute it itself."""
+    REPORT = "report"
+    """End the request with ErrorKind.KV_LOAD_FAILED: whoever sent it knows what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class KVTransferParams:
     transfer_id: str
     attempt: int
     peer: WorkerRef
+    on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
+    """For a consumer whose prompt does not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +63,20 @@ class KVFingerprint:
     dtype: str
     layout: str
     """Axis order of a block, e.g. `LKTHD`; see engine/kv_cache.py."""
-    block_size: int
     num_layers: int
     num_kv_heads: int
+    """Of all ranks together."""
     head_dim: int
+    block_size: int
+    """Need not be equal, nor need the next: see kv_transfer/protocol/geometry.py."""
+    num_ranks: int
 
     def differences(self, other: "KVFingerprint") -> list[str]:
-        """Each differing field as `name: ours != theirs`; empty means compatible."""
+        """Each field that must be equal and is not, as `name: ours != theirs`."""
         return [
             f"{f.name}: {getattr(self, f.name)} != {getattr(other, f.name)}"
             for f in fields(self)
-            if getattr(self, f.name) != getattr(other, f.name)
+            if f.name not in ("block_size", "num_ranks") and getattr(self, f.name) != getattr(other, f.name)
         ]
 
 

@@ -26,6 +26,8 @@ class ErrorKind(Enum):
     """Another worker, or this one later."""
     INTERNAL = "internal"
     """This worker failed; another one may not."""
+    KV_LOAD_FAILED = "kv_load_failed"
+    """The prompt did not arrive from the prefill worker; this worker is well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,14 @@ class KVConnectorOutput:
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.quiesced)
 
+    def __add__(self, later: "KVConnectorOutput") -> "KVConnectorOutput":
+        return KVConnectorOutput(
+            self.finished_sending + later.finished_sending,
+            self.finished_recving + later.finished_recving,
+            self.failed_recving + later.failed_recving,
+            self.quiesced + later.quiesced,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:

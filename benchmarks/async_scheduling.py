@@ -105,7 +105,7 @@ class Engine:
             secrets.token_hex(8),
             clock,
             np.zeros((num_blocks, pool_shape.size_bytes), np.uint8),
-            KVFingerprint(1, "benchmark", "uint8", "", BLOCK_SIZE, 1, 1, 1),
+            KVFingerprint(1, "benchmark", "uint8", "", 1, 1, 1, BLOCK_SIZE, 1),
             on_news=lambda: self._loop.wake(),
         )
         config = SchedulerConfig(

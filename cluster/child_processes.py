@@ -90,7 +90,14 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
                 *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
             )
             model = served_model(config, model_path)
-            gateway = Gateway(config.gateway, config.network, model, await loading, SystemClock())
+            gateway = Gateway(
+                config.gateway,
+                config.network,
+                config.kv_transfer.load_failure_policy,
+                model,
+                await loading,
+                SystemClock(),
+            )
             await gateway.start()
             try:
                 for endpoint in endpoints:

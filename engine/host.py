@@ -30,7 +30,7 @@ from engine.role import Role
 from engine.runner import ModelRunner
 from engine.step_trace import TraceHeader
 from engine.step_trace_writer import StepTraceWriter, open_step_trace
-from kv_transfer import KVConnectorScheduler, KVConnectorWorker
+from kv_transfer import KVConnectorScheduler, KVConnectorWorker, SharedMemory
 from scheduler import Scheduler
 
 
@@ -53,7 +53,9 @@ class EngineHost:
         model = load_model(self._config.model, self._model_path, device)
         scheduler_config = _complete(self._config, model)
         assert scheduler_config.num_blocks is not None
-        pool = KVPool(scheduler_config.num_blocks, model.kv_block_shape(scheduler_config.block_size), device)
+        shape = model.kv_block_shape(scheduler_config.block_size)
+        memory = SharedMemory(scheduler_config.num_blocks * shape.size_bytes)
+        pool = KVPool(scheduler_config.num_blocks, shape, device, memory.array)
         self._connector = KVConnectorWorker(
             self._config.kv_transfer,
             self._config.network.bind_host,
@@ -62,6 +64,7 @@ class EngineHost:
             pool.block_bytes(),
             pool.fingerprint(model.digest),
             on_news=lambda: self._loop.wake(),
+            memory=memory,
         )
         self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
         core = self._make_core(scheduler_config, model, pool)
@@ -130,7 +133,8 @@ class EngineHost:
 
     @property
     def _ref(self) -> WorkerRef:
-        return WorkerRef(self._name, self._incarnation, self._connector.kv_address)
+        block_size = self._config.scheduler.block_size
+        return WorkerRef(self._name, self._incarnation, (self._connector.kv_address,), block_size)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -48,12 +48,20 @@ class KVPool:
     On Linux the pages of a CPU pool are only touched, and so only take memory, once they are written.
     """
 
-    def __init__(self, num_blocks: int, shape: KVBlockShape, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        shape: KVBlockShape,
+        device: torch.device,
+        memory: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """`memory`: zeros that the pool of a CPU lives in; None: memory of its own."""
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
         self.num_blocks = num_blocks
         self.shape = shape
+        num_bytes = num_blocks * shape.size_bytes
         self.blocks_NLKHTD = (
-            _zeros(num_blocks * shape.size_bytes, device)
+            (_zeros(num_bytes, device) if memory is None else torch.from_numpy(memory[:num_bytes]))
             .view(shape.dtype)
             .view(num_blocks, *shape.dimensions)
         )
@@ -71,10 +79,11 @@ class KVPool:
             model=model_digest,
             dtype=str(self.shape.dtype).removeprefix("torch."),
             layout=LAYOUT,
-            block_size=self.shape.block_size,
             num_layers=self.shape.num_layers,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
+            block_size=self.shape.block_size,
+            num_ranks=1,
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:

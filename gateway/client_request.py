@@ -87,6 +87,17 @@ class ClientRequest:
         self._stages.clear()
         self._num_cached_tokens = 0
 
+    def fell_back(self) -> None:
+        """The prompt did not arrive from elsewhere, and the decode worker computed it itself."""
+        assert self.placement is not None
+        self.placement = Placement(Mode.LOCAL, None, self.placement.decode, is_fallback=True)
+
+    @property
+    def path(self) -> str:
+        """Which way the latest attempt really took."""
+        assert self.placement is not None
+        return "fallback" if self.placement.is_fallback else self.placement.mode.value
+
     def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
         """The delta that this output completes, or None while there is nothing new for the client."""
         self._note(worker, output)

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
-from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import MAX_SEED, SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -25,7 +26,11 @@ from gateway.text import TextStream
 
 logger = logging.getLogger(__name__)
 
+LoadFailurePolicy = Literal["retry", "recompute", "fail"]
+
 MAX_ATTEMPTS = 3
+"""The last one needs no prefill worker, unless the request requires one."""
+
 RETRY_AFTER_S = 1.0
 
 
@@ -65,15 +70,26 @@ class _Attempt:
     engine_request_id: str
     events: "asyncio.Queue[_Event]"
     open_legs: set[str] = field(default_factory=set)
+    decoder_copes: bool = False
+    """The decode leg computes a prompt that does not arrive by itself."""
 
 
 class _AttemptFailed(Exception):
     """This attempt came to nothing, through no fault of the request; `worker` should not be asked again."""
 
-    def __init__(self, worker: str, reason: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
+    def __init__(
+        self,
+        worker: str,
+        reason: str,
+        kind: ErrorKind = ErrorKind.INTERNAL,
+        *,
+        is_prompt_lost: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.worker = worker
         self.kind = kind
+        self.is_prompt_lost = is_prompt_lost
+        """The decode worker is well, but has no prompt to go on with."""
 
     def as_final(self, request: ClientRequest) -> RequestError:
         """What the client is told when there is nobody left to ask."""
@@ -85,8 +101,15 @@ class _AttemptFailed(Exception):
 class Dispatcher:
     """Everything in flight at one gateway."""
 
-    def __init__(self, config: GatewayConfig, network: NetworkConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        network: NetworkConfig,
+        load_failure_policy: LoadFailurePolicy,
+        clock: Clock,
+    ) -> None:
         self._config = config
+        self._load_failure_policy = load_failure_policy
         self._clock = clock
         self._router = Router(config.routing_policy, Mode(config.routing_mode))
         self._fleet = Fleet(network, self._on_outputs, self._on_lost)
@@ -165,7 +188,8 @@ class Dispatcher:
                 failures[failure.worker] = failure
                 if self._time_left(generation, request) == 0.0:
                     raise RequestAborted("the request's deadline passed") from failure
-                if request.num_attempts >= MAX_ATTEMPTS:
+                is_final = failure.is_prompt_lost and self._load_failure_policy == "fail"
+                if is_final or request.num_attempts >= MAX_ATTEMPTS:
                     raise failure.as_final(request) from failure
             except WorkerUnavailable as nobody:
                 if not failures:
@@ -176,8 +200,9 @@ class Dispatcher:
     async def _attempt(
         self, generation: Generation, request: ClientRequest, failed: Collection[str]
     ) -> AsyncGenerator[Delta, None]:
+        is_last = request.num_attempts + 1 == MAX_ATTEMPTS and generation.mode is not Mode.DISAGGREGATED
         placement = self._router.route(
-            self._fleet.candidates(WorkerRole.PREFILL),
+            [] if is_last else self._fleet.candidates(WorkerRole.PREFILL),
             self._fleet.candidates(WorkerRole.DECODE),
             generation.mode,
             failed,
@@ -195,7 +220,7 @@ class Dispatcher:
                 if delta is None:
                     continue
                 if delta.finish is not None:
-                    self.paths["fallback" if placement.is_fallback else placement.mode.value] += 1
+                    self.paths[request.path] += 1
                     await self._close(attempt)
                 yield delta
                 if delta.finish is not None:
@@ -220,8 +245,11 @@ class Dispatcher:
             return
         transfer_id = secrets.token_hex(16)
         number = request.num_attempts - 1
-        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, self._ref(placement.prefill))
-        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, self._ref(placement.decode))
+        prefill, decode = self._ref(placement.prefill), self._ref(placement.decode)
+        on_failure = self._on_load_failure(generation)
+        attempt.decoder_copes = on_failure is OnLoadFailure.RECOMPUTE
+        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, prefill, on_failure)
+        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, decode, on_failure)
         await self._send_leg(placement.decode, replace(leg, kv_transfer=to_decode), attempt)
         await self._send_leg(placement.prefill, replace(leg, kv_transfer=to_prefill), attempt)
 
@@ -246,7 +274,10 @@ class Dispatcher:
             # What a prefill worker has handed over does not need it any more.
             if worker not in attempt.open_legs:
                 return None
-            raise _AttemptFailed(worker, f"the worker was lost: {news.reason}")
+            if is_prefill and attempt.decoder_copes:
+                self._close_leg(worker, attempt)
+                return None
+            raise _AttemptFailed(worker, f"the worker was lost: {news.reason}", is_prompt_lost=is_prefill)
         if news.request_id != attempt.engine_request_id:
             return None  # of an attempt that was given up
         if news.finish_reason is not None:
@@ -254,7 +285,12 @@ class Dispatcher:
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise _failure(worker, is_prefill, news)
+            if is_prefill and news.error_kind is ErrorKind.INTERNAL and attempt.decoder_copes:
+                return None
+            raise _failure(placement, is_prefill, news)
+        has_decoded = not is_prefill and placement.prefill is not None and news.stage_times is not None
+        if has_decoded and news.stage_times and not news.stage_times.transfer_bytes:
+            request.fell_back()
         delta = request.accept(worker, news, self._clock.now())
         if not attempt.open_legs and (delta is None or delta.finish is None):
             raise _AttemptFailed(placement.decode, "no worker goes on with it")
@@ -284,6 +320,13 @@ class Dispatcher:
             if worker in attempt.open_legs:
                 attempt.events.put_nowait((worker, _Lost(reason)))
 
+    def _on_load_failure(self, generation: Generation) -> OnLoadFailure:
+        """A request that requires disaggregation is never computed by the decode worker in silence."""
+        may_recompute = generation.mode is not Mode.DISAGGREGATED
+        if self._load_failure_policy == "recompute" and may_recompute:
+            return OnLoadFailure.RECOMPUTE
+        return OnLoadFailure.REPORT
+
     def _ref(self, worker: str) -> WorkerRef:
         client = self._fleet.client(worker)
         if client is None:
@@ -296,13 +339,16 @@ class Dispatcher:
         return max(0.0, generation.timeout_s - (self._clock.now() - request.arrived_at))
 
 
-def _failure(worker: str, is_prefill: bool, output: RequestOutput) -> RequestError | _AttemptFailed:
+def _failure(placement: Placement, is_prefill: bool, output: RequestOutput) -> RequestError | _AttemptFailed:
     """What an unhappy end of a leg means for the request."""
-    reason = output.error or f"ended with {output.finish_reason}"
-    if output.error_kind is ErrorKind.INVALID_REQUEST:
+    reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
+    if kind is ErrorKind.INVALID_REQUEST:
         return InvalidRequest(*_split_field(reason))
+    is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
     leg = "prefill" if is_prefill else "decode"
-    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}", output.error_kind)
+    is_prefills_fault = (is_prefill or is_prompt_lost) and placement.prefill is not None
+    worker = placement.prefill if is_prefills_fault and placement.prefill else placement.decode
+    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}", kind, is_prompt_lost=is_prompt_lost)
 
 
 def _split_field(reason: str) -> tuple[str, str]:

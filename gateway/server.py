@@ -17,7 +17,7 @@ from baton.v1 import (
 )
 from baton.worker import WorkerEndpoint
 from gateway.cluster_service import ClusterService
-from gateway.dispatcher import Dispatcher
+from gateway.dispatcher import Dispatcher, LoadFailurePolicy
 from gateway.generation_service import GenerationService, ServedModel
 from gateway.text import Tokenizer
 
@@ -34,12 +34,13 @@ class Gateway:
         self,
         config: GatewayConfig,
         network: NetworkConfig,
+        load_failure_policy: LoadFailurePolicy,
         model: ServedModel,
         tokenizer: Tokenizer,
         clock: Clock,
     ) -> None:
         self._config = config
-        self._dispatcher = Dispatcher(config, network, clock)
+        self._dispatcher = Dispatcher(config, network, load_failure_policy, clock)
         self._health = health.aio.HealthServicer()
         max_bytes = config.max_message_mib * 2**20
         self._server = grpc.aio.server(

@@ -3,5 +3,6 @@
 from kv_transfer.connector_scheduler import KVConnectorScheduler
 from kv_transfer.connector_worker import KVConnectorWorker
 from kv_transfer.orders import KVConnectorMetadata
+from kv_transfer.transport.shared_memory import SharedMemory
 
-__all__ = ["KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker"]
+__all__ = ["KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker", "SharedMemory"]

@@ -7,17 +7,18 @@ from baton.clock import Clock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
-from kv_transfer.agent import COUNTERS, TransferAgent
+from kv_transfer.agent import TransferAgent
+from kv_transfer.endpoint import COUNTERS, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata
-from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.producer import Producer
-from kv_transfer.transport.zmq_tcp import Bytes, ZmqTcp
-
-HEARTBEATS_PER_LEASE = 4
+from kv_transfer.pool import KVBytes
+from kv_transfer.transport.base import Bytes
+from kv_transfer.transport.choice import make_reach, make_readers
+from kv_transfer.transport.shared_memory import SharedMemory
+from kv_transfer.transport.zmq_tcp import ZmqChannel
 
 
 class KVConnectorWorker:
-    """One per process, for both roles: which end a request is on is the request's matter.
+    """One per rank, for both roles: which end a request is on is the request's matter.
 
     No call blocks or raises for what a peer did. `on_news` is called from the transfer thread whenever `get_finished`
     has something to say.
@@ -32,32 +33,31 @@ class KVConnectorWorker:
         blocks: Bytes,
         fingerprint: KVFingerprint,
         on_news: Callable[[], None],
+        *,
+        rank: int = 0,
+        memory: SharedMemory | None = None,
     ) -> None:
-        """`blocks` is the pool as bytes, uint8 [num_blocks, block_nbytes]; it is read and written in place."""
-        block_nbytes = blocks.shape[1]
-        self._transport = ZmqTcp(bind_host, block_nbytes)
+        """`blocks` is the rank's pool as bytes, uint8 [num_blocks, block_nbytes], read and written in place.
+
+        `memory` is what it lives in, if other processes may map that.
+        """
+        self._channel = ZmqChannel(bind_host, blocks.shape[1])
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        window_blocks = config.max_inflight_mib * 2**20 // block_nbytes
-        heartbeat_s = min(config.lease_s, config.peer_timeout_s) / HEARTBEATS_PER_LEASE
-        self._agent = TransferAgent(
+        pool = KVBytes(blocks, fingerprint, rank)
+        readers = make_readers(config, blocks, memory)
+        endpoint = make_endpoint(
+            config,
             incarnation,
-            blocks,
-            self._transport,
-            Producer(incarnation, fingerprint, config.lease_s, window_blocks, self._counters),
-            Consumer(
-                fingerprint,
-                heartbeat_s,
-                config.peer_timeout_s,
-                config.load_timeout_s,
-                config.checksum,
-                self._counters,
-            ),
+            fingerprint,
+            pool,
+            self._channel,
+            {reader.name: reader for reader in readers},
+            make_reach(config, readers),
             self._counters,
             clock,
-            config.checksum,
-            on_news,
         )
-        self.kv_address = self._transport.address
+        self._agent = TransferAgent(endpoint, self._channel, clock, on_news)
+        self.kv_address = self._channel.address
 
     def start(self) -> None:
         self._agent.start()
@@ -65,7 +65,7 @@ class KVConnectorWorker:
     def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up.
 
-        Returns at once, unless blocks are taken back: then when nothing reads them any more.
+        Returns at once, unless blocks are taken back: then when nothing sends them any more.
         """
         if metadata is not None and metadata.at_once:
             self._agent.post(metadata.at_once)
@@ -88,7 +88,7 @@ class KVConnectorWorker:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
-        return {**self._counters, "kv_dropped_frames": self._transport.num_dropped}
+        return {**self._counters, "kv_dropped_frames": self._channel.num_dropped}
 
     def shutdown(self) -> None:
         self._agent.stop()

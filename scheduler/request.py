@@ -14,7 +14,7 @@
 
 from enum import Enum, auto
 
-from baton.kv import KVTransferParams, TransferRole
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason, FirstToken
 from baton.sampling import SamplingParams
 from scheduler.block_table import BlockTable
@@ -189,6 +189,11 @@ class Request:
     def is_consumer(self) -> bool:
         """Its prompt's KV comes from another worker."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
+
+    @property
+    def must_report_failure(self) -> bool:
+        """A prompt that does not arrive is not to be computed here."""
+        return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
     def count_preemption(self) -> None:
         is_futile = self.num_tokens == self.num_tokens_at_preemption

@@ -153,8 +153,9 @@ class Scheduler:
             if request := self._remote.fail(failure):
                 if failure.is_cancelled:
                     self._end(request, RequestStatus.FINISHED_ABORTED, outputs, failure.reason)
-                elif self._config.load_failure_policy == "fail":
-                    self._end(request, RequestStatus.FINISHED_ERROR, outputs, failure.reason)
+                elif request.must_report_failure:
+                    status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.KV_LOAD_FAILED
+                    self._end(request, status, outputs, failure.reason, kind)
                 else:
                     self._admission.add_returning(request)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])

@@ -26,7 +26,7 @@ MAX_LINES = 400
 DOORS = {
     "decode_worker": {"DecodeWorker"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
-    "kv_transfer": {"KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker"},
+    "kv_transfer": {"KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker", "SharedMemory"},
     "prefill_worker": {"PrefillWorker"},
     "scheduler": {
         "KVConnector",

@@ -1,129 +1,101 @@
-"""Consumer: every hand-over this worker takes, as one sans-IO state machine; knows no socket, thread or clock.
+"""Consumer: every leg this rank takes, as one sans-IO state machine; knows no socket, thread or clock.
 
     HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
        |                         |
-       |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad blocks --> (gone: Failed)
-       v  silence                +-- abort ----------------------------------------> (gone: Quiesced)
-     LOST -------- load ---------------------------------------------------------> (gone: Failed)
+       |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad pieces --> DRAINING --> (gone: Failed)
+       v  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+     LOST -------- load --------------------------------------------------------------> (gone: Failed)
 
 HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
-may be written. LOST: there will be no blocks, which the scheduler learns when it asks. HOLDING and LOST also end by
-abort.
+may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
+LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
 
 Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
-is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live transfer is counted.
+is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live leg is counted.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import Effect, Failed, Quiesced, Received, Send
+from kv_transfer.protocol.effects import (
+    Effect,
+    Failed,
+    Leg,
+    News,
+    OpenPool,
+    Quiesced,
+    Received,
+    Send,
+)
+from kv_transfer.protocol.geometry import PieceShape
+from kv_transfer.protocol.incoming import Incoming, Loss, State
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
-    Block,
     Cancel,
+    ChecksumPolicy,
     End,
     Hold,
     Open,
     Opened,
+    Pieces,
     Refused,
     Release,
     ToConsumer,
     TransferKey,
+    Unreadable,
 )
 from kv_transfer.protocol.timers import Timers
+from kv_transfer.protocol.transports import SENDS_BYTES, Reach
 
-MAX_BAD_BLOCKS = 16
-"""A transfer with more blocks than this that fail verification is given up: the path is broken."""
-
-
-class State(Enum):
-    HOLDING = auto()
-    LOADING = auto()
-    LOST = auto()
-
-
-MOVES = {
-    State.HOLDING: {State.LOADING, State.LOST},
-    State.LOADING: set[State](),
-    State.LOST: set[State](),
-}
+MAX_BAD_PIECES = 16
+"""A leg with more pieces than this that fail verification is given up: the path is broken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """Why there will be no more blocks."""
+class ConsumerIdentity:
+    """Who this rank is to a producer, and how patient it is."""
 
-    reason: str
-    is_cancelled: bool = False
-    is_producers_word: bool = False
-    """The producer said so itself and has forgotten the transfer."""
+    fingerprint: KVFingerprint
+    reach: Reach
+    checksums: ChecksumPolicy
+    heartbeat_s: float
+    peer_timeout_s: float
+    load_timeout_s: float
 
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """One hand-over as its taker sees it."""
+@dataclass(frozen=True, slots=True)
+class WantedPiece:
+    """One of the pieces that a message announced: its place there, its checksum, and where it goes."""
 
-    key: TransferKey
-    address: str
-    request_id: str
-    num_prompt_tokens: int
-    state: State = State.HOLDING
-    first_block: int = 0
-    block_ids: tuple[int, ...] = ()
-    """Where block `first_block + i` of the prompt goes."""
-    verified: set[int] = field(default_factory=set)
-    num_bad: int = 0
-    end: End | None = None
-    loss: Loss | None = None
-    opened_at: float = 0.0
-    first_block_at: float | None = None
-
-    def move_to(self, state: State) -> None:
-        assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
-        self.state = state
-
-    @property
-    def num_valid_blocks(self) -> int:
-        """Length of the verified run from the load's first block on."""
-        index = self.first_block
-        while index in self.verified:
-            index += 1
-        return index - self.first_block
+    position: int
+    index: int
+    piece_id: int
+    checksum: int | None
 
 
 class Consumer:
-    """Feed it orders, messages, blocks and the time; do what it returns."""
+    """Feed it orders, messages, pieces and the time; do what it returns."""
 
-    def __init__(
-        self,
-        fingerprint: KVFingerprint,
-        heartbeat_s: float,
-        peer_timeout_s: float,
-        load_timeout_s: float,
-        with_checksums: bool,
-        counters: Counter[str],
-    ) -> None:
-        self._fingerprint = fingerprint
-        self._with_checksums = with_checksums
-        self._heartbeat_s = heartbeat_s
-        self._peer_timeout_s = peer_timeout_s
-        self._load_timeout_s = load_timeout_s
+    def __init__(self, identity: ConsumerIdentity, counters: Counter[str]) -> None:
+        self._identity = identity
         self._counters = counters
         self._transfers: dict[TransferKey, Incoming] = {}
-        self._keys: dict[str, TransferKey] = {}
+        self._keys: dict[Leg, TransferKey] = {}
+        self._num_by_producer: Counter[str] = Counter()
         self._last_heard: dict[str, float] = {}
-        """When each producer, by incarnation, last said anything about any transfer."""
+        """When each producer, by incarnation, last said anything about any leg."""
+        self._unreachable: dict[tuple[str, int], set[str]] = {}
+        """Transports that turned out not to reach a producer's rank, while there are legs from it."""
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
     # orders of this worker's engine
 
     def begin(
-        self, request_id: str, key: TransferKey, address: str, num_prompt_tokens: int, now: float
+        self, leg: Leg, key: TransferKey, address: str, num_prompt_tokens: int, shape: PieceShape, now: float
     ) -> list[Effect]:
         """The engine took the request; until it has room, the producer is asked to hold.
 
@@ -132,47 +104,57 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = Incoming(key, address, request_id, num_prompt_tokens)
+        transfer = Incoming(key, leg, address, num_prompt_tokens, shape)
         self._transfers[key] = transfer
-        self._keys[request_id] = key
+        self._keys[leg] = key
+        self._num_by_producer[key.producer] += 1
         self._last_heard.setdefault(key.producer, now)
         return self._beat(transfer, now)
 
-    def load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
+    def load(self, leg: Leg, first_token: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
         """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
-        if request_id not in self._keys:
-            return [Failed(request_id, 0, "another request has claimed this transfer", False)]
-        transfer = self._transfers[self._keys[request_id]]
-        transfer.first_block, transfer.block_ids = first_block, block_ids
+        if leg not in self._keys:
+            return [Failed(leg, 0, "another request has claimed this transfer", False)]
+        transfer = self._transfers[self._keys[leg]]
+        transfer.reserve(first_token, block_ids)
+        self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
-            return self._fail(transfer, transfer.loss)
+            return self._end_load(transfer, self._failed(transfer, transfer.loss))
         transfer.move_to(State.LOADING)
         transfer.opened_at = now
-        self._deadlines.set(transfer.key, now + self._load_timeout_s)
+        self._deadlines.set(transfer.key, now + self._identity.load_timeout_s)
         return self._beat(transfer, now)
 
-    def abort(self, request_id: str, reason: str) -> list[Effect]:
+    def abort(self, leg: Leg, reason: str) -> list[Effect]:
         """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
-        if request_id not in self._keys:
+        if leg not in self._keys:
             return []
-        transfer = self._transfers[self._keys[request_id]]
-        was_loading = transfer.state is State.LOADING
-        self._forget(transfer)
+        transfer = self._transfers[self._keys[leg]]
+        if transfer.state is State.DRAINING:
+            transfer.outcome = Quiesced(leg, 0)
+            return []
         told = Send(transfer.address, Cancel(transfer.key, reason))
-        return [told, Quiesced(request_id)] if was_loading else [told]
+        if transfer.state is not State.LOADING:
+            self._forget(transfer)
+            return [told]
+        self._counters["kv_loads_aborted"] += 1
+        return [told, *self._end_load(transfer, Quiesced(leg, self._num_valid_tokens(transfer)))]
 
     # what peers and time bring
 
     def on_message(self, message: ToConsumer, now: float) -> list[Effect]:
-        """Everything but `Block`, which comes with a payload and so through `destination` and `on_block`."""
+        """Everything but `Pieces`, which bring bytes and so come through `wanted` and `on_arrived`."""
+        if isinstance(message, Unreadable):
+            self._counters["kv_unreadable_messages"] += 1
+            return []
         transfer = self._transfers.get(message.key)
-        if transfer is None or transfer.state is State.LOST:
+        if transfer is None or transfer.state in (State.LOST, State.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
         self._last_heard[message.key.producer] = now
         match message:
             case Opened():
-                return []
+                return self._on_opened(transfer, message)
             case Refused(reason=reason):
                 return self._lose(
                     transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
@@ -181,49 +163,95 @@ class Consumer:
                 return self._lose(transfer, Loss(reason, is_cancelled, is_producers_word=True))
             case End():
                 return self._on_end(transfer, message, now)
-            case Block():
-                raise AssertionError("a Block comes with its payload: use destination() and on_block()")
+            case Pieces():
+                raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
-    def destination(self, header: Block) -> int | None:
-        """The local block that the payload belongs in, or None if it is late, doubled or foreign."""
-        transfer = self._transfers.get(header.key)
-        if transfer is None or transfer.state is not State.LOADING:
+    def wanted(self, message: Pieces, now: float) -> list[WantedPiece]:
+        """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
+
+        The others are late, doubled, foreign, or were announced before the way to read them was agreed upon.
+        """
+        transfer = self._transfers.get(message.key)
+        if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
-            return None
-        if header.index in transfer.verified or not self._is_wanted(transfer, header.index):
-            self._counters["kv_duplicate_messages"] += 1
-            return None
-        return transfer.block_ids[header.index - transfer.first_block]
+            return []
+        self._last_heard[message.key.producer] = now
+        if transfer.first_piece_at is None:
+            transfer.first_piece_at = now
+        checksums: Sequence[int | None] = message.checksums or [None] * len(message.indices)
+        pieces = []
+        for position, (index, checksum) in enumerate(zip(message.indices, checksums, strict=True)):
+            if transfer.wants(index, message.version):
+                transfer.verified.pop(index, None)  # an older version is about to be overwritten
+                transfer.arriving[index] = message.version
+                pieces.append(WantedPiece(position, index, transfer.piece_id(index), checksum))
+            else:
+                self._counters["kv_duplicate_messages"] += 1
+        return pieces
 
-    def on_block(self, header: Block, is_valid: bool, now: float) -> list[Effect]:
-        """The payload is in the block that `destination` named, and its checksum was compared."""
-        transfer = self._transfers[header.key]
-        self._last_heard[header.key.producer] = now
-        if transfer.first_block_at is None:
-            transfer.first_block_at = now
-        self._beats.set(transfer.key, now + self._heartbeat_s)
-        ack = Send(transfer.address, Ack(header.key, header.index, is_valid))
-        if is_valid:
-            transfer.verified.add(header.index)
-            return [ack, *self._complete(transfer, now)]
-        self._counters["kv_checksum_failures"] += 1
-        transfer.num_bad += 1
-        if transfer.num_bad > MAX_BAD_BLOCKS:
-            return self._lose(transfer, Loss(f"{transfer.num_bad} blocks arrived damaged"))
-        return [ack]
+    def transport_of(self, key: TransferKey) -> str:
+        """How the bytes of a leg come, which wants some of them."""
+        transport = self._transfers[key].transport
+        assert transport is not None
+        return transport
+
+    def wants_checksums(self, key: TransferKey) -> bool:
+        """Whether a piece of this leg without a matching checksum is damaged."""
+        transfer = self._transfers[key]
+        assert transfer.producer_host is not None
+        return self._identity.checksums.applies(transfer.producer_host, self._identity.reach.host)
+
+    def on_arrived(
+        self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
+    ) -> list[Effect]:
+        """Nothing writes these pieces any more; their checksums, where wanted, were compared."""
+        transfer = self._transfers[key]
+        for index in (*valid, *damaged):
+            del transfer.arriving[index]
+        if transfer.state is State.DRAINING:
+            return self._drain(transfer)
+        self._beats.set(key, now + self._identity.heartbeat_s)
+        transfer.verified.update(dict.fromkeys(valid, version))
+        effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
+        if damaged:
+            self._counters["kv_checksum_failures"] += len(damaged)
+            transfer.num_bad += len(damaged)
+            if transfer.num_bad > MAX_BAD_PIECES:
+                return effects + self._lose(transfer, Loss(f"{transfer.num_bad} pieces arrived damaged"))
+        return effects + self._complete(transfer, now)
+
+    def on_unread(self, key: TransferKey, indices: Sequence[int], reason: str, now: float) -> list[Effect]:
+        """A read of these pieces failed: the transport does not work between these two, so another one is tried."""
+        transfer = self._transfers[key]
+        for index in indices:
+            del transfer.arriving[index]
+        if transfer.state is State.DRAINING:
+            return self._drain(transfer)
+        return self.on_unreachable(key, reason, now)
+
+    def on_unreachable(self, key: TransferKey, reason: str, now: float) -> list[Effect]:
+        """The producer's pool cannot be read the way that was agreed upon."""
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
+            return []
+        self._counters["kv_unreachable_pools"] += 1
+        unreachable = self._unreachable.setdefault((key.producer, key.producer_rank), set())
+        unreachable.add(transfer.transport)
+        transfer.transport = None
+        if not self._transports_to(key):
+            return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
+        return self._beat(transfer, now)
 
     def on_time(self, now: float) -> list[Effect]:
         """Repeats what was not answered, and gives up what took too long."""
         effects: list[Effect] = []
         for key in list(self._deadlines.pop_due(now)):
-            transfer = self._transfers[key]
-            effects += self._lose(
-                transfer, Loss(f"the prompt did not arrive within {self._load_timeout_s:g} s")
-            )
+            reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
+            effects += self._lose(self._transfers[key], Loss(reason))
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
             silent_s = now - self._last_heard[key.producer]
-            if silent_s > self._peer_timeout_s:
+            if silent_s > self._identity.peer_timeout_s:
                 effects += self._lose(transfer, Loss(f"the prefill worker was silent for {silent_s:.1f} s"))
             else:
                 effects += self._beat(transfer, now)
@@ -233,74 +261,125 @@ class Consumer:
         times = [when for when in (self._beats.next(), self._deadlines.next()) if when is not None]
         return min(times, default=None)
 
+    def knows(self, producer: str) -> bool:
+        """Whether any leg comes from this incarnation."""
+        return producer in self._num_by_producer
+
     def __len__(self) -> int:
         return len(self._transfers)
 
+    @property
+    def num_by_state(self) -> Counter[str]:
+        return Counter(transfer.state.name for transfer in self._transfers.values())
+
+    def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
+        unreachable = self._unreachable.get((key.producer, key.producer_rank), set())
+        return tuple(name for name in self._identity.reach.transports if name not in unreachable)
+
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
-        self._beats.set(transfer.key, now + self._heartbeat_s)
+        self._beats.set(transfer.key, now + self._identity.heartbeat_s)
         if transfer.state is State.HOLDING:
             return [Send(transfer.address, Hold(transfer.key))]
         message = Open(
             transfer.key,
-            self._fingerprint,
+            self._identity.fingerprint,
             transfer.num_prompt_tokens,
-            transfer.first_block,
-            tuple(sorted(transfer.verified)),
-            self._with_checksums,
+            transfer.first_piece,
+            tuple(transfer.verified),
+            tuple(transfer.verified.values()),
+            self._identity.reach.host,
+            self._transports_to(transfer.key),
+            self._identity.checksums,
         )
         return [Send(transfer.address, message)]
 
-    def _is_wanted(self, transfer: Incoming, index: int) -> bool:
-        return 0 <= index - transfer.first_block < len(transfer.block_ids)
+    def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
+        if transfer.state is not State.LOADING or message.transport is None:
+            return []  # the answer to a Hold, or the producer's engine does not know of it yet
+        if message.transport not in self._transports_to(transfer.key):
+            return []  # the answer to an older Open
+        transfer.producer_host, transfer.transport = message.host, message.transport
+        if message.transport in SENDS_BYTES:
+            return []
+        return [OpenPool(transfer.key, message.transport, message.pool)]
 
     def _on_end(self, transfer: Incoming, message: End, now: float) -> list[Effect]:
         if transfer.state is not State.LOADING:
             self._counters["kv_late_messages"] += 1
             return []
-        if message.num_blocks != transfer.first_block + len(transfer.block_ids):
-            reason = f"{message.num_blocks} blocks were sent, {len(transfer.block_ids)} expected"
-            return self._lose(transfer, Loss(reason))
+        if message.num_pieces != transfer.first_piece + transfer.num_pieces:
+            expected = transfer.first_piece + transfer.num_pieces
+            return self._lose(transfer, Loss(f"{message.num_pieces} pieces were sent, {expected} expected"))
         transfer.end = message
         return self._complete(transfer, now)
 
     def _complete(self, transfer: Incoming, now: float) -> list[Effect]:
-        if transfer.end is None or len(transfer.verified) < len(transfer.block_ids):
+        if not transfer.is_complete:
             return []
         self._forget(transfer)
         self._counters["kv_loads_received"] += 1
-        return [
-            Send(transfer.address, Release(transfer.key)),
-            Received(
-                transfer.request_id,
-                transfer.end.first_token,
-                len(transfer.block_ids),
-                now - transfer.opened_at,
-                now - (transfer.first_block_at if transfer.first_block_at is not None else now),
-            ),
-        ]
+        assert transfer.end is not None
+        first_at = transfer.first_piece_at if transfer.first_piece_at is not None else now
+        received = Received(
+            transfer.leg,
+            transfer.end.first_token,
+            transfer.num_pieces,
+            transfer.transport or "",
+            elapsed_s=now - transfer.opened_at,
+            moving_s=now - first_at,
+        )
+        return [Send(transfer.address, Release(transfer.key)), received]
 
     def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
-        """There will be no more blocks: fails the load, or remembers that there is nothing to load."""
-        if transfer.state is State.LOADING:
-            return self._fail(transfer, loss)
-        transfer.loss = loss
-        transfer.move_to(State.LOST)
+        """There will be no more pieces: fails the load, or remembers that there is nothing to load."""
+        if transfer.state is State.HOLDING:
+            transfer.loss = loss
+            transfer.move_to(State.LOST)
+            self._beats.cancel(transfer.key)
+            return []
+        told: list[Effect] = []
+        if not loss.is_producers_word:
+            told = [Send(transfer.address, Cancel(transfer.key, loss.reason))]
+        return told + self._end_load(transfer, self._failed(transfer, loss))
+
+    def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
+        self._counters["kv_loads_failed"] += 1
+        return Failed(transfer.leg, self._num_valid_tokens(transfer), loss.reason, loss.is_cancelled)
+
+    def _num_valid_tokens(self, transfer: Incoming) -> int:
+        """Where we read without checksums, nothing but the producer's End says that it was still there to be read."""
+        if transfer.transport is None or transfer.producer_host is None:
+            return 0
+        is_certain = transfer.transport in SENDS_BYTES or self.wants_checksums(transfer.key)
+        return transfer.num_valid_tokens if is_certain else 0
+
+    def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
+        """The outcome is news as soon as nothing is being written."""
+        if not transfer.arriving:
+            self._forget(transfer)
+            return [outcome]
+        transfer.move_to(State.DRAINING)
+        transfer.outcome = outcome
         self._beats.cancel(transfer.key)
+        self._deadlines.cancel(transfer.key)
         return []
 
-    def _fail(self, transfer: Incoming, loss: Loss) -> list[Effect]:
+    def _drain(self, transfer: Incoming) -> list[Effect]:
+        if transfer.arriving:
+            return []
+        assert transfer.outcome is not None
         self._forget(transfer)
-        self._counters["kv_loads_failed"] += 1
-        failed = Failed(transfer.request_id, transfer.num_valid_blocks, loss.reason, loss.is_cancelled)
-        if loss.is_producers_word:
-            return [failed]
-        return [Send(transfer.address, Cancel(transfer.key, loss.reason)), failed]
+        return [transfer.outcome]
 
     def _forget(self, transfer: Incoming) -> None:
+        producer = transfer.key.producer
         del self._transfers[transfer.key]
-        del self._keys[transfer.request_id]
-        if all(key.producer != transfer.key.producer for key in self._transfers):
-            del self._last_heard[transfer.key.producer]
+        del self._keys[transfer.leg]
+        self._num_by_producer[producer] -= 1
+        if not self._num_by_producer[producer]:
+            del self._num_by_producer[producer], self._last_heard[producer]
+            for place in [place for place in self._unreachable if place[0] == producer]:
+                del self._unreachable[place]
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

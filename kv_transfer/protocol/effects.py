@@ -1,12 +1,20 @@
 """What a state machine wants done, as values; whoever drives it (a thread, a test, a simulation) does it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.request import FirstToken
 from kv_transfer.protocol.messages import ToConsumer, ToProducer, TransferKey
 
 Peer = bytes | str
 """How the transport reaches the other end: the identity of who connected to us, or the address we connected to."""
+
+
+class Leg(NamedTuple):
+    """One request's part of a hand-over between two ranks; see geometry.py."""
+
+    request_id: str
+    peer_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,40 +24,54 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class SendBlock:
-    """Send local block `block_id` as block `index` of the prompt."""
+class SendPieces:
+    """Tell the peer of these pieces of our pool, with their bytes if `has_payload`."""
 
     peer: Peer
     key: TransferKey
-    index: int
-    block_id: int
-    with_checksum: bool
+    version: int
+    indices: tuple[int, ...]
+    piece_ids: tuple[int, ...]
+    has_checksums: bool
+    has_payload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPool:
+    """Consumer: get ready to read the producer's pool; `Consumer.on_unreachable` if that cannot be done."""
+
+    key: TransferKey
+    transport: str
+    description: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Producer: nobody will read this request's blocks any more."""
+    """Producer: nobody will read this leg's blocks any more."""
 
-    request_id: str
+    leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Consumer: every block of the request is verified."""
+    """Consumer: every piece of the leg is verified."""
 
-    request_id: str
+    leg: Leg
     first_token: FirstToken
-    num_blocks: int
+    num_pieces: int
+    transport: str
     elapsed_s: float
+    """From asking the producer to the last piece's verification; overlaps the prefill."""
     moving_s: float
+    """From the first piece's arrival on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Consumer: the rest will not come; the first `num_valid_blocks` of the load are verified."""
+    """Consumer: the rest will not come; the first `num_valid_tokens` of the load's tokens are verified."""
 
-    request_id: str
-    num_valid_blocks: int
+    leg: Leg
+    num_valid_tokens: int
     reason: str
     is_cancelled: bool
 
@@ -58,7 +80,9 @@ class Failed:
 class Quiesced:
     """Consumer: the load was given up and nothing writes its blocks any more."""
 
-    request_id: str
+    leg: Leg
+    num_valid_tokens: int
 
 
-Effect = Send | SendBlock | Freed | Received | Failed | Quiesced
+News = Freed | Received | Failed | Quiesced
+Effect = Send | SendPieces | OpenPool | News

@@ -2,20 +2,22 @@
 
     consumer (decode)                      producer (prefill)
       Hold      ---------------------------->   my request waits for room; keep what you compute
-      Open      ---------------------------->   I have room: send blocks from `first_block` on
-                <----------------------------   Opened, or Refused
-                <----------------------------   Block + payload, as they are computed
-      Ack       ---------------------------->   one block is verified (or must be sent again)
+      Open      ---------------------------->   I have room: send pieces from `first_piece` on
+                <----------------------------   Opened (this way, from this pool), or Refused
+                <----------------------------   Pieces, as they are computed: their bytes, or where to read them
+      Ack       ---------------------------->   these pieces are verified (and those must be sent again)
                 <----------------------------   End: that was all, and this is token 0
       Release   ---------------------------->   everything is verified; free your blocks
       Cancel    ---------------------------->   from any state; free your blocks
                 <----------------------------   Aborted: from any state; there will be no more
+      Unreadable <-------------------------->   your last message was none of ours
 
 Hold and Open are repeated while nothing else moves: they are the heartbeat that lengthens the lease, their answers are
 the producer's sign of life, and an Open that lists what arrived heals every lost message.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, TypeVar
 
 import xxhash
@@ -27,16 +29,32 @@ from baton.wire import Codec
 
 MAX_HEADER_BYTES = 1024 * 1024
 SEAL_BYTES = 8
+MAX_PIECES_PER_MESSAGE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """The one identity of a hand-over. A restarted process is another incarnation, so nothing meant for it matches."""
+    """The one identity of a leg. A restarted process is another incarnation, so nothing meant for it matches."""
 
     transfer_id: str
     attempt: int
     producer: str
     consumer: str
+    producer_rank: int = 0
+    consumer_rank: int = 0
+
+
+class ChecksumPolicy(Enum):
+    """When a consumer wants every piece's checksum computed and compared."""
+
+    AUTO = "auto"
+    """Between hosts."""
+    ON = "on"
+    OFF = "off"
+
+    def applies(self, producer_host: str, consumer_host: str) -> bool:
+        """Both ends answer this alike; so a piece that lacks its checksum is damaged."""
+        return self is ChecksumPolicy.ON or (self is ChecksumPolicy.AUTO and producer_host != consumer_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +67,31 @@ class Open:
     key: TransferKey
     fingerprint: KVFingerprint
     num_prompt_tokens: int
-    first_block: int
-    """Blocks before this one are in the consumer's prefix cache."""
+    first_piece: int
+    """Pieces before this one are in the consumer's prefix cache."""
     received: tuple[int, ...]
-    """Blocks that arrived already; everything else is still wanted."""
-    with_checksums: bool
-    """The consumer compares checksums, so it decides whether they are computed."""
+    """Pieces that arrived already; everything else is still wanted."""
+    received_versions: tuple[int, ...]
+    """Of which version each of them is."""
+    host: str
+    transports: tuple[str, ...]
+    """Ways that the consumer can take, the best first."""
+    checksums: ChecksumPolicy
+
+    def __post_init__(self) -> None:
+        if len(self.received) != len(self.received_versions):
+            raise WireError(f"{len(self.received)} pieces of {len(self.received_versions)} versions")
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
+    """The answer to Hold, with no transport yet, and to Open."""
+
     key: TransferKey
+    host: str
+    transport: str | None
+    pool: bytes
+    """How the consumer can read the producer's pool; empty where bytes are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +101,41 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Header of the payload frame that follows it."""
+class Pieces:
+    """Some of the prompt's pieces are ready. Where bytes are sent, one frame for each follows this header."""
 
     key: TransferKey
-    index: int
-    """Position in the prompt's chain of blocks."""
-    checksum: int | None
-    """xxh3_64 of the payload; None where Open asked for none."""
+    version: int
+    """How often the producer lost its blocks to a preemption before it computed these."""
+    indices: tuple[int, ...]
+    """Positions in the prompt's chain of pieces."""
+    piece_ids: tuple[int, ...]
+    """Where they lie in the producer's pool."""
+    checksums: tuple[int, ...]
+    """xxh3_64 of each; empty where none were asked for."""
+
+    def __post_init__(self) -> None:
+        num_pieces = len(self.indices)
+        if len(self.piece_ids) != num_pieces or len(self.checksums) not in (0, num_pieces):
+            raise WireError(
+                f"{num_pieces} pieces, {len(self.piece_ids)} places, {len(self.checksums)} checksums"
+            )
+        if num_pieces > MAX_PIECES_PER_MESSAGE or len(set(self.indices)) != num_pieces:
+            raise WireError(f"expected at most {MAX_PIECES_PER_MESSAGE} different pieces, got {num_pieces}")
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
     key: TransferKey
-    index: int
-    is_valid: bool
+    version: int
+    valid: tuple[int, ...]
+    damaged: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     key: TransferKey
-    num_blocks: int
+    num_pieces: int
     first_token: FirstToken
 
 
@@ -112,8 +158,15 @@ class Aborted:
     """The request itself ended; otherwise only its prefill failed and the consumer may go on without."""
 
 
-ToProducer = Hold | Open | Ack | Release | Cancel
-ToConsumer = Opened | Refused | Block | End | Aborted
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Tells a peer that it does not speak our language, for its log. Never answered."""
+
+    reason: str
+
+
+ToProducer = Hold | Open | Ack | Release | Cancel | Unreadable
+ToConsumer = Opened | Refused | Pieces | End | Aborted | Unreadable
 
 M = TypeVar("M")
 
@@ -136,5 +189,5 @@ class SealedCodec(Generic[M]):
         return self._codec.decode(data)
 
 
-TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel)
-TO_CONSUMER: SealedCodec[ToConsumer] = SealedCodec(Opened, Refused, Block, End, Aborted)
+TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel, Unreadable)
+TO_CONSUMER: SealedCodec[ToConsumer] = SealedCodec(Opened, Refused, Pieces, End, Aborted, Unreadable)

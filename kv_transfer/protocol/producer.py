@@ -1,26 +1,30 @@
-"""Producer: every hand-over this worker gives, as one sans-IO state machine; knows no socket, thread or clock.
+"""Producer: every leg this rank gives, as one sans-IO state machine; knows no socket, thread or clock.
 
     EARLY ----- begin -----> PREPARING ----- Open -----> STREAMING ----- Release, lease over -----> (gone, blocks freed)
       |                          |                           |
       +--------------------------+----- Cancel, refused -----+--> CANCELLED -- finish, abort --> (gone, blocks freed)
 
-EARLY: the consumer spoke first. PREPARING: blocks become ready, nobody reads them yet. STREAMING: they are sent as they
-become ready, within a window of unacknowledged blocks per peer, in which transfers take turns. CANCELLED: the consumer
+EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
+they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
 wants no more, but our own engine does not know yet.
 
 A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
-being computed, the request's own deadline applies. EARLY lasts one lease at most. How a hand-over ended is remembered
+being computed, the request's own deadline applies. EARLY lasts one lease at most. How a leg ended is remembered
 for a while, and told to a consumer that asks late. What comes for another incarnation is refused.
+
+Where the consumer reads our pool itself, it may still be reading when a preemption takes the blocks away. So only what
+it acknowledged before counts; everything else is offered anew, as another version. And the End, on which it relies,
+waits for its last acknowledgement.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.effects import Effect, Freed, Peer, Send, SendBlock
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
@@ -33,157 +37,120 @@ from kv_transfer.protocol.messages import (
     Release,
     ToProducer,
     TransferKey,
+    Unreadable,
 )
+from kv_transfer.protocol.outgoing import Outgoing, SendWindow, State
 from kv_transfer.protocol.timers import Timers
+from kv_transfer.protocol.transports import Reach
 
 MAX_EARLY = 1024
-"""Hand-overs that a consumer may announce before this worker's engine has heard of them."""
+"""Legs that a consumer may announce before this worker's engine has heard of them."""
 
 MAX_ENDED = 4096
-"""Hand-overs whose end is remembered."""
+"""Legs whose end is remembered."""
 
 
-class State(Enum):
-    EARLY = auto()
-    PREPARING = auto()
-    STREAMING = auto()
-    CANCELLED = auto()
+@dataclass(frozen=True, slots=True)
+class ProducerIdentity:
+    """Who this rank is to a consumer."""
 
-
-MOVES = {
-    State.EARLY: {State.PREPARING, State.CANCELLED},
-    State.PREPARING: {State.STREAMING, State.CANCELLED},
-    State.STREAMING: {State.CANCELLED},
-    State.CANCELLED: set[State](),
-}
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """One hand-over as its giver sees it."""
-
-    key: TransferKey
-    state: State
-    request_id: str | None = None
-    """None until our own engine has heard of it."""
-    num_prompt_tokens: int = 0
-    peer: Peer = b""
-    first_block: int = 0
-    with_checksums: bool = True
-    open: Open | None = None
-    """An Open that came early."""
-    ready: dict[int, int] = field(default_factory=dict)
-    """Prompt block index -> local block id, for blocks that are computed."""
-    unsent: deque[int] = field(default_factory=deque)
-    unacked: set[int] = field(default_factory=set)
-    acked: set[int] = field(default_factory=set)
-    first_token: FirstToken | None = None
-    """Set when the prefill is complete; the lease runs from then on."""
-    num_blocks: int = 0
-    is_end_sent: bool = False
-
-    def move_to(self, state: State) -> None:
-        assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
-        self.state = state
+    incarnation: str
+    fingerprint: KVFingerprint
+    layout: RankLayout
+    reach: Reach
 
 
 class Producer:
     """Feed it orders, messages and the time; do what it returns."""
 
     def __init__(
-        self,
-        incarnation: str,
-        fingerprint: KVFingerprint,
-        lease_s: float,
-        window_blocks: int,
-        counters: Counter[str],
+        self, identity: ProducerIdentity, lease_s: float, window_bytes: int, counters: Counter[str]
     ) -> None:
-        self._incarnation = incarnation
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._lease_s = lease_s
-        self._window_blocks = max(1, window_blocks)
+        self._window = SendWindow(window_bytes)
         self._counters = counters
         self._transfers: dict[TransferKey, Outgoing] = {}
-        self._keys: dict[str, TransferKey] = {}
+        self._keys: dict[Leg, TransferKey] = {}
         self._num_early = 0
-        self._inflight: Counter[Peer] = Counter()
-        self._turns: deque[Outgoing] = deque()
-        """Streaming transfers with blocks to send, in round-robin order."""
         self._leases: Timers[TransferKey] = Timers()
         self._farewells: dict[TransferKey, Aborted] = {}
         """The latest ends that a consumer may not have heard of."""
 
     # orders of this worker's engine
 
-    def begin(self, request_id: str, key: TransferKey, num_prompt_tokens: int) -> list[Effect]:
+    def begin(
+        self, leg: Leg, key: TransferKey, num_prompt_tokens: int, shape: PieceShape, piece_nbytes: int
+    ) -> list[Effect]:
         """The engine took the request; its prompt will be computed. A second claim to one key is never served."""
         transfer = self._transfers.get(key)
         if transfer is None:
             transfer = self._transfers[key] = Outgoing(key, State.PREPARING)
         else:
-            if transfer.request_id is not None:
+            if transfer.leg is not None:
                 self._counters["kv_duplicate_messages"] += 1
                 return []
             self._num_early -= 1
             self._leases.cancel(key)
             if transfer.state is State.EARLY:
                 transfer.move_to(State.PREPARING)
-        transfer.request_id, transfer.num_prompt_tokens = request_id, num_prompt_tokens
-        self._keys[request_id] = key
+        transfer.leg, transfer.num_prompt_tokens = leg, num_prompt_tokens
+        transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
+        self._keys[leg] = key
         self._counters["kv_sends_started"] += 1
         if transfer.state is State.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
 
-    def blocks_ready(self, request_id: str, first_index: int, block_ids: Iterable[int]) -> list[Effect]:
+    def blocks_ready(self, leg: Leg, first_block: int, block_ids: Iterable[int]) -> list[Effect]:
         """These blocks are computed and will not change until `Freed`."""
-        transfer = self._of(request_id)
+        transfer = self._of(leg)
         if transfer is None or transfer.state is State.CANCELLED:
             return []
-        for index, block_id in enumerate(block_ids, first_index):
-            transfer.ready[index] = block_id
-            if index >= transfer.first_block and index not in transfer.acked:
-                transfer.unsent.append(index)
+        transfer.blocks_ready(first_block, block_ids)
         return self._pump(transfer)
 
-    def withdraw(self, request_id: str) -> list[Effect]:
-        """The request was preempted: after this returns, none of its blocks is read until it is ready again."""
-        transfer = self._of(request_id)
+    def withdraw(self, leg: Leg) -> list[Effect]:
+        """The request was preempted: from now on none of its blocks is offered until it is ready again."""
+        transfer = self._of(leg)
         if transfer is None:
             return []
-        transfer.ready.clear()
-        transfer.unsent.clear()
-        self._release_window(transfer)
+        transfer.withdraw()
+        self._window.forget_inflight(transfer)
         return self._pump()
 
-    def finish(self, request_id: str, num_blocks: int, first_token: FirstToken, now: float) -> list[Effect]:
+    def finish(self, leg: Leg, first_token: FirstToken, now: float) -> list[Effect]:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
-        transfer = self._of(request_id)
+        transfer = self._of(leg)
         if transfer is None:
-            return [Freed(request_id)]
+            return [Freed(leg)]
         if transfer.state is State.CANCELLED:
             return self._forget(transfer)
-        transfer.first_token, transfer.num_blocks = first_token, num_blocks
+        transfer.first_token, transfer.finished_at = first_token, now
         self._leases.set(transfer.key, now + self._lease_s)
         return self._pump(transfer)
 
-    def abort(self, request_id: str, reason: str, is_cancelled: bool) -> list[Effect]:
+    def abort(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
         """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
-        transfer = self._of(request_id)
+        transfer = self._of(leg)
         if transfer is None:
-            return [Freed(request_id)]
+            return [Freed(leg)]
         told: list[Effect] = []
+        farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and transfer.state is not State.CANCELLED:
-            told = [Send(transfer.peer, Aborted(transfer.key, reason, is_cancelled))]
+            told = [Send(transfer.peer, farewell)]
         self._counters["kv_sends_aborted"] += 1
-        self._remember(Aborted(transfer.key, reason, is_cancelled))
+        self._remember(farewell)
         return told + self._forget(transfer)
 
     # what peers and time bring
 
     def on_message(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
+        if isinstance(message, Unreadable):
+            self._counters["kv_unreadable_messages"] += 1
+            return []
         key = message.key
-        if key.producer != self._incarnation:
+        if key.producer != self._identity.incarnation or key.producer_rank != self._identity.layout.rank:
             self._counters["kv_foreign_messages"] += 1
             return [Send(peer, Refused(key, "this worker was restarted since; the blocks are gone"))]
         transfer = self._transfers.get(key)
@@ -197,13 +164,15 @@ class Producer:
         match message:
             case Hold():
                 transfer.peer = peer
-                return [Send(peer, Opened(key))]
+                return [Send(peer, self._opened(transfer))]
             case Open():
                 return self._open(transfer, message, peer)
             case Ack():
                 return self._on_ack(transfer, message)
             case Release():
                 self._counters["kv_sends_done"] += 1
+                if transfer.first_token is not None:
+                    self._counters["kv_exposed_us"] += round((now - transfer.finished_at) * 1e6)
                 return self._close(transfer)
             case Cancel():
                 self._counters["kv_sends_cancelled"] += 1
@@ -215,7 +184,7 @@ class Producer:
         for key in list(self._leases.pop_due(now)):
             transfer = self._transfers[key]
             reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
-            if transfer.request_id is None:
+            if transfer.leg is None:
                 reason = "the prefill worker was not asked for this prompt"
             self._counters["kv_lease_expiries"] += 1
             farewell = Aborted(key, reason, is_cancelled=False)
@@ -231,13 +200,23 @@ class Producer:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def _of(self, request_id: str) -> Outgoing | None:
-        """The hand-over of a request; None if another request had claimed its key before."""
-        key = self._keys.get(request_id)
+    @property
+    def num_by_state(self) -> Counter[str]:
+        return Counter(transfer.state.name for transfer in self._transfers.values())
+
+    def _of(self, leg: Leg) -> Outgoing | None:
+        """The transfer of a leg; None if another request had claimed its key before."""
+        key = self._keys.get(leg)
         return None if key is None else self._transfers[key]
 
+    def _opened(self, transfer: Outgoing) -> Opened:
+        reach = self._identity.reach
+        pool = reach.pools.get(transfer.transport, b"")
+        return Opened(transfer.key, reach.host, transfer.transport or None, pool)
+
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
-        """News of a hand-over that is over, or that our own engine has not announced yet."""
+        """News of a leg that is over, or that our own engine has not announced yet."""
+        assert not isinstance(message, Unreadable)
         key = message.key
         if isinstance(message, Open | Hold) and key in self._farewells:
             return [Send(peer, self._farewells[key])]
@@ -254,74 +233,83 @@ class Producer:
             early.move_to(State.CANCELLED)
             return []
         early.open = message if isinstance(message, Open) else None
-        return [Send(peer, Opened(key))]
+        return [Send(peer, self._opened(early))]
 
     def _open(self, transfer: Outgoing, message: Open, peer: Peer) -> list[Effect]:
-        """The consumer has room. Repeated, it says what arrived so far, and everything else is sent again."""
+        """The consumer has room. Repeated, it says what arrived so far, and everything else is offered again."""
         if transfer.state is State.EARLY:
             transfer.peer, transfer.open = peer, message
-            return [Send(peer, Opened(transfer.key))]
-        if reason := self._mismatch(transfer, message):
+            return [Send(peer, self._opened(transfer))]
+        transport = self._identity.reach.choose(message.host, message.transports)
+        reason = self._mismatch(transfer, message)
+        if transport is None or reason is not None:
             self._counters["kv_sends_refused"] += 1
-            return [Send(peer, Refused(transfer.key, reason)), *self._close(transfer)]
+            refused = Refused(transfer.key, reason or self._no_transport(message))
+            return [Send(peer, refused), *self._close(transfer)]
         if transfer.state is State.PREPARING:
             transfer.move_to(State.STREAMING)
-        self._release_window(transfer)
-        transfer.peer, transfer.with_checksums = peer, message.with_checksums
-        transfer.first_block = message.first_block
-        transfer.acked = set(message.received)
-        transfer.is_end_sent = False
-        missing = set(transfer.ready) - transfer.acked
-        transfer.unsent = deque(sorted(index for index in missing if index >= message.first_block))
-        return [Send(peer, Opened(transfer.key)), *self._pump(transfer)]
+        self._window.forget_inflight(transfer)
+        transfer.reopen(message, peer, transport)
+        return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
+
+    def _no_transport(self, message: Open) -> str:
+        ours, theirs = self._identity.reach.transports, message.transports
+        return f"no transport in common: {', '.join(ours)} here, {', '.join(theirs) or 'none'} there"
 
     def _mismatch(self, transfer: Outgoing, message: Open) -> str | None:
-        if differences := self._fingerprint.differences(message.fingerprint):
+        ours, theirs = self._identity.fingerprint, message.fingerprint
+        if differences := ours.differences(theirs):
             return "the workers do not match: " + "; ".join(differences)
+        their_layout = RankLayout(theirs.block_size, theirs.num_ranks, message.key.consumer_rank)
+        if reason := mismatch(ours.num_kv_heads, self._identity.layout, their_layout):
+            return f"the workers do not match: {reason}"
         if message.num_prompt_tokens != transfer.num_prompt_tokens:
             return f"the prompts differ: {transfer.num_prompt_tokens} != {message.num_prompt_tokens} tokens"
         return None
 
     def _on_ack(self, transfer: Outgoing, message: Ack) -> list[Effect]:
-        if message.index not in transfer.unacked:
-            self._counters["kv_duplicate_messages"] += 1
+        if message.version != transfer.version:
+            self._counters["kv_late_messages"] += 1
             return []
-        transfer.unacked.remove(message.index)
-        self._inflight[transfer.peer] -= 1
-        if message.is_valid:
-            transfer.acked.add(message.index)
-        elif message.index in transfer.ready:
-            self._counters["kv_blocks_resent"] += 1
-            transfer.unsent.append(message.index)
+        for index in (*message.valid, *message.damaged):
+            if not self._window.acknowledged(transfer, index):
+                self._counters["kv_duplicate_messages"] += 1
+            elif index in message.valid:
+                transfer.acked.add(index)
+            else:
+                self._counters["kv_pieces_resent"] += 1
+                transfer.unsent.append(index)
         return self._pump(transfer)
 
     def _pump(self, transfer: Outgoing | None = None) -> list[Effect]:
-        """Sends what the peers' windows allow, one block of each transfer in turn; `transfer` has news."""
-        if transfer is not None and transfer.state is State.STREAMING and transfer not in self._turns:
-            self._turns.append(transfer)
+        """Offers what the peers' windows allow, some pieces of each leg in turn; `transfer` has news."""
+        if transfer is not None and transfer.state is State.STREAMING:
+            self._window.join(transfer)
         effects: list[Effect] = []
-        stalled: list[Outgoing] = []
-        while self._turns:
-            turn = self._turns.popleft()
-            if not turn.unsent:
-                effects += self._end(turn)
-            elif self._inflight[turn.peer] >= self._window_blocks:
-                stalled.append(turn)
-            else:
-                index = turn.unsent.popleft()
-                turn.unacked.add(index)
-                self._inflight[turn.peer] += 1
-                effects.append(SendBlock(turn.peer, turn.key, index, turn.ready[index], turn.with_checksums))
-                self._turns.append(turn)
-        self._turns.extend(stalled)
+        for turn, indices in self._window.next_turns():
+            effects += [self._send(turn, indices)] if indices else self._end(turn)
         return effects
 
+    def _send(self, transfer: Outgoing, indices: tuple[int, ...]) -> SendPieces:
+        assert transfer.open is not None
+        return SendPieces(
+            transfer.peer,
+            transfer.key,
+            transfer.version,
+            indices,
+            tuple([transfer.ready[index] for index in indices]),
+            transfer.open.checksums.applies(self._identity.reach.host, transfer.open.host),
+            transfer.has_payload,
+        )
+
     def _end(self, transfer: Outgoing) -> list[Effect]:
-        """Everything ready was sent; if that was all there will be, says so once."""
+        """Everything ready was offered; if that was all there will be, says so once."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
+        if transfer.unacked and not transfer.has_payload:
+            return []  # it still reads, and only its word shows that it did so in time
         transfer.is_end_sent = True
-        return [Send(transfer.peer, End(transfer.key, transfer.num_blocks, transfer.first_token))]
+        return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 
     def _close(self, transfer: Outgoing) -> list[Effect]:
         """The consumer is done with it. If our engine still computes for it, the blocks stay until it hears."""
@@ -335,11 +323,11 @@ class Producer:
         del self._transfers[transfer.key]
         self._leases.cancel(transfer.key)
         effects = self._leave_turns(transfer)
-        if transfer.request_id is None:
+        if transfer.leg is None:
             self._num_early -= 1
             return effects
-        del self._keys[transfer.request_id]
-        return [*effects, Freed(transfer.request_id)]
+        del self._keys[transfer.leg]
+        return [*effects, Freed(transfer.leg)]
 
     def _remember(self, farewell: Aborted) -> None:
         self._farewells[farewell.key] = farewell
@@ -347,13 +335,5 @@ class Producer:
             del self._farewells[next(iter(self._farewells))]
 
     def _leave_turns(self, transfer: Outgoing) -> list[Effect]:
-        if transfer in self._turns:
-            self._turns.remove(transfer)
-        self._release_window(transfer)
+        self._window.leave(transfer)
         return self._pump()
-
-    def _release_window(self, transfer: Outgoing) -> None:
-        self._inflight[transfer.peer] -= len(transfer.unacked)
-        if self._inflight[transfer.peer] <= 0:
-            del self._inflight[transfer.peer]
-        transfer.unacked.clear()

@@ -1,20 +1,17 @@
-"""ZmqTcp: the portable transport, one ROUTER that others connect to and one DEALER per worker we connect to.
+"""ZmqChannel: messages, and bytes behind them: one ROUTER that others connect to, one DEALER per worker we connect to.
 
-Moves frames and payloads, knows no protocol. Nothing here blocks: a frame that cannot be queued is dropped and counted,
-and the protocol heals it.
+Knows no protocol. Nothing here blocks: what cannot be queued is dropped and counted, and the protocol heals it.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import zmq
 
 from baton.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
+from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
 MAX_PEERS = 256
@@ -23,23 +20,12 @@ MAX_PEERS = 256
 MAX_ARRIVALS_PER_TURN = 64
 """A peer that never stops sending must not keep orders and deadlines waiting."""
 
-Bytes = npt.NDArray[np.uint8]
 
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A header that came in. If `has_payload`, `read_payload` or `skip_payload` must follow before the next arrival."""
-
-    peer: Peer
-    is_from_producer: bool
-    header: bytes
-    has_payload: bool
-
-
-class ZmqTcp:
+class ZmqChannel:
     """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
 
     def __init__(self, bind_host: str, block_nbytes: int) -> None:
+        """`block_nbytes`: the largest piece of payload."""
         self._max_message_bytes = max(block_nbytes, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
@@ -67,17 +53,21 @@ class ZmqTcp:
                 yield from self._arrivals(dealer, address)
 
     def read_payload(self, into: Bytes) -> bool:
-        """Receives the payload of the arrival at hand straight into a block; False if its size is not the block's."""
+        """The next frame of the arrival at hand, straight into `into`; False if there is none, or of another size."""
         assert self._reading is not None
-        num_bytes = self._reading.recv_into(into.data)
-        return num_bytes == into.nbytes and not self._skip_rest()
+        if not self._reading.getsockopt(zmq.RCVMORE):
+            return False
+        return self._reading.recv_into(into.data) == into.nbytes
 
     def skip_payload(self) -> None:
-        self._skip_rest()
+        """Drops the next frame of the arrival at hand, if there is one."""
+        assert self._reading is not None
+        if self._reading.getsockopt(zmq.RCVMORE):
+            self._reading.recv(copy=False)
 
-    def send(self, peer: Peer, header: bytes, payload: Bytes | None = None) -> None:
-        """Queues a header, and a payload after it. The payload is copied, so its block may change at once."""
-        frames: list[bytes | memoryview] = [header] if payload is None else [header, payload.data]
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+        """Queues a header, and a frame for each piece of payload. The bytes are copied, so they may change at once."""
+        frames: list[bytes | memoryview] = [header, *(piece.data for piece in payload)]
         if isinstance(peer, bytes):
             socket = self._router
             frames.insert(0, peer)
@@ -127,14 +117,8 @@ class ZmqTcp:
                 header = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield Arrival(peer, address is not None, header, bool(socket.getsockopt(zmq.RCVMORE)))
-            self._skip_rest()
-
-    def _skip_rest(self) -> bool:
-        """Drops the frames left of the message at hand; whether there were any."""
-        assert self._reading is not None
-        was_more = False
-        while self._reading.getsockopt(zmq.RCVMORE):
-            self._reading.recv(copy=False)
-            was_more = True
-        return was_more
+            yield Arrival(peer, address is not None, header)
+            if socket.closed:  # to make room for another peer, in answering this arrival
+                return
+            while socket.getsockopt(zmq.RCVMORE):
+                socket.recv(copy=False)

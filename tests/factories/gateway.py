@@ -21,6 +21,7 @@ from baton.worker import (
 )
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
+from gateway.dispatcher import LoadFailurePolicy
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
 
@@ -33,7 +34,7 @@ class ScriptedWorker:
 
     def __init__(self, name: str, role: WorkerRole, script: Script) -> None:
         self._script = script
-        self._ref = WorkerRef(name, f"{name}-life", "tcp://127.0.0.1:1")
+        self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
         self._role = role
         self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
         self.goes_on = threading.Event()
@@ -130,12 +131,18 @@ class GatewayUnderTest:
 
 @asynccontextmanager
 async def gateway_with(
-    folder: Path, prefill: dict[str, Script], decode: dict[str, Script], **config: object
+    folder: Path,
+    prefill: dict[str, Script],
+    decode: dict[str, Script],
+    *,
+    load_failure_policy: LoadFailurePolicy = "retry",
+    **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    gateway = Gateway(GatewayConfig(grpc_port=0, **config), NETWORK, model, tokenizer, SystemClock())  # type: ignore[arg-type]
+    settings = GatewayConfig(grpc_port=0, **config)  # type: ignore[arg-type]
+    gateway = Gateway(settings, NETWORK, load_failure_policy, model, tokenizer, SystemClock())
     workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
     workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
     try:

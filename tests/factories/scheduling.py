@@ -7,7 +7,7 @@ from typing import Any
 from zlib import crc32
 
 from baton.config import SchedulerConfig
-from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import FirstToken, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import (
@@ -20,7 +20,7 @@ from baton.step import (
 )
 from scheduler import Request, Scheduler
 
-PEER = WorkerRef("peer", "life-1", "tcp://127.0.0.1:1")
+PEER = WorkerRef("peer", "life-1", ("tcp://127.0.0.1:1",), 16)
 EOS = 2
 
 _ids = count()
@@ -51,6 +51,7 @@ def make_request(
     arrival_time: float = 0.0,
     cache_salt: str | None = None,
     role: TransferRole | None = None,
+    on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own, unless one is given."""
@@ -65,7 +66,7 @@ def make_request(
         eos_token_ids=(EOS,),
         client_id="client",
         cache_salt=cache_salt,
-        kv_transfer=KVTransferParams(role, f"t{number}", 0, PEER) if role else None,
+        kv_transfer=KVTransferParams(role, f"t{number}", 0, PEER, on_failure) if role else None,
     )
 
 

@@ -9,12 +9,28 @@ from typing import TypeVar
 from baton.clock import VirtualClock
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.effects import Effect, Failed, Freed, Quiesced, Received, Send, SendBlock
-from kv_transfer.protocol.messages import Block, ToConsumer, ToProducer, TransferKey
-from kv_transfer.protocol.producer import Producer
+from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity, WantedPiece
+from kv_transfer.protocol.effects import (
+    Effect,
+    Failed,
+    Freed,
+    Leg,
+    OpenPool,
+    Quiesced,
+    Received,
+    Send,
+    SendPieces,
+)
+from kv_transfer.protocol.geometry import PieceShape, RankLayout
+from kv_transfer.protocol.messages import ChecksumPolicy, Pieces, ToConsumer, ToProducer, TransferKey
+from kv_transfer.protocol.outgoing import BYTES_PER_TURN
+from kv_transfer.protocol.producer import Producer, ProducerIdentity
+from kv_transfer.protocol.transports import SENDS_BYTES, SHARED_MEMORY, ZMQ_TCP, Reach
 
-FINGERPRINT = KVFingerprint(1, "model", "float32", "LKHTD", 16, 2, 2, 8)
+FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
+SHAPE = PieceShape(pieces_per_block=1, num_tokens=16, first_head=0, num_heads=2)
+PIECE_NBYTES = BYTES_PER_TURN
+"""So large that every piece is a turn of its own."""
 FIRST_TOKEN = FirstToken(7, None)
 LEASE_S = 10.0
 HEARTBEAT_S = 1.0
@@ -40,7 +56,7 @@ class Frame:
 
     source: str
     message: ToProducer | ToConsumer
-    payload: int | None = None
+    payload: tuple[int, ...] = ()
 
 
 Tamper = Callable[[Frame], list[Frame]]
@@ -52,22 +68,49 @@ def honest(frame: Frame) -> list[Frame]:
 
 
 class Wire:
-    """A producer and a consumer, joined by queues that a test may tamper with. Block contents are plain numbers."""
+    """A producer and a consumer, joined by queues that a test may tamper with. Block contents are plain numbers.
 
-    def __init__(self, tamper: Tamper = honest, *, window_blocks: int = 4) -> None:
+    With `transport` SHARED_MEMORY the consumer reads the producer's blocks when `finish_reads` is called, or at once if
+    `reads_at_once`.
+    """
+
+    def __init__(
+        self,
+        tamper: Tamper = honest,
+        *,
+        window_blocks: int = 4,
+        transport: str = ZMQ_TCP,
+        checksums: ChecksumPolicy = ChecksumPolicy.ON,
+        consumer_fingerprint: KVFingerprint = FINGERPRINT,
+    ) -> None:
         self.clock = VirtualClock()
         self.tamper = tamper
         self.producer_counters: Counter[str] = Counter()
         self.consumer_counters: Counter[str] = Counter()
-        self.producer = Producer("p-1", FINGERPRINT, LEASE_S, window_blocks, self.producer_counters)
+        transports = (SHARED_MEMORY, ZMQ_TCP) if transport == SHARED_MEMORY else (ZMQ_TCP,)
+        identity = ProducerIdentity(
+            "p-1", FINGERPRINT, RankLayout(16), Reach("host", transports, {SHARED_MEMORY: b"pool"})
+        )
+        self.producer = Producer(identity, LEASE_S, window_blocks * PIECE_NBYTES, self.producer_counters)
         self.consumer = Consumer(
-            FINGERPRINT, HEARTBEAT_S, PEER_TIMEOUT_S, LOAD_TIMEOUT_S, True, self.consumer_counters
+            ConsumerIdentity(
+                consumer_fingerprint,
+                Reach("host", transports),
+                checksums,
+                HEARTBEAT_S,
+                PEER_TIMEOUT_S,
+                LOAD_TIMEOUT_S,
+            ),
+            self.consumer_counters,
         )
         self.source_blocks: dict[int, int] = {}
         self.target_blocks: dict[int, int] = {}
         self.in_flight: deque[tuple[str, Frame]] = deque()
         self.sent: list[Frame] = []
         self.news: list[Freed | Received | Failed | Quiesced] = []
+        self.opened_pools: list[OpenPool] = []
+        self.reads: list[tuple[Pieces, list[WantedPiece]]] = []
+        self.reads_at_once = True
 
     def do(self, effects: list[Effect], source: str) -> None:
         """Carries out what one end wants done."""
@@ -75,9 +118,12 @@ class Wire:
             match effect:
                 case Send(peer, message):
                     self._post(str(peer), Frame(source, message))
-                case SendBlock(peer, key, index, block_id, _):
-                    header = Block(key, index, checksum=self.source_blocks[block_id])
-                    self._post(str(peer), Frame(source, header, self.source_blocks[block_id]))
+                case SendPieces(peer, key, version, indices, piece_ids, _, has_payload):
+                    contents = tuple(self.source_blocks[piece_id] for piece_id in piece_ids)
+                    header = Pieces(key, version, indices, piece_ids, checksums=contents)
+                    self._post(str(peer), Frame(source, header, contents if has_payload else ()))
+                case OpenPool():
+                    self.opened_pools.append(effect)
                 case news:
                     self.news.append(news)
 
@@ -116,25 +162,34 @@ class Wire:
     # the orders of both engines, for one prompt of whole blocks
 
     def begin_send(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
-        self.at_producer(self.producer.begin(request_id, key, num_tokens))
+        self.at_producer(self.producer.begin(Leg(request_id), key, num_tokens, SHAPE, PIECE_NBYTES))
 
     def ready(self, first_index: int, num_blocks: int, request_id: str = "r") -> None:
         """Blocks `first_index`... are computed; block i of the prompt lives in local block 100 + i."""
         block_ids = [100 + index for index in range(first_index, first_index + num_blocks)]
         for block_id in block_ids:
             self.source_blocks[block_id] = block_id * 1_000
-        self.at_producer(self.producer.blocks_ready(request_id, first_index, block_ids))
+        self.at_producer(self.producer.blocks_ready(Leg(request_id), first_index, block_ids))
 
-    def finish_send(self, num_blocks: int, request_id: str = "r") -> None:
-        self.at_producer(self.producer.finish(request_id, num_blocks, FIRST_TOKEN, self.clock.now()))
+    def finish_send(self, request_id: str = "r") -> None:
+        self.at_producer(self.producer.finish(Leg(request_id), FIRST_TOKEN, self.clock.now()))
 
     def begin_load(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
-        self.at_consumer(self.consumer.begin(request_id, key, ADDRESS, num_tokens, self.clock.now()))
+        self.at_consumer(
+            self.consumer.begin(Leg(request_id), key, ADDRESS, num_tokens, SHAPE, self.clock.now())
+        )
 
     def load(self, first_block: int, num_blocks: int, request_id: str = "r") -> None:
         """Block i of the prompt goes to local block 200 + i."""
         block_ids = tuple(200 + index for index in range(first_block, first_block + num_blocks))
-        self.at_consumer(self.consumer.load(request_id, first_block, block_ids, self.clock.now()))
+        self.at_consumer(self.consumer.load(Leg(request_id), first_block * 16, block_ids, self.clock.now()))
+
+    def finish_reads(self) -> None:
+        """Every read under way copies what is in the producer's blocks now."""
+        reads, self.reads = self.reads, []
+        for message, wanted in reads:
+            contents = [self.source_blocks[message.piece_ids[piece.position]] for piece in wanted]
+            self._write(message, wanted, contents)
 
     def received_blocks(self) -> dict[int, int]:
         """Contents by prompt block index."""
@@ -152,13 +207,26 @@ class Wire:
         now = self.clock.now()
         if target == ADDRESS:
             self.at_producer(self.producer.on_message(b"consumer", frame.message, now))  # type: ignore[arg-type]
-        elif not isinstance(frame.message, Block):
+        elif not isinstance(frame.message, Pieces):
             self.at_consumer(self.consumer.on_message(frame.message, now))  # type: ignore[arg-type]
-        elif (block_id := self.consumer.destination(frame.message)) is not None:
-            assert frame.payload is not None
-            self.target_blocks[block_id] = frame.payload
-            is_valid = frame.payload == frame.message.checksum
-            self.at_consumer(self.consumer.on_block(frame.message, is_valid, now))
+        elif wanted := self.consumer.wanted(frame.message, now):
+            if self.consumer.transport_of(frame.message.key) in SENDS_BYTES:
+                self._write(frame.message, wanted, [frame.payload[piece.position] for piece in wanted])
+                return
+            self.reads.append((frame.message, wanted))
+            if self.reads_at_once:
+                self.finish_reads()
+
+    def _write(self, message: Pieces, wanted: list[WantedPiece], contents: list[int]) -> None:
+        has_checksums = self.consumer.wants_checksums(message.key)
+        valid: list[int] = []
+        damaged: list[int] = []
+        for piece, content in zip(wanted, contents, strict=True):
+            self.target_blocks[piece.piece_id] = content
+            is_valid = content == piece.checksum or not has_checksums
+            (valid if is_valid else damaged).append(piece.index)
+        now = self.clock.now()
+        self.at_consumer(self.consumer.on_arrived(message.key, message.version, valid, damaged, now))
 
 
 def start(wire: Wire, num_blocks: int = 3) -> None:
@@ -181,8 +249,8 @@ def lossy(seed: int, *, loss: float = 0.1, doubling: float = 0.1, damage: float 
     def tamper(frame: Frame) -> list[Frame]:
         if rng.random() < loss:
             return []
-        if frame.payload is not None and rng.random() < damage:
-            frame = Frame(frame.source, frame.message, frame.payload + 1)
+        if frame.payload and rng.random() < damage:
+            frame = Frame(frame.source, frame.message, tuple(content + 1 for content in frame.payload))
         return [frame, frame] if rng.random() < doubling else [frame]
 
     return tamper

@@ -11,7 +11,7 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
+from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer import KVConnectorMetadata, KVConnectorWorker
@@ -27,8 +27,8 @@ from kv_transfer.orders import (
     WithdrawBlocks,
 )
 
-BLOCK_BYTES = 20_000
-FINGERPRINT = KVFingerprint(1, "model", "float32", "LKHTD", 16, 2, 2, 8)
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
+FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 TOKEN = FirstToken(7, None)
 CONFIG = KVTransferConfig(lease_s=1.0, load_timeout_s=4.0, peer_timeout_s=1.0)
 
@@ -47,7 +47,7 @@ class Worker:
             config, "127.0.0.1", incarnation, SystemClock(), self.pool, FINGERPRINT, self._has_news.set
         )
         self.connector.start()
-        self.ref = WorkerRef(name, incarnation, self.connector.kv_address)
+        self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
 
     def order(self, *orders: OrderAtOnce | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
         at_once = tuple(order for order in orders if not isinstance(order, LoadBlocks))
@@ -91,8 +91,8 @@ def legs(
     prefill: Worker, decode: Worker, transfer_id: str = "t"
 ) -> tuple[KVTransferParams, KVTransferParams]:
     return (
-        KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, decode.ref),
-        KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, prefill.ref),
+        KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, decode.ref, OnLoadFailure.RECOMPUTE),
+        KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, prefill.ref, OnLoadFailure.RECOMPUTE),
     )
 
 
@@ -191,7 +191,7 @@ def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode
     first = Worker("p0", "p-life-1")
     to_prefill, to_decode = legs(first, decode)
     first.order(BeginSend("r", to_prefill, 40))
-    address = first.ref.kv_address
+    address = first.ref.kv_addresses[0]
     first.stop()
     second = rebound("p0", "p-life-2", address)
     decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
@@ -203,7 +203,7 @@ def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode
 def rebound(name: str, incarnation: str, address: str) -> Worker:
     """A worker whose KV plane listens at a given address, as if the system had picked that port again."""
     worker = Worker(name, incarnation)
-    router = worker.connector._transport._router
+    router = worker.connector._channel._router
     router.bind(address)
     return worker
 
@@ -211,7 +211,7 @@ def rebound(name: str, incarnation: str, address: str) -> Worker:
 def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode: Worker) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
-        stranger.connect(prefill.ref.kv_address)
+        stranger.connect(prefill.ref.kv_addresses[0])
         stranger.send(b"")
         stranger.send(b"\xff" * 100)
         stranger.send_multipart([b"many", b"frames", b"at once"])

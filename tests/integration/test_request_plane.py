@@ -27,7 +27,7 @@ from engine.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=0.4)
 STATUS = WorkerStatus(
-    WorkerRef("p0", "life-1", "tcp://127.0.0.1:1"),
+    WorkerRef("p0", "life-1", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.PREFILL,
     WorkerState.READY,
     KVBlockCounts(9, 9, 0, 0),

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.kv import TransferRole
+from baton.kv import OnLoadFailure, TransferRole
 from baton.request import FinishReason
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
@@ -49,7 +49,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 7, 40, 200]),
         threshold=st.sampled_from([0, 9, 50]),
         watermark=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
-        load_failure_policy=st.sampled_from(["recompute", "fail"]),
         is_caching=st.booleans(),
         num_ahead=st.integers(0, 2),
     )
@@ -95,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         role=st.sampled_from([None, None, TransferRole.CONSUMER, TransferRole.PRODUCER]),
         cache_salt=st.sampled_from([None, None, "a", "b"]),
         grammar=st.sampled_from([None, None, None, *GRAMMARS]),
+        on_failure=st.sampled_from(OnLoadFailure),
     )
     def add(
         self,
@@ -106,6 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         role: TransferRole | None,
         cache_salt: str | None,
         grammar: StructuredOutput | None,
+        on_failure: OnLoadFailure,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -115,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             arrival_time=float(number),
             role=role,
+            on_failure=on_failure,
             cache_salt=cache_salt,
             structured_output=grammar,
         )

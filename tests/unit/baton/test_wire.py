@@ -82,7 +82,7 @@ def test_request_plane_messages_survive_the_wire() -> None:
         sampling_params=SamplingParams(logit_bias={7: -1.5}, stop=("x",), seed=2**62, logprobs=2),
         timeout_s=1.5,
         kv_transfer=KVTransferParams(
-            TransferRole.PRODUCER, "t", 0, WorkerRef("d0", "i", "tcp://127.0.0.1:1")
+            TransferRole.PRODUCER, "t", 0, WorkerRef("d0", "i", ("tcp://127.0.0.1:1",), 16)
         ),
     )
     assert TO_WORKER.decode(TO_WORKER.encode(SubmitRequest(request))) == SubmitRequest(request)

@@ -13,7 +13,7 @@ IDLE = RequestCounts(0, 0, 0)
 
 
 def make_leg(role: TransferRole | None) -> EngineRequest:
-    peer = WorkerRef("p0", "i", "tcp://127.0.0.1:1")
+    peer = WorkerRef("p0", "i", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(role, "t", 0, peer) if role else None
     return EngineRequest(
         request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(), kv_transfer=transfer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kv_transfer.protocol.effects import Failed, Freed, Quiesced, Received
-from kv_transfer.protocol.messages import Block, End, Hold
+from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.messages import End, Hold, Pieces
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -20,33 +20,35 @@ def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
     start(wire)
     wire.ready(0, 1)
     wire.advance(LOAD_TIMEOUT_S)
-    assert wire.news == [Failed("r", 1, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)]
-    wire.finish_send(3)
-    assert wire.news[1:] == [Freed("r")]
+    assert wire.news == [
+        Failed(Leg("r"), 16, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)
+    ]
+    wire.finish_send()
+    assert wire.news[1:] == [Freed(Leg("r"))]
     wire.assert_at_rest()
 
 
 def test_c35_a_failure_reports_how_many_blocks_were_verified_in_order() -> None:
     wire = Wire(
-        lambda frame: [] if isinstance(frame.message, Block) and frame.message.index == 1 else [frame]
+        lambda frame: [] if isinstance(frame.message, Pieces) and 1 in frame.message.indices else [frame]
     )
     start(wire, num_blocks=4)
     wire.ready(0, 4)
     wire.deliver()
     wire.advance(LOAD_TIMEOUT_S)
     assert isinstance(wire.news[0], Failed)
-    assert wire.news[0].num_valid_blocks == 1  # block 0; blocks 2 and 3 came without their predecessor
+    assert wire.news[0].num_valid_tokens == 16  # block 0; blocks 2 and 3 came without their predecessor
 
 
 def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
     wire = Wire()
     wire.begin_send(KEY, 16)
     wire.ready(0, 1)
-    wire.finish_send(1)
+    wire.finish_send()
     wire.advance(LEASE_S - 0.1)
     assert wire.news == []
     wire.advance(0.2)
-    assert wire.news == [Freed("r")]
+    assert wire.news == [Freed(Leg("r"))]
     assert wire.producer_counters["kv_lease_expiries"] == 1
     wire.assert_at_rest()
 
@@ -56,12 +58,12 @@ def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> N
     wire.begin_send(KEY, 16)
     wire.begin_load(KEY, 16)  # waits for room, and says so again and again
     wire.ready(0, 1)
-    wire.finish_send(1)
+    wire.finish_send()
     wire.advance(5 * LEASE_S)
     assert wire.news == []
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S)
-    assert wire.news == [Freed("r")]
+    assert wire.news == [Freed(Leg("r"))]
 
 
 def test_c38_one_long_lease_does_not_delay_another() -> None:
@@ -69,11 +71,11 @@ def test_c38_one_long_lease_does_not_delay_another() -> None:
     for name in ("long", "short"):
         wire.begin_send(make_key(name), 16, name)
         wire.ready(0, 1, name)
-        wire.finish_send(1, name)
+        wire.finish_send(name)
     for _ in range(4):
         wire.advance(LEASE_S / 2)
         wire.at_producer(wire.producer.on_message(b"d", Hold(make_key("long")), wire.clock.now()))
-    assert wire.news == [Freed("short")]
+    assert wire.news == [Freed(Leg("short"))]
 
 
 @pytest.mark.parametrize("moment", ["queued", "loading", "complete"])
@@ -82,15 +84,15 @@ def test_c39_an_abort_on_the_decode_side_releases_the_producers_blocks_by_messag
     wire.begin_send(KEY, 32)
     wire.begin_load(KEY, 32)
     wire.ready(0, 2)
-    wire.finish_send(2)
+    wire.finish_send()
     if moment != "queued":
         wire.load(0, 2)
     if moment == "complete":
         wire.deliver()
-    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
     wire.deliver()
-    assert Freed("r") in wire.news
-    assert (Quiesced("r") in wire.news) == (moment != "queued")
+    assert Freed(Leg("r")) in wire.news
+    assert (Quiesced(Leg("r"), 32 if moment == "complete" else 0) in wire.news) == (moment != "queued")
     wire.assert_at_rest()
 
 
@@ -98,12 +100,12 @@ def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
     wire = Wire()
     wire.begin_load(KEY, 16)
     wire.in_flight.clear()  # the Hold is lost, the Cancel is not
-    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
     wire.deliver()
     wire.begin_send(KEY, 16)
     wire.ready(0, 1)
-    wire.finish_send(1)
-    assert wire.news == [Freed("r")]
+    wire.finish_send()
+    assert wire.news == [Freed(Leg("r"))]
     wire.assert_at_rest()
 
 
@@ -115,12 +117,12 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
     if is_loading:
         wire.load(0, 1)
     wire.deliver()
-    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
     wire.deliver()
     if not is_loading:
         wire.load(0, 1)
     assert [news for news in wire.news if isinstance(news, Failed)] == [
-        Failed("r", 0, "the request ended", True)
+        Failed(Leg("r"), 0, "the request ended", True)
     ]
     wire.deliver()
     wire.assert_at_rest()
@@ -129,11 +131,11 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
 def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
     wire = Wire()
     wire.begin_send(KEY, 16)
-    wire.at_producer(wire.producer.abort("r", "the request ended", True))
+    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
     wire.begin_load(KEY, 16)
     wire.load(0, 1)
     wire.deliver()
-    assert Failed("r", 0, "the request ended", True) in wire.news
+    assert Failed(Leg("r"), 0, "the request ended", True) in wire.news
     wire.assert_at_rest()
 
 
@@ -152,7 +154,7 @@ def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> 
     wire.begin_send(KEY, 16)
     wire.begin_load(KEY, 16)
     wire.ready(0, 1)
-    wire.finish_send(1)
+    wire.finish_send()
     wire.deliver()
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S + HEARTBEAT_S)
@@ -165,12 +167,12 @@ def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
     start(wire)
     wire.begin_send(KEY, 48, "second")
     wire.begin_load(KEY, 48, "second")
-    wire.at_producer(wire.producer.blocks_ready("second", 0, [1]))
-    wire.at_consumer(wire.consumer.load("second", 0, (1, 2, 3), wire.clock.now()))
-    wire.finish_send(3, "second")
+    wire.ready(0, 1, "second")
+    wire.load(0, 3, "second")
+    wire.finish_send("second")
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
-    assert {type(news) for news in wire.news if news.request_id == "second"} == {Failed, Freed}
-    assert {type(news) for news in wire.news if news.request_id == "r"} == {Received, Freed}
+    assert {type(news) for news in wire.news if news.leg.request_id == "second"} == {Failed, Freed}
+    assert {type(news) for news in wire.news if news.leg.request_id == "r"} == {Received, Freed}
     wire.assert_at_rest()

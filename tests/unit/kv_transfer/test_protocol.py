@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.effects import Failed, Freed, Received
-from kv_transfer.protocol.messages import Aborted, Block, Cancel, End, Opened, Refused, Release
+from kv_transfer.protocol.effects import Failed, Freed, Leg, Received
+from kv_transfer.protocol.messages import Aborted, Cancel, End, Opened, Pieces, Refused, Release
+from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.transfer import (
     FINGERPRINT,
     FIRST_TOKEN,
@@ -31,9 +32,9 @@ def test_blocks_leave_as_soon_as_they_are_computed() -> None:
     assert wire.received_blocks() == {0: 100_000, 1: 101_000}
     assert wire.news == []
     wire.ready(2, 1)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
-    assert wire.news == [Received("r", FIRST_TOKEN, 3, 0.0, 0.0), Freed("r")]
+    assert wire.news == [Received(Leg("r"), FIRST_TOKEN, 3, ZMQ_TCP, 0.0, 0.0), Freed(Leg("r"))]
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     wire.assert_at_rest()
 
@@ -43,9 +44,9 @@ def test_blocks_computed_before_the_consumer_had_room_are_sent_when_it_has() -> 
     wire.begin_send(KEY, 48)
     wire.begin_load(KEY, 48)
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
-    assert sent(wire, Block) == []
+    assert sent(wire, Pieces) == []
     wire.load(0, 3)
     wire.deliver()
     assert isinstance(wire.news[0], Received)
@@ -61,7 +62,7 @@ def test_a_consumer_that_speaks_before_the_producer_knows_of_the_request_is_hear
     wire.deliver()
     wire.begin_send(KEY, 32)
     wire.ready(0, 2)
-    wire.finish_send(2)
+    wire.finish_send()
     if first == "Hold":
         wire.load(0, 2)
     wire.deliver()
@@ -75,30 +76,28 @@ def test_only_blocks_that_the_consumer_lacks_are_sent() -> None:
     wire.begin_load(KEY, 64)
     wire.load(2, 2)
     wire.ready(0, 4)
-    wire.finish_send(4)
+    wire.finish_send()
     wire.deliver()
-    assert [block.index for block in sent(wire, Block)] == [2, 3]
-    assert wire.news[0] == Received("r", FIRST_TOKEN, 2, 0.0, 0.0)
+    assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [2, 3]
+    assert wire.news[0] == Received(Leg("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
 
 
 def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_take_turns() -> None:
     wire = Wire(window_blocks=4)
     keys = {name: make_key(name) for name in ("a", "b")}
     for name, key in keys.items():
-        wire.at_producer(wire.producer.begin(name, key, 160))
+        wire.begin_send(key, 160, name)
         wire.begin_load(key, 160, name)
-        wire.at_consumer(wire.consumer.load(name, 0, tuple(range(10)), wire.clock.now()))
+        wire.load(0, 10, name)
     wire.deliver()
     for name in keys:
-        for index in range(10):
-            wire.source_blocks[index] = index
-        wire.at_producer(wire.producer.blocks_ready(name, 0, range(10)))
+        wire.ready(0, 10, name)
     under_way = [
-        frame.message.key.transfer_id for _, frame in wire.in_flight if isinstance(frame.message, Block)
+        frame.message.key.transfer_id for _, frame in wire.in_flight if isinstance(frame.message, Pieces)
     ]
     assert len(under_way) == 4
     wire.deliver()
-    order = [block.key.transfer_id for block in sent(wire, Block)]
+    order = [block.key.transfer_id for block in sent(wire, Pieces)]
     assert sorted(order[4:10]) == ["a"] * 3 + ["b"] * 3, "the transfers did not take turns"
 
 
@@ -106,15 +105,16 @@ def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -
     wire = Wire(lambda frame: [frame, frame])
     start(wire)
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
     assert [type(news) for news in wire.news] == [Received, Freed]
     assert wire.consumer_counters["kv_duplicate_messages"] + wire.consumer_counters["kv_late_messages"] > 0
     assert wire.producer_counters["kv_late_messages"] > 0
     before = list(wire.news)
-    for message in (Opened(KEY), Refused(KEY, "?"), End(KEY, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
+    opened = Opened(KEY, "host", ZMQ_TCP, b"")
+    for message in (opened, Refused(KEY, "?"), End(KEY, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
         wire.at_consumer(wire.consumer.on_message(message, wire.clock.now()))
-    assert wire.consumer.destination(Block(KEY, 0, 0)) is None
+    assert wire.consumer.wanted(Pieces(KEY, 0, (0,), (0,), (0,)), wire.clock.now()) == []
     assert wire.producer.on_message(b"d", Release(KEY), wire.clock.now()) == []
     assert wire.news == before
 
@@ -128,16 +128,15 @@ def test_c42_a_silent_producer_is_noticed_by_heartbeat() -> None:
     wire.advance(PEER_TIMEOUT_S + 2 * HEARTBEAT_S)
     assert isinstance(wire.news[0], Failed)
     assert "silent" in wire.news[0].reason
-    assert wire.news[0].num_valid_blocks == 1
+    assert wire.news[0].num_valid_tokens == 16
 
 
 def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_named() -> None:
-    wire = Wire()
-    wire.consumer._fingerprint = replace(FINGERPRINT, dtype="bfloat16")
+    wire = Wire(consumer_fingerprint=replace(FINGERPRINT, dtype="bfloat16"))
     start(wire)
     wire.ready(0, 3)
     wire.deliver()
-    assert sent(wire, Block) == []
+    assert sent(wire, Pieces) == []
     assert isinstance(wire.news[0], Failed)
     assert "dtype: float32 != bfloat16" in wire.news[0].reason
 
@@ -171,7 +170,7 @@ def test_c44_another_life_of_the_consumer_has_no_claim_on_a_transfer() -> None:
     stranger = replace(KEY, consumer="d-0")
     effects = wire.producer.on_message(b"d-0", Cancel(stranger, "?"), wire.clock.now())
     assert effects == []
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
     assert isinstance(wire.news[0], Received)
 
@@ -180,28 +179,26 @@ def test_c45_a_damaged_block_is_found_and_sent_again() -> None:
     damaged: list[int] = []
 
     def damage_once(frame: Frame) -> list[Frame]:
-        if isinstance(frame.message, Block) and frame.message.index == 1 and not damaged:
+        if isinstance(frame.message, Pieces) and 1 in frame.message.indices and not damaged:
             damaged.append(1)
-            return [Frame(frame.source, frame.message, 666)]
+            return [Frame(frame.source, frame.message, tuple(666 for _ in frame.payload))]
         return [frame]
 
     wire = Wire(damage_once)
     start(wire)
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     assert isinstance(wire.news[0], Received)
-    assert (wire.consumer_counters["kv_checksum_failures"], wire.producer_counters["kv_blocks_resent"]) == (
+    assert (wire.consumer_counters["kv_checksum_failures"], wire.producer_counters["kv_pieces_resent"]) == (
         1,
         1,
     )
 
 
 def test_c45_a_path_that_damages_everything_is_given_up() -> None:
-    wire = Wire(
-        lambda frame: [Frame(frame.source, frame.message, -1)] if frame.payload is not None else [frame]
-    )
+    wire = Wire(lambda frame: [Frame(frame.source, frame.message, tuple(-1 for _ in frame.payload))])
     start(wire)
     wire.ready(0, 3)
     wire.deliver()
@@ -213,7 +210,7 @@ def test_a_lost_block_heals_without_ending_the_transfer() -> None:
     lost: list[Frame] = []
 
     def lose_first_block(frame: Frame) -> list[Frame]:
-        if isinstance(frame.message, Block) and not lost:
+        if isinstance(frame.message, Pieces) and not lost:
             lost.append(frame)
             return []
         return [frame]
@@ -221,37 +218,40 @@ def test_a_lost_block_heals_without_ending_the_transfer() -> None:
     wire = Wire(lose_first_block)
     start(wire)
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.advance(2 * HEARTBEAT_S)
     assert isinstance(wire.news[0], Received)
     wire.assert_at_rest()
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_on_a_bad_network_every_transfer_ends_on_both_sides_and_no_wrong_byte_is_accepted(seed: int) -> None:
-    wire = Wire(lossy(seed))
+@pytest.mark.parametrize("transport", [ZMQ_TCP, SHARED_MEMORY])
+def test_on_a_bad_network_every_transfer_ends_on_both_sides_and_no_wrong_byte_is_accepted(
+    transport: str, seed: int
+) -> None:
+    wire = Wire(lossy(seed), transport=transport)
     num_transfers, num_blocks = 4, 5
     for i in range(num_transfers):
         key = make_key(f"t{i}")
-        wire.at_producer(wire.producer.begin(f"r{i}", key, num_blocks * 16))
-        wire.at_consumer(wire.consumer.begin(f"r{i}", key, "producer", num_blocks * 16, wire.clock.now()))
+        wire.begin_send(key, num_blocks * 16, f"r{i}")
+        wire.begin_load(key, num_blocks * 16, f"r{i}")
         targets = tuple(200 + 10 * i + index for index in range(num_blocks))
-        wire.at_consumer(wire.consumer.load(f"r{i}", 0, targets, wire.clock.now()))
+        wire.at_consumer(wire.consumer.load(Leg(f"r{i}"), 0, targets, wire.clock.now()))
     for index in range(num_blocks):
         for i in range(num_transfers):
             wire.source_blocks[10 * i + index] = 1_000 * i + index
-            wire.at_producer(wire.producer.blocks_ready(f"r{i}", index, [10 * i + index]))
+            wire.at_producer(wire.producer.blocks_ready(Leg(f"r{i}"), index, [10 * i + index]))
         wire.advance(0.3)
     for i in range(num_transfers):
-        wire.at_producer(wire.producer.finish(f"r{i}", num_blocks, FIRST_TOKEN, wire.clock.now()))
+        wire.finish_send(f"r{i}")
     wire.advance(LOAD_TIMEOUT_S + LEASE_S + PEER_TIMEOUT_S)
     wire.assert_at_rest()
-    freed = [news.request_id for news in wire.news if isinstance(news, Freed)]
-    ended = [news.request_id for news in wire.news if isinstance(news, Received | Failed)]
+    freed = [news.leg.request_id for news in wire.news if isinstance(news, Freed)]
+    ended = [news.leg.request_id for news in wire.news if isinstance(news, Received | Failed)]
     assert sorted(freed) == sorted(ended) == [f"r{i}" for i in range(num_transfers)]
     for news in wire.news:
         if isinstance(news, Received):
-            i = int(news.request_id[1:])
+            i = int(news.leg.request_id[1:])
             assert [wire.target_blocks[200 + 10 * i + n] for n in range(num_blocks)] == [
                 1_000 * i + n for n in range(num_blocks)
             ]
@@ -262,7 +262,7 @@ def test_c49_no_message_carries_a_time_of_day() -> None:
     wire.clock.advance(123_456.789)
     start(wire)
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
     assert "123456" not in repr(wire.sent)
 
@@ -271,14 +271,14 @@ def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_a
     wire = Wire()
     wire.begin_send(KEY, 48)
     wire.ready(0, 2)
-    wire.at_producer(wire.producer.withdraw("r"))
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
     wire.source_blocks.clear()  # they belong to other requests now
     wire.begin_load(KEY, 48)
     wire.load(0, 3)
     wire.deliver()
-    assert sent(wire, Block) == []
+    assert sent(wire, Pieces) == []
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     assert isinstance(wire.news[0], Received)
@@ -290,11 +290,11 @@ def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw("r"))
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
     wire.ready(0, 3)
-    wire.finish_send(3)
+    wire.finish_send()
     wire.deliver()
-    assert [block.index for block in sent(wire, Block)] == [0, 1, 2]
+    assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [0, 1, 2]
     assert isinstance(wire.news[0], Received)
 
 
@@ -304,11 +304,11 @@ def test_c33_an_abort_that_crosses_the_end_of_its_load_is_ignored(is_complete: b
     start(wire)
     if is_complete:
         wire.ready(0, 3)
-        wire.finish_send(3)
+        wire.finish_send()
     else:
-        wire.at_producer(wire.producer.abort("r", "the prefill failed", False))
+        wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
     wire.deliver()
     before = list(wire.news)
-    wire.at_consumer(wire.consumer.abort("r", "the client left"))
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
     assert wire.news == before
     wire.assert_at_rest()

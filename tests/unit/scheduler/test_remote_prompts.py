@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.kv import TransferRole
-from baton.request import FinishReason
+from baton.kv import OnLoadFailure, TransferRole
+from baton.request import ErrorKind, FinishReason
 from baton.step import FailedKV, KVConnectorOutput
 from baton.worker import RequestCounts
 from scheduler import Request, RequestStatus, Scheduler
@@ -289,11 +289,16 @@ def test_c34_policy_recompute_computes_the_prompt_here_and_loads_no_second_time(
     assert scheduler.counters()["kv_load_failures"] == 1
 
 
-def test_c34_policy_fail_ends_the_request_with_the_reason() -> None:
-    scheduler, connector, _, request = start_load(40, load_failure_policy="fail")
-    connector.holds = False
+def test_c34_a_failure_that_is_to_be_reported_ends_the_request_with_the_reason() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector)
+    request = make_request(40, role=CONSUMER, on_failure=OnLoadFailure.REPORT)
+    scheduler.add_request(request)
+    run_step(scheduler, FakeRunner(memory=connector.memory))
     outputs = flatten(scheduler.update_connector_output(failed(request)))
-    assert [(o.finish_reason, o.error) for o in outputs] == [(FinishReason.ERROR, "peer lost")]
+    assert [(o.finish_reason, o.error, o.error_kind) for o in outputs] == [
+        (FinishReason.ERROR, "peer lost", ErrorKind.KV_LOAD_FAILED)
+    ]
     assert_at_rest(scheduler)
 
 

@@ -1,0 +1,103 @@
+"""GivingEnd: joins the producer's state machine to a pool and a channel: pieces of this rank's pool go out.
+
+Belongs to whoever drives it, one call at a time; see endpoint.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from baton.clock import Clock
+from kv_transfer.legs import Legs
+from kv_transfer.orders import AbortSend, BeginSend, FinishSend, SendBlocks, WithdrawBlocks
+from kv_transfer.pool import KVBytes
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
+from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer
+from kv_transfer.protocol.parts import Sends
+from kv_transfer.protocol.producer import Producer
+from kv_transfer.transport.base import Channel
+
+GivingOrder = BeginSend | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
+
+
+class GivingEnd:
+    """Every hand-over this rank gives."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        pool: KVBytes,
+        channel: Channel,
+        producer: Producer,
+        counters: "Counter[str]",
+        clock: Clock,
+    ) -> None:
+        self._channel = channel
+        self._producer = producer
+        self._counters = counters
+        self._clock = clock
+        self._legs = Legs(incarnation, pool)
+        self._open: Sends[Leg] = Sends()
+        self.freed: list[str] = []
+        """Requests whose blocks nobody reads any more, until somebody takes them."""
+
+    def obey(self, order: GivingOrder) -> None:
+        """One order of the engine. After `WithdrawBlocks` none of those blocks is sent any more."""
+        request_id, now = order.request_id, self._clock.now()
+        if isinstance(order, BeginSend):
+            self._begin(order)
+            return
+        for end in self._legs.of(request_id):
+            match order:
+                case SendBlocks(first_index=first, block_ids=block_ids):
+                    self._do(self._producer.blocks_ready(end.leg, first, block_ids))
+                case WithdrawBlocks():
+                    self._do(self._producer.withdraw(end.leg))
+                case FinishSend(num_blocks=num_blocks, tail_block_ids=tail, first_token=first_token):
+                    self._do(self._producer.blocks_ready(end.leg, num_blocks - len(tail), tail))
+                    self._do(self._producer.finish(end.leg, first_token, now))
+                case AbortSend(reason=reason, is_cancelled=is_cancelled):
+                    self._do(self._producer.abort(end.leg, reason, is_cancelled))
+        if isinstance(order, AbortSend) and not order.is_held:
+            self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
+
+    def take(self, peer: Peer, message: ToProducer) -> None:
+        self._do(self._producer.on_message(peer, message, self._clock.now()))
+
+    def on_time(self) -> None:
+        self._do(self._producer.on_time(self._clock.now()))
+
+    def next_deadline(self) -> float | None:
+        return self._producer.next_deadline()
+
+    def __len__(self) -> int:
+        return max(len(self._producer), len(self._legs))
+
+    def _begin(self, order: BeginSend) -> None:
+        ends = self._legs.open(order.request_id, order.transfer)
+        self._open.begin(order.request_id, [end.leg for end in ends])
+        for end in ends:
+            self._do(
+                self._producer.begin(
+                    end.leg, end.key, order.num_prompt_tokens, end.view.shape, end.view.nbytes
+                )
+            )
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
+                case SendPieces():
+                    self._send_pieces(effect)
+                case Freed(leg):
+                    if self._open.freed(leg.request_id, leg):
+                        self._legs.close(leg.request_id)
+                        self.freed.append(leg.request_id)
+
+    def _send_pieces(self, effect: SendPieces) -> None:
+        view = self._legs.view(effect.key)
+        checksums = tuple(map(view.checksum, effect.piece_ids)) if effect.has_checksums else ()
+        header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, checksums)
+        payload = [view.span(piece_id) for piece_id in effect.piece_ids] if effect.has_payload else []
+        self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload)
+        self._counters["kv_bytes_sent"] += len(effect.piece_ids) * view.nbytes

@@ -1,0 +1,68 @@
+"""Legs: a request's hand-over as one leg to each of the peer's ranks that has, or needs, some of this rank's heads."""
+
+from dataclasses import dataclass
+
+from baton.kv import KVTransferParams, TransferRole
+from kv_transfer.pool import KVBytes, PieceView
+from kv_transfer.protocol.effects import Leg
+from kv_transfer.protocol.geometry import RankLayout, peers_of
+from kv_transfer.protocol.messages import TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnd:
+    """This rank's end of one leg."""
+
+    leg: Leg
+    key: TransferKey
+    address: str
+    """Where the peer's rank listens."""
+    view: PieceView
+
+
+class Legs:
+    """The legs of all requests on one side of their hand-overs."""
+
+    def __init__(self, incarnation: str, pool: KVBytes) -> None:
+        self._incarnation = incarnation
+        self._pool = pool
+        self._by_request: dict[str, tuple[LegEnd, ...]] = {}
+        self._views: dict[TransferKey, PieceView] = {}
+
+    def open(self, request_id: str, transfer: KVTransferParams) -> tuple[LegEnd, ...]:
+        """The legs of a new request; `close` must follow."""
+        ours, peer = self._pool.layout, transfer.peer
+        num_peers = len(peer.kv_addresses)
+        ends = []
+        for rank in peers_of(ours.rank, ours.num_ranks, num_peers):
+            key = self._key(transfer, rank)
+            view = self._pool.pieces(RankLayout(peer.block_size, num_peers, rank))
+            self._views.setdefault(key, view)
+            ends.append(LegEnd(Leg(request_id, rank), key, peer.kv_addresses[rank], view))
+        self._by_request[request_id] = tuple(ends)
+        return tuple(ends)
+
+    def of(self, request_id: str) -> tuple[LegEnd, ...]:
+        """None of a request that is unknown, or over."""
+        return self._by_request.get(request_id, ())
+
+    def view(self, key: TransferKey) -> PieceView:
+        """How the leg of an open request sees the pool."""
+        return self._views[key]
+
+    def close(self, request_id: str) -> None:
+        """The request's hand-over is over. A second claim to the same key has no view of its own to lose."""
+        for end in self._by_request.pop(request_id, ()):
+            if self._views.get(end.key) is end.view:
+                del self._views[end.key]
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def _key(self, transfer: KVTransferParams, peer_rank: int) -> TransferKey:
+        ours, theirs = (self._incarnation, self._pool.layout.rank), (transfer.peer.incarnation, peer_rank)
+        is_producer = transfer.role is TransferRole.PRODUCER
+        producer, consumer = (ours, theirs) if is_producer else (theirs, ours)
+        return TransferKey(
+            transfer.transfer_id, transfer.attempt, producer[0], consumer[0], producer[1], consumer[1]
+        )

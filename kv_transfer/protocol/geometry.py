@@ -1,0 +1,81 @@
+"""Which bytes two workers exchange when their blocks or their tensor-parallel ranks are not the same; pure arithmetic.
+
+A *leg* joins one rank of the producer to one rank of the consumer that needs some of its heads. What travels on a leg
+is cut into *pieces*: the leg's heads, and the tokens of the smaller of both block sizes. Where sizes are equal, which
+is the usual case, a piece is a block.
+
+    producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
+
+    rank 0   block 0        block 1                          rank 0   block 0
+      h0 | piece 0    |  piece 1     |    -- leg 0-0 -->       h0 | piece 0    piece 1    |
+      h1 |            |              |                         h1 |                       |
+      h2 | piece 0    |  piece 1     |    -- leg 0-1 -->     rank 1 ...
+      h3 |            |              |
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What matters of one rank: `block_size` tokens to a block, and the share of all heads that its place gives it."""
+
+    block_size: int
+    num_ranks: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PieceShape:
+    """Where a leg's pieces lie in this rank's blocks.
+
+    Piece `block_id * pieces_per_block + i` is the i-th of its block.
+    """
+
+    pieces_per_block: int
+    num_tokens: int
+    """Tokens of one piece."""
+    first_head: int
+    """Counted within this rank."""
+    num_heads: int
+
+    def num_pieces_for(self, num_tokens: int) -> int:
+        """How many pieces the first `num_tokens` tokens of a prompt take."""
+        return -(-num_tokens // self.num_tokens)
+
+    def pieces_of(self, block_id: int) -> range:
+        first = block_id * self.pieces_per_block
+        return range(first, first + self.pieces_per_block)
+
+
+def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None:
+    """Why two workers cannot exchange KV of `num_heads` heads in all, or None if they can."""
+    for what, a, b in (
+        ("block_size", ours.block_size, theirs.block_size),
+        ("tensor-parallel ranks", ours.num_ranks, theirs.num_ranks),
+    ):
+        if a % b and b % a:
+            return f"{what}: neither of {a} and {b} divides the other"
+    for num_ranks in (ours.num_ranks, theirs.num_ranks):
+        if num_heads % num_ranks:
+            return f"tensor-parallel ranks: {num_heads} heads cannot be shared by {num_ranks}"
+    return None
+
+
+def peers_of(rank: int, num_ranks: int, num_peer_ranks: int) -> range:
+    """The other worker's ranks that hold some of this rank's heads."""
+    if num_peer_ranks >= num_ranks:
+        num_each = num_peer_ranks // num_ranks
+        return range(rank * num_each, (rank + 1) * num_each)
+    peer = rank * num_peer_ranks // num_ranks
+    return range(peer, peer + 1)
+
+
+def piece_shape(num_heads: int, ours: RankLayout, theirs: RankLayout) -> PieceShape:
+    """How the leg between two ranks lies in our blocks; `mismatch` has nothing against them."""
+    num_tokens = min(ours.block_size, theirs.block_size)
+    our_heads, their_heads = num_heads // ours.num_ranks, num_heads // theirs.num_ranks
+    our_first, their_first = ours.rank * our_heads, theirs.rank * their_heads
+    first = max(our_first, their_first)
+    last = min(our_first + our_heads, their_first + their_heads)
+    return PieceShape(ours.block_size // num_tokens, num_tokens, first - our_first, last - first)

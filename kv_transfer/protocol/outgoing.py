@@ -1,0 +1,165 @@
+"""Outgoing: one leg as its producer sees it, and the window of bytes that legs to one peer share; see producer.py."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.request import FirstToken
+from kv_transfer.protocol.effects import Leg, Peer
+from kv_transfer.protocol.geometry import PieceShape
+from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
+from kv_transfer.protocol.transports import SENDS_BYTES
+
+BYTES_PER_TURN = 1024 * 1024
+"""A leg offers about this much before it is another one's turn."""
+
+
+class State(Enum):
+    EARLY = auto()
+    PREPARING = auto()
+    STREAMING = auto()
+    CANCELLED = auto()
+
+
+MOVES = {
+    State.EARLY: {State.PREPARING, State.CANCELLED},
+    State.PREPARING: {State.STREAMING, State.CANCELLED},
+    State.STREAMING: {State.CANCELLED},
+    State.CANCELLED: set[State](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One leg as its giver sees it."""
+
+    key: TransferKey
+    state: State
+    leg: Leg | None = None
+    """None until our own engine has heard of it."""
+    shape: PieceShape | None = None
+    piece_nbytes: int = 0
+    num_prompt_tokens: int = 0
+    peer: Peer = b""
+    open: Open | None = None
+    """The latest Open; it may come early."""
+    transport: str = ""
+    version: int = 0
+    ready: dict[int, int] = field(default_factory=dict)
+    """Prompt piece index -> piece of our pool, for those that are computed."""
+    unsent: deque[int] = field(default_factory=deque)
+    unacked: set[int] = field(default_factory=set)
+    acked: set[int] = field(default_factory=set)
+    first_token: FirstToken | None = None
+    """Set when the prefill is complete; the lease runs from then on."""
+    finished_at: float = 0.0
+    is_end_sent: bool = False
+
+    def move_to(self, state: State) -> None:
+        assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
+        self.state = state
+
+    @property
+    def has_payload(self) -> bool:
+        return self.transport in SENDS_BYTES
+
+    @property
+    def num_pieces(self) -> int:
+        assert self.shape is not None
+        return self.shape.num_pieces_for(self.num_prompt_tokens)
+
+    def blocks_ready(self, first_block: int, block_ids: Iterable[int]) -> None:
+        """These blocks of the prompt are computed."""
+        assert self.shape is not None
+        index = first_block * self.shape.pieces_per_block
+        for block_id in block_ids:
+            for piece_id in self.shape.pieces_of(block_id):
+                if index < self.num_pieces:  # the last block may have more pieces than the prompt
+                    self.ready[index] = piece_id
+                    self._offer(index)
+                index += 1
+
+    def reopen(self, message: Open, peer: Peer, transport: str) -> None:
+        """What the consumer says it has counts, as far as it can know; everything else is offered anew."""
+        self.peer, self.open, self.transport = peer, message, transport
+        claims = zip(message.received, message.received_versions, strict=True)
+        self.acked = {index for index, version in claims if version == self.version or index in self.acked}
+        self.is_end_sent = False
+        self.unsent.clear()
+        for index in sorted(self.ready):
+            self._offer(index)
+
+    def withdraw(self) -> None:
+        """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""
+        self.ready.clear()
+        self.unsent.clear()
+        self.version += 1
+
+    def _offer(self, index: int) -> None:
+        """Queues a ready piece unless the consumer has it."""
+        first = self.open.first_piece if self.open is not None else 0
+        if index >= first and index not in self.acked:
+            self.unsent.append(index)
+
+
+class SendWindow:
+    """Bytes under way to each peer, at most so many, and whose turn it is to send more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._inflight: Counter[Peer] = Counter()
+        """Offered to each peer and not acknowledged."""
+        self._turns: deque[Outgoing] = deque()
+        """Legs that may have something to offer."""
+
+    def join(self, transfer: Outgoing) -> None:
+        """Last in line, if it is not there yet."""
+        if transfer not in self._turns:
+            self._turns.append(transfer)
+
+    def next_turns(self) -> Iterator[tuple[Outgoing, tuple[int, ...]]]:
+        """Each leg in turn with the next pieces that fit; a leg that has none to offer comes once, and leaves."""
+        stalled: list[Outgoing] = []
+        while self._turns:
+            transfer = self._turns.popleft()
+            if not transfer.unsent:
+                yield transfer, ()
+            elif num_pieces := self._num_pieces_that_fit(transfer):
+                indices = tuple([transfer.unsent.popleft() for _ in range(num_pieces)])
+                transfer.unacked.update(indices)
+                self._inflight[transfer.peer] += num_pieces * transfer.piece_nbytes
+                self._turns.append(transfer)
+                yield transfer, indices
+            else:
+                stalled.append(transfer)
+        self._turns.extend(stalled)
+
+    def acknowledged(self, transfer: Outgoing, index: int) -> bool:
+        """The piece is not under way any more; False if it was not."""
+        if index not in transfer.unacked:
+            return False
+        transfer.unacked.remove(index)
+        self._inflight[transfer.peer] -= transfer.piece_nbytes
+        return True
+
+    def forget_inflight(self, transfer: Outgoing) -> None:
+        """Nothing that it offered counts as under way any more."""
+        self._inflight[transfer.peer] -= len(transfer.unacked) * transfer.piece_nbytes
+        if self._inflight[transfer.peer] <= 0:
+            del self._inflight[transfer.peer]
+        transfer.unacked.clear()
+
+    def leave(self, transfer: Outgoing) -> None:
+        if transfer in self._turns:
+            self._turns.remove(transfer)
+        self.forget_inflight(transfer)
+
+    def _num_pieces_that_fit(self, transfer: Outgoing) -> int:
+        """One at least where nothing is under way to this peer, however large it is."""
+        inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
+        num_in_window = (self._max_bytes - inflight) // size
+        if inflight == 0:
+            num_in_window = max(1, num_in_window)
+        num_in_turn = max(1, BYTES_PER_TURN // size)
+        return max(0, min(num_in_window, num_in_turn, MAX_PIECES_PER_MESSAGE, len(transfer.unsent)))

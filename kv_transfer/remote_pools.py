@@ -1,0 +1,84 @@
+"""RemotePools: the peers' pools that this rank reads, open while hand-overs come from them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from kv_transfer.transport.base import (
+    MAX_DESCRIPTION_BYTES,
+    PoolReader,
+    ReadDone,
+    RemotePool,
+    Runs,
+    TransportError,
+)
+
+IDLE_S = 30.0
+"""A pool that no hand-over comes from is let go after this long; it may belong to a process that is dead."""
+
+PoolKey = tuple[str, int, str]
+"""The producer's incarnation, its rank, and the transport."""
+
+
+@dataclass(slots=True)
+class _OpenPool:
+    pool: RemotePool
+    used_at: float
+
+
+class RemotePools:
+    def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:
+        self._readers = readers
+        self._clock = clock
+        self._open: dict[PoolKey, _OpenPool] = {}
+
+    def open(self, key: PoolKey, description: bytes) -> None:
+        """Gets ready to read; nothing happens if it is so already. TransportError if the pool is out of reach."""
+        transport = key[2]
+        if key in self._open:
+            return
+        if len(description) > MAX_DESCRIPTION_BYTES:
+            raise TransportError(f"a pool's description of {len(description)} bytes")
+        self._open[key] = _OpenPool(self._readers[transport].open(description), self._clock.now())
+
+    def read(self, key: PoolKey, runs: Runs) -> int:
+        """Begins a read; see RemotePool. TransportError if the pool is not open."""
+        pool = self._open.get(key)
+        if pool is None:
+            raise TransportError("the peer's pool is not open")
+        pool.used_at = self._clock.now()
+        return pool.pool.read(runs)
+
+    def poll(self) -> Iterator[tuple[str, ReadDone]]:
+        """Reads that are over, with their transport."""
+        for transport, reader in self._readers.items():
+            for done in reader.poll():
+                yield transport, done
+
+    def poll_interval_s(self, transport: str) -> float | None:
+        return self._readers[transport].poll_interval_s
+
+    def close_unused(self, is_needed: Callable[[str], bool]) -> None:
+        """Lets go what no hand-over has come from for a while; `is_needed` says whether any producer may still give."""
+        now = self._clock.now()
+        for key, pool in list(self._open.items()):
+            if is_needed(key[0]):
+                pool.used_at = now
+            elif now - pool.used_at >= IDLE_S:
+                self._close(key)
+
+    def close_one(self, key: PoolKey) -> None:
+        """Its reads are over when this returns."""
+        if key in self._open:
+            self._close(key)
+
+    def close(self) -> None:
+        for key in list(self._open):
+            self._close(key)
+
+    def next_deadline(self) -> float | None:
+        """When `close_unused` has something to do at the latest."""
+        return min((pool.used_at + IDLE_S for pool in self._open.values()), default=None)
+
+    def _close(self, key: PoolKey) -> None:
+        self._open.pop(key).pool.close()

@@ -1,0 +1,261 @@
+"""TakingEnd: joins the consumer's state machine to a pool and to transports: pieces come into this rank's pool.
+
+Belongs to whoever drives it, one call at a time; see endpoint.py.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.step import FailedKV, ReceivedKV
+from kv_transfer.legs import Legs
+from kv_transfer.orders import AbortLoad, BeginLoad, LoadBlocks
+from kv_transfer.pool import KVBytes
+from kv_transfer.protocol.consumer import Consumer, WantedPiece
+from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
+from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
+from kv_transfer.protocol.transports import SENDS_BYTES
+from kv_transfer.remote_pools import PoolKey, RemotePools
+from kv_transfer.transport.base import Channel, PoolReader, TransportError
+
+logger = logging.getLogger(__name__)
+
+TakingOrder = BeginLoad | LoadBlocks | AbortLoad
+
+READ_TIMEOUT_S = 10.0
+"""A read that takes this long will not end by itself; closing its pool ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Pieces that are being read out of a peer's pool."""
+
+    pool: PoolKey
+    message: Pieces
+    wanted: tuple[WantedPiece, ...]
+    begun_at: float
+
+
+class TakingEnd:
+    """Every hand-over this rank takes."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        pool: KVBytes,
+        channel: Channel,
+        readers: Mapping[str, PoolReader],
+        consumer: Consumer,
+        counters: "Counter[str]",
+        clock: Clock,
+    ) -> None:
+        self._pool = pool
+        self._channel = channel
+        self._consumer = consumer
+        self._counters = counters
+        self._clock = clock
+        self._legs = Legs(incarnation, pool)
+        self._loads: Loads[Leg, Received] = Loads()
+        self._pools = RemotePools(readers, clock)
+        self._reads: dict[tuple[str, int], _Read] = {}
+        self.received: list[ReceivedKV] = []
+        self.failed: list[FailedKV] = []
+        self.quiesced: list[str] = []
+        """What became of loads, until somebody takes it."""
+
+    def obey(self, order: TakingOrder) -> None:
+        """One order of the engine."""
+        match order:
+            case BeginLoad():
+                self._begin(order)
+            case LoadBlocks():
+                self._load(order)
+            case AbortLoad():
+                self._abort(order)
+
+    def take(self, message: ToConsumer) -> None:
+        """A message of a producer; the channel still has the payload of `Pieces`."""
+        if isinstance(message, Pieces):
+            self._take_pieces(message)
+        else:
+            self._do(self._consumer.on_message(message, self._clock.now()))
+
+    def on_time(self) -> None:
+        now = self._clock.now()
+        for read in list(self._reads.values()):
+            if now - read.begun_at > READ_TIMEOUT_S:
+                self._pools.close_one(read.pool)
+        self.poll()
+        self._do(self._consumer.on_time(now))
+        self._pools.close_unused(self._consumer.knows)
+
+    def poll(self) -> None:
+        """Takes in reads that are over."""
+        for transport, done in self._pools.poll():
+            read = self._reads.pop((transport, done.number))
+            if done.error is None:
+                self._arrived(read.message, read.wanted, ())
+            else:
+                self._unread(read, done.error)
+
+    def next_deadline(self) -> float | None:
+        times = [self._consumer.next_deadline(), self._pools.next_deadline()]
+        if self._reads:
+            intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
+            times += [self._clock.now() + interval for interval in intervals if interval is not None]
+        return min((time for time in times if time is not None), default=None)
+
+    def close(self) -> None:
+        self._pools.close()
+
+    def __len__(self) -> int:
+        return max(len(self._consumer), len(self._legs))
+
+    # orders
+
+    def _begin(self, order: BeginLoad) -> None:
+        now = self._clock.now()
+        for end in self._legs.open(order.request_id, order.transfer):
+            self._do(
+                self._consumer.begin(
+                    end.leg, end.key, end.address, order.num_prompt_tokens, end.view.shape, now
+                )
+            )
+
+    def _load(self, order: LoadBlocks) -> None:
+        ends = self._legs.of(order.request_id)
+        self._loads.begin(order.request_id, [end.leg for end in ends])
+        first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
+        effects: list[Effect] = []
+        for end in ends:  # all begin before one that fails at once can give the others up
+            effects += self._consumer.load(end.leg, first_token, order.block_ids, now)
+        self._do(effects)
+
+    def _abort(self, order: AbortLoad) -> None:
+        is_loading = order.request_id in self._loads
+        self._loads.abort(order.request_id)
+        for end in self._legs.of(order.request_id):
+            self._do(self._consumer.abort(end.leg, order.reason))
+        if not is_loading:
+            self._legs.close(order.request_id)
+
+    # pieces
+
+    def _take_pieces(self, message: Pieces) -> None:
+        now = self._clock.now()
+        wanted = tuple(self._consumer.wanted(message, now))
+        if not wanted:
+            return
+        transport = self._consumer.transport_of(message.key)
+        if transport in SENDS_BYTES:
+            self._receive(message, wanted)
+            return
+        read = _Read(_pool_key(message.key, transport), message, wanted, now)
+        view = self._legs.view(message.key)
+        try:
+            peers = [message.piece_ids[piece.position] for piece in wanted]
+            runs = view.runs(peers, [piece.piece_id for piece in wanted])
+            number = self._pools.read(read.pool, runs)
+        except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
+            self._unread(read, str(error))
+            return
+        self._reads[transport, number] = read
+        if self._pools.poll_interval_s(transport) is None:
+            self.poll()
+
+    def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...]) -> None:
+        """The bytes follow the header, a frame for each announced piece."""
+        view = self._legs.view(message.key)
+        by_position = {piece.position: piece for piece in wanted}
+        missing = set()
+        for position in range(len(message.indices)):
+            piece = by_position.get(position)
+            if piece is None:
+                self._channel.skip_payload()
+                continue
+            buffer = view.buffer_for(piece.piece_id)
+            if self._channel.read_payload(buffer):
+                view.store(piece.piece_id, buffer)
+            else:
+                missing.add(piece.index)
+        self._arrived(message, wanted, missing)
+
+    def _arrived(self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int]) -> None:
+        """Compares checksums of what was written; the state machine hears of every piece."""
+        key, view = message.key, self._legs.view(message.key)
+        has_checksums, damaged = self._consumer.wants_checksums(key), set(missing)
+        num_arrived = 0
+        for piece in wanted:
+            num_arrived += 1
+            if (
+                has_checksums
+                and piece.index not in damaged
+                and view.checksum(piece.piece_id) != piece.checksum
+            ):
+                damaged.add(piece.index)
+        self._counters["kv_bytes_received"] += num_arrived * view.nbytes
+        valid = [piece.index for piece in wanted if piece.index not in damaged]
+        self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
+
+    def _unread(self, read: _Read, error: str) -> None:
+        logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
+        indices = [piece.index for piece in read.wanted]
+        self._do(self._consumer.on_unread(read.message.key, indices, error, self._clock.now()))
+
+    def _open_pool(self, effect: OpenPool) -> None:
+        try:
+            self._pools.open(_pool_key(effect.key, effect.transport), effect.description)
+        except TransportError as error:
+            logger.warning("cannot reach the KV of %s: %s", effect.key.producer, error)
+            self._do(self._consumer.on_unreachable(effect.key, str(error), self._clock.now()))
+
+    # effects
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
+                case OpenPool():
+                    self._open_pool(effect)
+                case Received(leg=leg):
+                    self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
+                case Failed(leg, num_valid, reason, is_cancelled):
+                    outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
+                    self._conclude(leg.request_id, outcome)
+                case Quiesced(leg, num_valid):
+                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg, num_valid))
+
+    def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
+        """What the legs' reports make of the request."""
+        if isinstance(outcome, GiveUp):
+            for leg in outcome.parts:
+                self._do(self._consumer.abort(leg, outcome.reason))
+        elif outcome is not None:
+            num_bytes = self._num_bytes(request_id, outcome)
+            self._legs.close(request_id)
+            match outcome:
+                case LoadArrived(parts):
+                    elapsed_s = max(part.elapsed_s for part in parts)
+                    moving_s = max(part.moving_s for part in parts)
+                    self.received.append(
+                        ReceivedKV(request_id, parts[0].first_token, num_bytes, elapsed_s, moving_s)
+                    )
+                case LoadFailed(num_valid_tokens, reason, is_cancelled):
+                    num_blocks = num_valid_tokens // self._pool.layout.block_size
+                    self.failed.append(FailedKV(request_id, num_blocks, reason, is_cancelled))
+                case LoadQuiet():
+                    self.quiesced.append(request_id)
+
+    def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> int:
+        if not isinstance(outcome, LoadArrived):
+            return 0
+        views = {end.leg: end.view for end in self._legs.of(request_id)}
+        return sum(part.num_pieces * views[part.leg].nbytes for part in outcome.parts)
+
+
+def _pool_key(key: TransferKey, transport: str) -> PoolKey:
+    return key.producer, key.producer_rank, transport

@@ -1,0 +1,123 @@
+"""Shared memory: on one host, a consumer maps the producer's pool and copies out of it; one copy, no socket.
+
+The pool lives in a sealed memfd. It has no name in any file system, so it is gone with the last process that maps it,
+however that ends; and it cannot shrink, so reading it cannot fail half-way.
+"""
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import msgpack
+import numpy as np
+
+from kv_transfer.protocol.transports import SHARED_MEMORY
+from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
+
+FORMAT = 1
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def host_id() -> str:
+    """Equal for processes that can map each other's memory: one kernel, and one space of process ids."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class SharedMemory:
+    """`num_bytes` zeros that other processes of this host and user may map. Pages take memory once they are written."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self.array: Bytes = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class SharedMemoryReader:
+    """Reads pools that are in another process's `SharedMemory`; `memory` is ours, if ours is."""
+
+    name = SHARED_MEMORY
+    poll_interval_s = None
+
+    def __init__(self, pool: Bytes, memory: SharedMemory | None) -> None:
+        self._pool = pool.reshape(-1)
+        self._memory = memory
+        self._done: list[ReadDone] = []
+        self._num_reads = 0
+
+    def describe(self) -> bytes | None:
+        if self._memory is None:
+            return None
+        stat = os.fstat(self._memory.fd)
+        description: bytes = msgpack.packb([FORMAT, os.getpid(), self._memory.fd, stat.st_ino, stat.st_size])
+        return description
+
+    def open(self, description: bytes) -> "MappedPool":
+        pid, fd, inode, num_bytes = _parse(description)
+        try:
+            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
+        try:
+            stat = os.fstat(ours)
+            if (stat.st_ino, stat.st_size) != (inode, num_bytes):
+                raise TransportError(f"process {pid} is not the one that shared its memory")
+            if fcntl.fcntl(ours, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise TransportError(f"the memory of process {pid} may shrink")
+            return MappedPool(self, np.frombuffer(mmap.mmap(ours, num_bytes, prot=mmap.PROT_READ), np.uint8))
+        except (OSError, ValueError) as error:
+            raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
+        finally:
+            os.close(ours)
+
+    def copy(self, source: Bytes, runs: Runs) -> int:
+        """Copies at once; the number of the read that is over."""
+        runs.check_within(source.nbytes, self._pool.nbytes)
+        pool = self._pool
+        for remote, local, length in zip(
+            runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
+        ):
+            pool[local : local + length] = source[remote : remote + length]
+        self._num_reads += 1
+        self._done.append(ReadDone(self._num_reads, None))
+        return self._num_reads
+
+    def poll(self) -> list[ReadDone]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Nothing to do: mappings end with the arrays that stand for them."""
+
+
+class MappedPool:
+    """Another process's pool in our address space."""
+
+    def __init__(self, reader: SharedMemoryReader, source: Bytes) -> None:
+        self._reader = reader
+        self._source: Bytes | None = source
+
+    def read(self, runs: Runs) -> int:
+        if self._source is None:
+            raise TransportError("the pool is closed")
+        return self._reader.copy(self._source, runs)
+
+    def close(self) -> None:
+        self._source = None  # the last reference to the mapping
+
+
+def _parse(description: bytes) -> tuple[int, int, int, int]:
+    """Process id, file descriptor, inode and size."""
+    try:
+        parts = msgpack.unpackb(description)
+    except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
+        raise TransportError(f"not a description of shared memory: {error}") from error
+    is_valid = isinstance(parts, list) and len(parts) == 5 and all(type(part) is int for part in parts)
+    if not is_valid or parts[0] != FORMAT or min(parts) < 0:
+        raise TransportError("not a description of shared memory")
+    return parts[1], parts[2], parts[3], parts[4]
