@@ -82,7 +82,7 @@ class Runs:
             ("our", self.local, local_nbytes),
         ):
             if len(offsets) and (
-                offsets.min() < 0 or self.lengths.min() < 0 or (offsets + self.lengths).max() > nbytes
+                offsets.min() < 0 or self.lengths.min() < 0 or (offsets > nbytes - self.lengths).any()
             ):
                 raise TransportError(f"a run of bytes lies outside {what} pool of {nbytes} bytes")
 
