@@ -163,7 +163,10 @@ async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> N
 
 FAULTS = {"kill": kill, "stop": stop, "restart": restart}
 ROLES = {"prefill": ("p0", "p1"), "decode": ("d0", "d1")}
-ROWS = [(fault, role) for fault in FAULTS for role in ROLES]
+STORM = ("any", "each")
+"""A fault of any kind on each side at the same time."""
+
+ROWS = [*[(fault, role) for fault in FAULTS for role in ROLES], STORM]
 
 
 async def break_workers(
@@ -192,7 +195,11 @@ async def break_workers(
             begun = tally.num_started
             await _until(lambda begun=begun: tally.num_started >= begun + NUM_AT_ONCE)  # type: ignore[misc]
             await asyncio.sleep(rng.uniform(0.0, 0.1))
-            await FAULTS[fault](cluster, rng.choice(ROLES[role]), rng)
+            victims = [rng.choice(names) for name, names in ROLES.items() if role in (name, "each")]
+            async with asyncio.TaskGroup() as faults:
+                for victim in victims:
+                    begin = FAULTS.get(fault) or rng.choice(list(FAULTS.values()))
+                    faults.create_task(begin(cluster, victim, rng))
         over.set()
     ended_at = time.monotonic()
     tally.wrong += await _come_to_rest(cluster)

@@ -129,8 +129,9 @@ class FragileCluster:
     async def replace(self, name: str, ports: Sequence[int] = ()) -> None:
         """A new life of a worker that was killed, and the gateway is told as a supervisor would tell it."""
         self.prepare_spare()
-        assert self._spare is not None
-        worker, self._spare = await self._spare, None
+        spare, self._spare = self._spare, None
+        assert spare is not None
+        worker = await spare
         endpoint = await worker.begin(self._roles[name], name, ports)
         self.workers[name] = worker
         self.gateway.add_worker(endpoint)
