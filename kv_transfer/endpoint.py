@@ -16,7 +16,6 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.giving import GivingEnd, GivingOrder
-from kv_transfer.orders import AbortLoad, BeginLoad, LoadBlocks
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
 from kv_transfer.protocol.messages import TO_CONSUMER, TO_PRODUCER, ChecksumPolicy, Unreadable
@@ -70,7 +69,7 @@ class TransferEndpoint:
 
     def obey(self, order: Order) -> None:
         """One order of the engine."""
-        if isinstance(order, BeginLoad | LoadBlocks | AbortLoad):
+        if isinstance(order, TakingOrder):
             self._taking.obey(order)
         else:
             self._giving.obey(order)

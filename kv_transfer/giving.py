@@ -46,6 +46,9 @@ class GivingEnd:
         if isinstance(order, BeginSend):
             self._begin(order)
             return
+        if self._legs.refusal(request_id) is not None and isinstance(order, FinishSend | AbortSend):
+            self._legs.close(request_id)
+            self.freed.append(request_id)
         for end in self._legs.of(request_id):
             match order:
                 case SendBlocks(first_index=first, block_ids=block_ids):

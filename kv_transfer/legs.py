@@ -27,14 +27,18 @@ class Legs:
         self._incarnation = incarnation
         self._pool = pool
         self._by_request: dict[str, tuple[LegEnd, ...]] = {}
+        self._refusals: dict[str, str] = {}
         self._views: dict[TransferKey, PieceView] = {}
 
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[LegEnd, ...]:
-        """The legs of a new request; `close` must follow."""
+        """The legs of a new request; `close` must follow. None if the two workers cannot exchange KV; see `refusal`."""
         ours, peer = self._pool.layout, transfer.peer
         num_peers = len(peer.kv_addresses)
-        ends = []
-        for rank in peers_of(ours.rank, ours.num_ranks, num_peers):
+        ends: list[LegEnd] = []
+        if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
+            self._refusals[request_id] = reason
+            num_peers = 0
+        for rank in peers_of(ours.rank, ours.num_ranks, num_peers) if num_peers else ():
             key = self._key(transfer, rank)
             view = self._pool.pieces(RankLayout(peer.block_size, num_peers, rank))
             self._views.setdefault(key, view)
@@ -46,12 +50,17 @@ class Legs:
         """None of a request that is unknown, or over."""
         return self._by_request.get(request_id, ())
 
+    def refusal(self, request_id: str) -> str | None:
+        """Why this request has no legs."""
+        return self._refusals.get(request_id)
+
     def view(self, key: TransferKey) -> PieceView:
         """How the leg of an open request sees the pool."""
         return self._views[key]
 
     def close(self, request_id: str) -> None:
         """The request's hand-over is over. A second claim to the same key has no view of its own to lose."""
+        self._refusals.pop(request_id, None)
         for end in self._by_request.pop(request_id, ()):
             if self._views.get(end.key) is end.view:
                 del self._views[end.key]

@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.geometry import PieceShape, RankLayout, piece_shape
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
 
 
@@ -26,6 +26,10 @@ class KVBytes:
         self._cells_NPHTB = blocks.reshape(
             len(blocks), fingerprint.num_layers * 2, num_heads, fingerprint.block_size, -1
         )
+
+    def mismatch(self, theirs: RankLayout) -> str | None:
+        """Why no KV can be exchanged with such a peer, or None if it can."""
+        return mismatch(self._num_kv_heads, self.layout, theirs)
 
     def pieces(self, theirs: RankLayout) -> "PieceView":
         """How the leg to one rank of a peer sees this pool."""
@@ -77,6 +81,12 @@ class PieceView:
         self._run_nbytes = self.nbytes // (1, num_planes, num_planes * shape.num_heads)[run_axes]
         self._ours = _grid(num_planes, num_heads, block_size, cell_nbytes, shape, run_axes)
         self._theirs = _grid(num_planes, peer_heads, peer_block_size, cell_nbytes, peer_shape, run_axes)
+
+    @property
+    def pool_bytes(self) -> Bytes:
+        """The whole pool, [bytes]: what the offsets of `runs` count in."""
+        flat: Bytes = self._cells_NPHTB.reshape(-1)
+        return flat
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""

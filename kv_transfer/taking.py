@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.step import FailedKV, ReceivedKV
 from kv_transfer.legs import Legs
-from kv_transfer.orders import AbortLoad, BeginLoad, LoadBlocks
+from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.consumer import Consumer, WantedPiece
 from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
@@ -23,7 +23,7 @@ from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
 
-TakingOrder = BeginLoad | LoadBlocks | AbortLoad
+TakingOrder = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
 
 READ_TIMEOUT_S = 10.0
 """A read that takes this long will not end by itself; closing its pool ends it."""
@@ -75,6 +75,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
+            case GiveUpLoad(request_id, reason):
+                for end in self._legs.of(request_id):
+                    self._do(self._consumer.give_up(end.leg, reason))
 
     def take(self, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -127,6 +130,10 @@ class TakingEnd:
 
     def _load(self, order: LoadBlocks) -> None:
         ends = self._legs.of(order.request_id)
+        if (reason := self._legs.refusal(order.request_id)) is not None:
+            self._legs.close(order.request_id)
+            self.failed.append(FailedKV(order.request_id, 0, f"the workers do not match: {reason}"))
+            return
         self._loads.begin(order.request_id, [end.leg for end in ends])
         first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
         effects: list[Effect] = []
@@ -226,14 +233,14 @@ class TakingEnd:
                 case Failed(leg, num_valid, reason, is_cancelled):
                     outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
                     self._conclude(leg.request_id, outcome)
-                case Quiesced(leg, num_valid):
-                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg, num_valid))
+                case Quiesced(leg):
+                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.abort(leg, outcome.reason))
+                self._do(self._consumer.give_up(leg, outcome.reason))
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
             self._legs.close(request_id)

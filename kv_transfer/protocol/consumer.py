@@ -131,14 +131,21 @@ class Consumer:
             return []
         transfer = self._transfers[self._keys[leg]]
         if transfer.state is State.DRAINING:
-            transfer.outcome = Quiesced(leg, 0)
+            transfer.outcome = Quiesced(leg)
             return []
         told = Send(transfer.address, Cancel(transfer.key, reason))
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
-        return [told, *self._end_load(transfer, Quiesced(leg, self._num_valid_tokens(transfer)))]
+        return [told, *self._end_load(transfer, Quiesced(leg))]
+
+    def give_up(self, leg: Leg, reason: str) -> list[Effect]:
+        """The load has failed on another leg: it fails here too, unless it is over."""
+        key = self._keys.get(leg)
+        if key is None or self._transfers[key].state is not State.LOADING:
+            return []
+        return self._lose(self._transfers[key], Loss(reason))
 
     # what peers and time bring
 

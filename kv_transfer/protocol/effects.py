@@ -81,7 +81,6 @@ class Quiesced:
     """Consumer: the load was given up and nothing writes its blocks any more."""
 
     leg: Leg
-    num_valid_tokens: int
 
 
 News = Freed | Received | Failed | Quiesced
