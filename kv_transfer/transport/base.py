@@ -1,0 +1,137 @@
+"""What a way of moving bytes has to offer; the protocol above knows nothing else of it.
+
+Messages always travel on a `Channel`. Bytes travel on it too, or are read by the consumer straight out of the
+producer's pool: then both ends have a `PoolReader` of the same name. Everything here belongs to the transfer thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import BatonError
+from kv_transfer.protocol.effects import Peer
+
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+
+MAX_DESCRIPTION_BYTES = 64 * 1024
+
+
+class TransportError(BatonError):
+    """A peer's pool cannot be read in this way: not from here, not any more, or not what is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A header that came in. What a reader leaves of its payload is skipped."""
+
+    peer: Peer
+    is_from_producer: bool
+    header: bytes
+
+
+class Channel(Protocol):
+    """Carries headers, and bytes behind them. Nothing blocks: what cannot be queued is dropped and counted."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def num_dropped(self) -> int: ...
+
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+        """Queues a header, and a frame for each piece of payload. The bytes may change once this has returned."""
+        ...
+
+    def read_payload(self, into: Bytes) -> bool:
+        """The next frame of the arrival at hand, straight into `into`; False if there is none, or of another size."""
+        ...
+
+    def skip_payload(self) -> None:
+        """Drops the next frame of the arrival at hand, if there is one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Bytes to copy from a peer's pool to ours, run by run; offsets count from the beginning of each pool."""
+
+    remote: Offsets
+    local: Offsets
+    lengths: Offsets
+
+    def coalesced(self) -> "Runs":
+        """The same bytes in as few runs as possible: neighbours that adjoin on both sides become one."""
+        if len(self.lengths) < 2:
+            return self
+        adjoins = (self.remote[1:] == self.remote[:-1] + self.lengths[:-1]) & (
+            self.local[1:] == self.local[:-1] + self.lengths[:-1]
+        )
+        if not adjoins.any():
+            return self
+        starts = np.flatnonzero(np.concatenate(([True], ~adjoins)))
+        return Runs(self.remote[starts], self.local[starts], np.add.reduceat(self.lengths, starts))
+
+    def check_within(self, remote_nbytes: int, local_nbytes: int) -> None:
+        """TransportError if a run leaves either pool: a peer's word is never trusted."""
+        for what, offsets, nbytes in (
+            ("the peer's", self.remote, remote_nbytes),
+            ("our", self.local, local_nbytes),
+        ):
+            # an end may exceed an int64, a beginning does not
+            if len(offsets) and (
+                offsets.min() < 0 or self.lengths.min() < 0 or (offsets > nbytes - self.lengths).any()
+            ):
+                raise TransportError(f"a run of bytes lies outside {what} pool of {nbytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A read is over: nothing of it writes our pool any more. `error` says why the bytes are not there."""
+
+    number: int
+    error: str | None
+
+
+class RemotePool(Protocol):
+    """A peer's pool, ready to be read."""
+
+    def read(self, runs: Runs) -> int:
+        """Begins to copy; returns the read's number, which `PoolReader.poll` names when it is over.
+
+        TransportError if that cannot even be begun, or a run lies outside the pool.
+        """
+        ...
+
+    def close(self) -> None:
+        """Reads under way are over when this returns, and are still reported."""
+        ...
+
+
+class PoolReader(Protocol):
+    """Reads other workers' pools, and lets others read ours."""
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self) -> bytes:
+        """Our pool, for peers to open; at most MAX_DESCRIPTION_BYTES."""
+        ...
+
+    def open(self, description: bytes) -> RemotePool:
+        """TransportError if that pool cannot be reached from here, or is none."""
+        ...
+
+    def poll(self) -> list[ReadDone]:
+        """Reads that are over since the last call."""
+        ...
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        """How often `poll` wants to be called while reads are under way; None if they are over as soon as begun."""
+        ...
+
+    def close(self) -> None: ...
