@@ -117,8 +117,8 @@ class PoolReader(Protocol):
     @property
     def name(self) -> str: ...
 
-    def describe(self) -> bytes:
-        """Our pool, for peers to open; at most MAX_DESCRIPTION_BYTES."""
+    def describe(self) -> bytes | None:
+        """Our pool, for peers to open, in at most MAX_DESCRIPTION_BYTES; None: it cannot be read in this way."""
         ...
 
     def open(self, description: bytes) -> RemotePool:

@@ -112,7 +112,9 @@ def test_reads_go_on_and_on(owner: Owner, reader: PoolReader, pool: Bytes) -> No
 def test_a_process_can_read_its_own_pool(implementation: str, reader: PoolReader, pool: Bytes) -> None:
     source = pattern(NBYTES, seed=3)
     other = IMPLEMENTATIONS[implementation].make(source)
-    number = reader.open(other.describe()).read(whole_pool())
+    description = other.describe()
+    assert description is not None
+    number = reader.open(description).read(whole_pool())
     assert finish(reader, [number]) == {number: None}
     np.testing.assert_array_equal(pool.reshape(-1), source)
     other.close()
@@ -132,6 +134,7 @@ def test_a_pool_can_be_opened_twice(owner: Owner, reader: PoolReader) -> None:
 
 def test_a_description_is_small_and_stays_the_same(reader: PoolReader) -> None:
     description = reader.describe()
+    assert description is not None
     assert len(description) <= MAX_DESCRIPTION_BYTES
     assert reader.describe() == description
 
