@@ -44,7 +44,7 @@ class KVConnectorWorker:
         self._channel = ZmqChannel(bind_host, blocks.shape[1])
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         pool = KVBytes(blocks, fingerprint, rank)
-        readers = make_readers(config, blocks, memory)
+        readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
             config,
             incarnation,

@@ -81,8 +81,9 @@ class Runs:
             ("the peer's", self.remote, remote_nbytes),
             ("our", self.local, local_nbytes),
         ):
+            # an end may exceed an int64, a beginning does not
             if len(offsets) and (
-                offsets.min() < 0 or self.lengths.min() < 0 or (offsets + self.lengths).max() > nbytes
+                offsets.min() < 0 or self.lengths.min() < 0 or (offsets > nbytes - self.lengths).any()
             ):
                 raise TransportError(f"a run of bytes lies outside {what} pool of {nbytes} bytes")
 

@@ -2,18 +2,37 @@
 
 from collections.abc import Sequence
 
+from baton.clock import Clock
 from baton.config import KVTransferConfig
-from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP, Reach
-from kv_transfer.transport.base import Bytes, PoolReader
+from baton.errors import ConfigError
+from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP, Reach
+from kv_transfer.transport.base import Bytes, PoolReader, TransportError
+from kv_transfer.transport.nixl import NixlReader
+from kv_transfer.transport.nixl_agent import Memory, has_rdma, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader, host_id
 
 
-def make_readers(config: KVTransferConfig, pool: Bytes, memory: SharedMemory | None) -> list[PoolReader]:
-    """Everything but bytes over the channel, the best first."""
+def make_readers(
+    config: KVTransferConfig, pool: Bytes, memory: SharedMemory | None, clock: Clock
+) -> list[PoolReader]:
+    """Everything but bytes over the channel, the best first. `auto` takes NIXL only where there is RDMA to gain from.
+
+    ConfigError if the transport asked for cannot be had here.
+    """
+    asked = config.transport
     readers: list[PoolReader] = []
-    if config.transport in ("auto", SHARED_MEMORY):
+    if asked in ("auto", SHARED_MEMORY):
         readers.append(SharedMemoryReader(pool, memory))
+    if asked == NIXL or (asked == "auto" and has_rdma() and nixl_is_available()):
+        readers.append(_nixl_reader(pool, clock))
     return readers
+
+
+def _nixl_reader(pool: Bytes, clock: Clock) -> NixlReader:
+    try:
+        return NixlReader(Memory.of(pool), clock)
+    except TransportError as error:
+        raise ConfigError(f"kv_transfer.transport: nixl cannot be set up here: {error}") from error
 
 
 def make_reach(config: KVTransferConfig, readers: Sequence[PoolReader]) -> Reach:
