@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -132,8 +132,8 @@ class GatewayUnderTest:
 @asynccontextmanager
 async def gateway_with(
     folder: Path,
-    prefill: dict[str, Script],
-    decode: dict[str, Script],
+    prefill: Mapping[str, Script],
+    decode: Mapping[str, Script],
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
     **config: object,
