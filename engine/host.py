@@ -118,7 +118,13 @@ class EngineHost:
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
         return WorkerStatus(
-            self._ref, snapshot.role, state, snapshot.kv_blocks, snapshot.requests, snapshot.counters
+            self._ref,
+            snapshot.role,
+            state,
+            snapshot.kv_blocks,
+            snapshot.requests,
+            snapshot.counters,
+            snapshot.kv_peers,
         )
 
     def drain(self, timeout_s: float) -> bool:

@@ -7,6 +7,7 @@ from baton.clock import Clock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
+from baton.worker import KVPeerCounts
 from kv_transfer.agent import TransferAgent
 from kv_transfer.endpoint import COUNTERS, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata
@@ -56,6 +57,7 @@ class KVConnectorWorker:
             self._counters,
             clock,
         )
+        self._metrics = endpoint.metrics
         self._agent = TransferAgent(endpoint, self._channel, clock, on_news)
         self.kv_address = self._channel.address
 
@@ -89,6 +91,10 @@ class KVConnectorWorker:
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
         return {**self._counters, "kv_dropped_frames": self._channel.num_dropped}
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        """Hand-overs by peer since the start; safe from any thread."""
+        return self._metrics.snapshot()
 
     def shutdown(self) -> None:
         self._agent.stop()

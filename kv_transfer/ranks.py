@@ -10,6 +10,7 @@ from collections.abc import Sequence, Set
 from typing import Protocol
 
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
+from baton.worker import KVPeerCounts
 from kv_transfer.orders import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads, Sends
 
@@ -22,6 +23,7 @@ class RankConnector(Protocol):
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None: ...
     def get_finished(self) -> KVConnectorOutput: ...
     def counters(self) -> dict[str, int]: ...
+    def peers(self) -> tuple[KVPeerCounts, ...]: ...
     def shutdown(self) -> None: ...
 
 
@@ -84,6 +86,10 @@ class RankedConnector:
         for rank in self._ranks:
             total.update(rank.counters())
         return dict(total)
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        """Of every rank in turn."""
+        return tuple(counts for rank in self._ranks for counts in rank.peers())
 
     def shutdown(self) -> None:
         for rank in self._ranks:

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
 from kv_transfer.legs import Legs
+from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.consumer import Consumer, WantedPiece
@@ -50,12 +52,14 @@ class TakingEnd:
         readers: Mapping[str, PoolReader],
         consumer: Consumer,
         counters: "Counter[str]",
+        metrics: PeerMetrics,
         clock: Clock,
     ) -> None:
         self._pool = pool
         self._channel = channel
         self._consumer = consumer
         self._counters = counters
+        self._metrics = metrics
         self._clock = clock
         self._legs = Legs(incarnation, pool)
         self._loads: Loads[Leg, Received] = Loads()
@@ -161,7 +165,7 @@ class TakingEnd:
             self._receive(message, wanted)
             return
         read = _Read(_pool_key(message.key, transport), message, wanted, now)
-        view = self._legs.view(message.key)
+        view = self._legs.at(message.key).view
         try:
             peers = [message.piece_ids[piece.position] for piece in wanted]
             runs = view.runs(peers, [piece.piece_id for piece in wanted])
@@ -175,7 +179,7 @@ class TakingEnd:
 
     def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...]) -> None:
         """The bytes follow the header, a frame for each announced piece."""
-        view = self._legs.view(message.key)
+        view = self._legs.at(message.key).view
         by_position = {piece.position: piece for piece in wanted}
         missing = set()
         for position in range(len(message.indices)):
@@ -192,7 +196,8 @@ class TakingEnd:
 
     def _arrived(self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int]) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
-        key, view = message.key, self._legs.view(message.key)
+        key, end = message.key, self._legs.at(message.key)
+        view = end.view
         has_checksums, damaged = self._consumer.wants_checksums(key), set(missing)
         num_arrived = 0
         for piece in wanted:
@@ -203,7 +208,9 @@ class TakingEnd:
                 and view.checksum(piece.piece_id) != piece.checksum
             ):
                 damaged.add(piece.index)
-        self._counters["kv_bytes_received"] += num_arrived * view.nbytes
+        num_bytes = num_arrived * view.nbytes
+        self._counters["kv_bytes_received"] += num_bytes
+        self._metrics.moved(TransferRole.CONSUMER, end.peer, self._consumer.transport_of(key), num_bytes)
         valid = [piece.index for piece in wanted if piece.index not in damaged]
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
@@ -228,12 +235,16 @@ class TakingEnd:
                     self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
                 case OpenPool():
                     self._open_pool(effect)
-                case Received(leg=leg):
+                case Received(leg=leg, transport=transport):
+                    queued_s = effect.elapsed_s - effect.moving_s
+                    self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
-                case Failed(leg, num_valid, reason, is_cancelled):
+                case Failed(leg, num_valid, reason, is_cancelled, transport):
+                    self._metrics.missed(self._legs.peer_of(leg), transport)
                     outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
                     self._conclude(leg.request_id, outcome)
-                case Quiesced(leg):
+                case Quiesced(leg, transport):
+                    self._metrics.missed(self._legs.peer_of(leg), transport)
                     self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:

@@ -131,14 +131,14 @@ class Consumer:
             return []
         transfer = self._transfers[self._keys[leg]]
         if transfer.state is State.DRAINING:
-            transfer.outcome = Quiesced(leg)
+            transfer.outcome = Quiesced(leg, transfer.transport or "")
             return []
         told = Send(transfer.address, Cancel(transfer.key, reason))
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
-        return [told, *self._end_load(transfer, Quiesced(leg))]
+        return [told, *self._end_load(transfer, Quiesced(leg, transfer.transport or ""))]
 
     def give_up(self, leg: Leg, reason: str) -> list[Effect]:
         """The load has failed on another leg: it fails here too, unless it is over."""
@@ -352,7 +352,8 @@ class Consumer:
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
         self._counters["kv_loads_failed"] += 1
-        return Failed(transfer.leg, self._num_valid_tokens(transfer), loss.reason, loss.is_cancelled)
+        num_valid = self._num_valid_tokens(transfer)
+        return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
 
     def _num_valid_tokens(self, transfer: Incoming) -> int:
         """Where we read without checksums, nothing but the producer's End says that it was still there to be read."""

@@ -11,6 +11,7 @@ from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
+from baton.worker import KVPeerCounts
 from kv_transfer.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata, LoadBlocks, OrderAtOnce, SendBlocks
 from kv_transfer.pool import KVBytes
@@ -83,6 +84,9 @@ class EndpointConnector:
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        return self._endpoint.metrics.snapshot()
 
     def shutdown(self) -> None:
         self._endpoint.close()

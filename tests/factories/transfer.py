@@ -118,10 +118,10 @@ class Wire:
             match effect:
                 case Send(peer, message):
                     self._post(str(peer), Frame(source, message))
-                case SendPieces(peer, key, version, indices, piece_ids, _, has_payload):
+                case SendPieces(peer, key, version, indices, piece_ids):
                     contents = tuple(self.source_blocks[piece_id] for piece_id in piece_ids)
                     header = Pieces(key, version, indices, piece_ids, checksums=contents)
-                    self._post(str(peer), Frame(source, header, contents if has_payload else ()))
+                    self._post(str(peer), Frame(source, header, contents if effect.has_payload else ()))
                 case OpenPool():
                     self.opened_pools.append(effect)
                 case news:

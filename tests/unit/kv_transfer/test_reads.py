@@ -122,7 +122,9 @@ def test_c33_an_abort_while_a_failed_load_drains_is_told_as_quiet() -> None:
     wire.advance(LOAD_TIMEOUT_S)
     wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
     wire.finish_reads()
-    assert [news for news in wire.news if isinstance(news, Failed | Quiesced)] == [Quiesced(Leg("r"))]
+    assert [news for news in wire.news if isinstance(news, Failed | Quiesced)] == [
+        Quiesced(Leg("r"), SHARED_MEMORY)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
     wire.source_blocks.clear()
     wire.deliver()
-    assert wire.news[-1] == Failed(Leg("r"), num_valid_tokens, "the prefill failed", False)
+    assert wire.news[-1] == Failed(Leg("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY)
 
 
 def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None:
