@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
+from baton.curve import PlaneKeys
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
@@ -85,11 +86,13 @@ class _AttemptFailed(Exception):
 class Dispatcher:
     """Everything in flight at one gateway."""
 
-    def __init__(self, config: GatewayConfig, network: NetworkConfig, clock: Clock) -> None:
+    def __init__(
+        self, config: GatewayConfig, network: NetworkConfig, keys: PlaneKeys | None, clock: Clock
+    ) -> None:
         self._config = config
         self._clock = clock
         self._router = Router(config.routing_policy, Mode(config.routing_mode))
-        self._fleet = Fleet(network, self._on_outputs, self._on_lost)
+        self._fleet = Fleet(network, keys, self._on_outputs, self._on_lost)
         self._requests: dict[str, asyncio.Queue[_Event]] = {}
         self._attempts: dict[str, _Attempt] = {}
         self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Set
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
+from baton.curve import PlaneKeys
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.agent import COUNTERS, TransferAgent
@@ -27,6 +28,7 @@ class KVConnectorWorker:
         self,
         config: KVTransferConfig,
         bind_host: str,
+        keys: PlaneKeys | None,
         incarnation: str,
         clock: Clock,
         blocks: Bytes,
@@ -35,7 +37,7 @@ class KVConnectorWorker:
     ) -> None:
         """`blocks` is the pool as bytes, uint8 [num_blocks, block_nbytes]; it is read and written in place."""
         block_nbytes = blocks.shape[1]
-        self._transport = ZmqTcp(bind_host, block_nbytes)
+        self._transport = ZmqTcp(bind_host, block_nbytes, keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         window_blocks = config.max_inflight_mib * 2**20 // block_nbytes
         heartbeat_s = min(config.lease_s, config.peer_timeout_s) / HEARTBEATS_PER_LEASE
@@ -88,7 +90,11 @@ class KVConnectorWorker:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
-        return {**self._counters, "kv_dropped_frames": self._transport.num_dropped}
+        return {
+            **self._counters,
+            "kv_dropped_frames": self._transport.num_dropped,
+            "kv_denied_peers": self._transport.num_denied,
+        }
 
     def shutdown(self) -> None:
         self._agent.stop()
