@@ -6,7 +6,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -196,7 +196,7 @@ def test_a_frame_of_just_the_size_limit_passes_both_ways(keys: Keys) -> None:
                     return router.recv_multipart()
             return None
 
-        with theirs.socket(zmq.DEALER) as client:
+        with closing(doorkeeper), theirs.socket(zmq.DEALER) as client:
             client.setsockopt(zmq.LINGER, 0)
             client.setsockopt(zmq.MAXMSGSIZE, limit)
             secure_client(client, keys)
@@ -210,7 +210,6 @@ def test_a_frame_of_just_the_size_limit_passes_both_ways(keys: Keys) -> None:
             assert client.recv() == b"y" * limit
             client.send(b"x" * (limit + 1))
             assert received() is None
-        doorkeeper.close()
 
 
 def endpoint_at(address: str) -> WorkerEndpoint:
