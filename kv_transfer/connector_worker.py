@@ -5,6 +5,7 @@ from collections.abc import Callable, Set
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
+from baton.curve import PlaneKeys
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
@@ -29,6 +30,7 @@ class KVConnectorWorker:
         self,
         config: KVTransferConfig,
         bind_host: str,
+        keys: PlaneKeys | None,
         incarnation: str,
         clock: Clock,
         blocks: Bytes,
@@ -42,7 +44,7 @@ class KVConnectorWorker:
 
         `memory` is what it lives in, if other processes may map that.
         """
-        self._channel = ZmqChannel(bind_host, blocks.shape[1])
+        self._channel = ZmqChannel(bind_host, blocks.shape[1], keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         pool = KVBytes(blocks, fingerprint, rank)
         readers = make_readers(config, blocks, memory, clock)
@@ -90,7 +92,11 @@ class KVConnectorWorker:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
-        return {**self._counters, "kv_dropped_frames": self._channel.num_dropped}
+        return {
+            **self._counters,
+            "kv_dropped_frames": self._channel.num_dropped,
+            "kv_denied_peers": self._channel.num_denied,
+        }
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
         """Hand-overs by peer since the start; safe from any thread."""
