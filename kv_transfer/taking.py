@@ -15,8 +15,9 @@ from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVBytes
-from kv_transfer.protocol.consumer import Consumer, WantedPiece
+from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.incoming import WantedPiece
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
@@ -217,14 +218,16 @@ class TakingEnd:
     def _unread(self, read: _Read, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
         indices = [piece.index for piece in read.wanted]
-        self._do(self._consumer.on_unread(read.message.key, indices, error, self._clock.now()))
+        transport = read.pool[2]
+        self._do(self._consumer.on_unread(read.message.key, transport, indices, error, self._clock.now()))
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:
             self._pools.open(_pool_key(effect.key, effect.transport), effect.description)
         except TransportError as error:
             logger.warning("cannot reach the KV of %s: %s", effect.key.producer, error)
-            self._do(self._consumer.on_unreachable(effect.key, str(error), self._clock.now()))
+            now = self._clock.now()
+            self._do(self._consumer.on_unreachable(effect.key, effect.transport, str(error), now))
 
     # effects
 

@@ -157,7 +157,7 @@ def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None
 def test_a_pool_that_cannot_be_reached_is_tried_in_the_next_best_way() -> None:
     wire = make_wire()
     start(wire)
-    wire.at_consumer(wire.consumer.on_unreachable(KEY, "no such memory", wire.clock.now()))
+    wire.at_consumer(wire.consumer.on_unreachable(KEY, SHARED_MEMORY, "no such memory", wire.clock.now()))
     wire.deliver()
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,)
     wire.ready(0, 3)
@@ -176,17 +176,21 @@ def test_a_read_that_fails_is_tried_in_the_next_best_way() -> None:
     wire.deliver()
     for message, wanted in wire.reads:
         indices = [piece.index for piece in wanted]
-        wire.at_consumer(wire.consumer.on_unread(message.key, indices, "it is gone", wire.clock.now()))
-    wire.deliver()
+        now = wire.clock.now()
+        wire.at_consumer(wire.consumer.on_unread(message.key, SHARED_MEMORY, indices, "it is gone", now))
+        wire.deliver()
     assert wire.received_blocks() == TRUTH
+    assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (
+        "reads that fail late do not speak against the next way"
+    )
     assert isinstance(wire.news[0], Received)
 
 
 def test_c34_where_no_way_is_left_the_load_fails_and_both_ends_are_free() -> None:
     wire = make_wire()
     start(wire)
-    for _ in range(2):
-        wire.at_consumer(wire.consumer.on_unreachable(KEY, "no such memory", wire.clock.now()))
+    for transport in (SHARED_MEMORY, ZMQ_TCP):
+        wire.at_consumer(wire.consumer.on_unreachable(KEY, transport, "no such memory", wire.clock.now()))
         wire.deliver()
     assert isinstance(wire.news[0], Failed)
     assert "no transport reaches the prefill worker: no such memory" in wire.news[0].reason
