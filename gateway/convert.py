@@ -203,6 +203,8 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             handover_s=timing.handover_s,
             decode_s=timing.decode_s,
             total_s=timing.total_s,
+            transfer_wait_s=timing.transfer_wait_s,
+            transport=timing.transport,
         ),
         placement=generation_pb.Placement(
             mode=placement.mode.value,

@@ -108,6 +108,7 @@ class RankedConnector:
                     sum(part.num_bytes for part in parts),
                     max(part.elapsed_s for part in parts),
                     max(part.moving_s for part in parts),
+                    parts[0].transport,
                 )
                 return KVConnectorOutput(finished_recving=(received,))
             case LoadFailed(num_valid_tokens, reason, is_cancelled):

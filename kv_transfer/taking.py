@@ -263,7 +263,14 @@ class TakingEnd:
                     elapsed_s = max(part.elapsed_s for part in parts)
                     moving_s = max(part.moving_s for part in parts)
                     self.received.append(
-                        ReceivedKV(request_id, parts[0].first_token, num_bytes, elapsed_s, moving_s)
+                        ReceivedKV(
+                            request_id,
+                            parts[0].first_token,
+                            num_bytes,
+                            elapsed_s,
+                            moving_s,
+                            parts[0].transport,
+                        )
                     )
                 case LoadFailed(num_valid_tokens, reason, is_cancelled):
                     num_blocks = num_valid_tokens // self._pool.layout.block_size

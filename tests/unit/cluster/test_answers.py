@@ -18,6 +18,7 @@ TIMING: dict[str, Any] = {
     "prefill_s": 0.1,
     "transfer_s": 0.02,
     "transfer_bytes": 1_105_920,
+    "transport": "shared_memory",
     "handover_s": 0.05,
     "decode_s": 0.1,
     "total_s": 0.225,
