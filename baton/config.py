@@ -123,7 +123,7 @@ class SchedulerConfig(Section):
 class KVTransferConfig(Section):
     """How KV blocks move from prefill to decode workers."""
 
-    transport: Literal["auto", "shared_memory", "nixl", "zmq_tcp"] = "auto"
+    transport: Literal["auto", "cuda_ipc", "shared_memory", "nixl", "zmq_tcp"] = "auto"
     """How the bytes go; `auto` takes the best that both ends have. Messages always go over ZMQ."""
     lease_s: float = Field(10.0, gt=0.0)
     """Producer blocks are kept this long after the consumer's last sign of life."""

@@ -12,7 +12,7 @@ from baton.worker import KVPeerCounts
 from kv_transfer.agent import TransferAgent
 from kv_transfer.endpoint import COUNTERS, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.choice import make_reach, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory
@@ -33,20 +33,20 @@ class KVConnectorWorker:
         keys: PlaneKeys | None,
         incarnation: str,
         clock: Clock,
-        blocks: Bytes,
+        blocks: Bytes | DeviceBlocks,
         fingerprint: KVFingerprint,
         on_news: Callable[[], None],
         *,
         rank: int = 0,
         memory: SharedMemory | None = None,
     ) -> None:
-        """`blocks` is the rank's pool as bytes, uint8 [num_blocks, block_nbytes], read and written in place.
+        """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is what it lives in, if other processes may map that.
+        `memory` is what blocks in host memory live in, if other processes may map that.
         """
-        self._channel = ZmqChannel(bind_host, blocks.shape[1], keys)
+        pool = make_pool(blocks, fingerprint, rank)
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        pool = KVBytes(blocks, fingerprint, rank)
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
             config,

@@ -17,7 +17,7 @@ from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.giving import GivingEnd, GivingOrder
 from kv_transfer.metrics import PeerMetrics
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
 from kv_transfer.protocol.messages import TO_CONSUMER, TO_PRODUCER, ChecksumPolicy, Unreadable
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
@@ -123,7 +123,7 @@ def make_endpoint(
     config: KVTransferConfig,
     incarnation: str,
     fingerprint: KVFingerprint,
-    pool: KVBytes,
+    pool: KVPool,
     channel: Channel,
     readers: Mapping[str, PoolReader],
     reach: Reach,

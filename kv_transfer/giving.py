@@ -11,7 +11,7 @@ from baton.kv import TransferRole
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortSend, BeginSend, FinishSend, SendBlocks, WithdrawBlocks
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import KVPool
 from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer
 from kv_transfer.protocol.parts import Sends
@@ -27,7 +27,7 @@ class GivingEnd:
     def __init__(
         self,
         incarnation: str,
-        pool: KVBytes,
+        pool: KVPool,
         channel: Channel,
         producer: Producer,
         counters: "Counter[str]",

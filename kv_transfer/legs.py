@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.kv import KVTransferParams, TransferRole
-from kv_transfer.pool import KVBytes, PieceView
+from kv_transfer.pool import KVPool, PieceView
 from kv_transfer.protocol.effects import Leg
 from kv_transfer.protocol.geometry import RankLayout, peers_of
 from kv_transfer.protocol.messages import TransferKey
@@ -25,7 +25,7 @@ class LegEnd:
 class Legs:
     """The legs of all requests on one side of their hand-overs."""
 
-    def __init__(self, incarnation: str, pool: KVBytes) -> None:
+    def __init__(self, incarnation: str, pool: KVPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
         self._by_request: dict[str, tuple[LegEnd, ...]] = {}

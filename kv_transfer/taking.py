@@ -14,7 +14,7 @@ from baton.step import FailedKV, ReceivedKV
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
 from kv_transfer.protocol.incoming import WantedPiece
@@ -48,7 +48,7 @@ class TakingEnd:
     def __init__(
         self,
         incarnation: str,
-        pool: KVBytes,
+        pool: KVPool,
         channel: Channel,
         readers: Mapping[str, PoolReader],
         consumer: Consumer,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgpack
 
 from kv_transfer.protocol.transports import CUDA_IPC
-from kv_transfer.transport.base import ReadDone, Runs, TransportError
+from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 from kv_transfer.transport.cuda_driver import HANDLE_BYTES, Address, CudaDriver
 
 FORMAT = 1
@@ -45,11 +45,30 @@ class CudaMemory:
         self.driver: Driver = driver if driver is not None else CudaDriver(device)
         self.nbytes = num_bytes
         self.address = self.driver.allocate(num_bytes)
+        self._stream: int | None = None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """uint8 [num_bytes], for `torch.as_tensor`; this object must outlive the tensor."""
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def read(self, runs: Runs, into: Bytes) -> None:
+        """Copies from `runs.local` of the device to `runs.remote` of `into`, and returns when it is there."""
+        self._copy(runs, into.ctypes.data, is_read=True)
+
+    def write(self, runs: Runs, source: Bytes) -> None:
+        """Copies from `runs.remote` of `source` to `runs.local` of the device, and returns when it is there."""
+        self._copy(runs, source.ctypes.data, is_read=False)
+
+    def _copy(self, runs: Runs, host: Address, *, is_read: bool) -> None:
+        if self._stream is None:
+            self._stream = self.driver.make_stream()
+        for there, here, length in zip(
+            runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
+        ):
+            ends = (host + there, self.address + here)
+            self.driver.copy(*(ends if is_read else ends[::-1]), length, self._stream)
+        self.driver.wait(self._stream)
 
     def free(self) -> None:
         """No tensor over it and no peer's read may be left."""

@@ -14,12 +14,14 @@ from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata, LoadBlocks, OrderAtOnce, SendBlocks
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
 from kv_transfer.protocol.effects import Peer
-from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, Reach
 from kv_transfer.ranks import RankedConnector
-from kv_transfer.transport.base import Arrival, Bytes
+from kv_transfer.transport.base import Arrival, Bytes, PoolReader
+from kv_transfer.transport.cuda_ipc import CudaIpcReader, CudaMemory
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
+from tests.factories.fake_cuda import FakeDriver, FakeHost
 
 NUM_LAYERS, NUM_HEADS, CELL_BYTES, NUM_BLOCKS = 2, 8, 3, 16
 FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS, CELL_BYTES, 16, 1)
@@ -98,15 +100,14 @@ class Worker:
     def __init__(self, fabric: "Fabric", name: str, num_ranks: int, block_size: int) -> None:
         addresses = tuple(f"{name}/{rank}" for rank in range(num_ranks))
         self.ref = WorkerRef(name, f"{name}-life", addresses, block_size)
-        self.pools: list[KVBytes] = []
+        self.blocks: list[Bytes] = []
+        """Of every rank, [num_blocks, bytes of a block], wherever they are."""
         connectors = []
         fingerprint = replace(FINGERPRINT, block_size=block_size, num_ranks=num_ranks)
         for rank, address in enumerate(addresses):
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
-            memory = SharedMemory(NUM_BLOCKS * block_nbytes)
-            pool = KVBytes(memory.array.reshape(NUM_BLOCKS, block_nbytes), fingerprint, rank)
-            reader = SharedMemoryReader(pool.blocks, memory)
-            pools = {SHARED_MEMORY: reader.describe() or b""}
+            blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
+            pools = {name: reader.describe() or b"" for name, reader in readers.items()}
             reach = Reach("host", (fabric.transport,), pools)
             counters: Counter[str] = Counter()
             endpoint = make_endpoint(
@@ -115,13 +116,13 @@ class Worker:
                 fingerprint,
                 pool,
                 fabric.channel(address),
-                {SHARED_MEMORY: reader} if fabric.transport != ZMQ_TCP else {},
+                readers,
                 reach,
                 counters,
                 fabric.clock,
             )
             fabric.endpoints[address] = endpoint
-            self.pools.append(pool)
+            self.blocks.append(blocks)
             connectors.append(EndpointConnector(endpoint, counters))
         self.connector = RankedConnector(connectors, block_size)
 
@@ -142,26 +143,26 @@ class Worker:
 
     def compute(self, num_tokens: int) -> None:
         """Every rank fills the blocks of the prompt's first tokens with its share of the KV."""
-        for pool in self.pools:
+        for rank, blocks in enumerate(self.blocks):
             for index, block_id in enumerate(self.blocks_for(num_tokens)):
-                pool.blocks[block_id] = self._truth(pool, index).reshape(-1)
+                blocks[block_id] = self._truth(rank, index).reshape(-1)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether every rank has its share of the KV of the prompt's first tokens."""
-        return all(self._num_held(pool, num_tokens) == num_tokens for pool in self.pools)
+        return all(self._num_held(rank, num_tokens) == num_tokens for rank in range(len(self.blocks)))
 
-    def _num_held(self, pool: KVBytes, num_tokens: int) -> int:
+    def _num_held(self, rank: int, num_tokens: int) -> int:
         size, num_held = self.ref.block_size, 0
         for index, block_id in enumerate(self.blocks_for(num_tokens)):
-            truth = self._truth(pool, index)
+            truth = self._truth(rank, index)
             num_wanted = min(size, num_tokens - index * size)
-            held = pool.blocks[block_id].reshape(truth.shape)
+            held = self.blocks[rank][block_id].reshape(truth.shape)
             num_held += num_wanted * bool((held[:, :, :num_wanted] == truth[:, :, :num_wanted]).all())
         return num_held
 
-    def _truth(self, pool: KVBytes, index: int) -> Bytes:
-        num_heads = NUM_HEADS // pool.layout.num_ranks
-        heads = slice(pool.layout.rank * num_heads, (pool.layout.rank + 1) * num_heads)
+    def _truth(self, rank: int, index: int) -> Bytes:
+        num_heads = NUM_HEADS // len(self.blocks)
+        heads = slice(rank * num_heads, (rank + 1) * num_heads)
         tokens = slice(index * self.ref.block_size, (index + 1) * self.ref.block_size)
         return np.ascontiguousarray(KV_PHTB[:, heads, tokens])
 
@@ -169,8 +170,9 @@ class Worker:
 class Fabric:
     """The network, and the only clock."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, *, on_device: bool = False) -> None:
         self.transport = transport
+        self._host = FakeHost() if on_device or transport == CUDA_IPC else None
         self.clock = VirtualClock()
         self.endpoints: dict[str, TransferEndpoint] = {}
         self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
@@ -180,6 +182,23 @@ class Fabric:
 
     def add(self, name: str, num_ranks: int = 1, block_size: int = 16) -> Worker:
         return Worker(self, name, num_ranks, block_size)
+
+    def make_pool(
+        self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
+    ) -> tuple[Bytes, KVPool, dict[str, PoolReader]]:
+        """A rank's pool as an array and as endpoints see it, and the readers that go with it."""
+        num_bytes, shape = NUM_BLOCKS * block_nbytes, (NUM_BLOCKS, block_nbytes)
+        if self._host is not None:
+            device = CudaMemory(num_bytes, 0, FakeDriver(self._host))
+            on_device = np.frombuffer(self._host.memories[device.address], np.uint8).reshape(shape)
+            pool = DeviceKVBytes(DeviceBlocks(device, block_nbytes), fingerprint, rank)
+            return on_device, pool, {CUDA_IPC: CudaIpcReader(device)} if self.transport == CUDA_IPC else {}
+        memory = SharedMemory(num_bytes)
+        blocks = memory.array.reshape(shape)
+        readers: dict[str, PoolReader] = {}
+        if self.transport == SHARED_MEMORY:
+            readers[SHARED_MEMORY] = SharedMemoryReader(blocks, memory)
+        return blocks, KVBytes(blocks, fingerprint, rank), readers
 
     def channel(self, address: str) -> QueueChannel:
         self._channels[address] = QueueChannel(self, address)

@@ -1,5 +1,6 @@
 """A CUDA driver over host memory: copies are queued, and happen when a test says so."""
 
+import ctypes
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -20,10 +21,13 @@ class FakeHost:
         self.memories[address] = bytearray(num_bytes)
         return address
 
-    def find(self, address: int, num_bytes: int) -> tuple[bytearray, int]:
+    def find(self, address: int, num_bytes: int) -> memoryview:
+        """Device memory by its address, or the host's own."""
+        if not FIRST_ADDRESS <= address < self.next_address:
+            return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
         for base, memory in self.memories.items():
             if base <= address and address + num_bytes <= base + len(memory):
-                return memory, address - base
+                return memoryview(memory)[address - base : address - base + num_bytes]
         raise CudaError(f"an illegal address was encountered: {address:#x}")
 
 
@@ -81,9 +85,7 @@ class FakeDriver:
         """Everything that is queued happens."""
         while self.queued:
             to, source, num_bytes = self.queued.popleft()
-            target, into = self.host.find(to, num_bytes)
-            memory, begin = self.host.find(source, num_bytes)
-            target[into : into + num_bytes] = memory[begin : begin + num_bytes]
+            self.host.find(to, num_bytes)[:] = self.host.find(source, num_bytes)
             self.num_over += 1
 
     def record(self, stream: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from baton.kv import KVFingerprint
-from kv_transfer.pool import KVBytes, PieceView
+from kv_transfer.pool import HostPieces, KVBytes
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peers_of, piece_shape
 from kv_transfer.transport.base import Bytes
 
@@ -50,7 +50,9 @@ def fill(pool: KVBytes, block_ids: list[int]) -> None:
         pool.blocks[block_id] = np.ascontiguousarray(tokens).reshape(-1)
 
 
-def hand_over(source: PieceView, target: PieceView, sources: list[int], targets: list[int], how: str) -> None:
+def hand_over(
+    source: HostPieces, target: HostPieces, sources: list[int], targets: list[int], how: str
+) -> None:
     pieces = list(
         zip(
             itertools.chain.from_iterable(map(source.shape.pieces_of, sources)),
@@ -66,7 +68,7 @@ def hand_over(source: PieceView, target: PieceView, sources: list[int], targets:
             assert source.checksum(theirs) == target.checksum(ours)
     else:
         runs = target.runs([theirs for theirs, _ in pieces], [ours for _, ours in pieces])
-        source_bytes, target_bytes = source.pool_bytes, target.pool_bytes
+        source_bytes, target_bytes = source._blocks.reshape(-1), target._blocks.reshape(-1)
         runs.check_within(source_bytes.nbytes, target_bytes.nbytes)
         for remote, local, length in zip(runs.remote, runs.local, runs.lengths, strict=True):
             target_bytes[local : local + length] = source_bytes[remote : remote + length]

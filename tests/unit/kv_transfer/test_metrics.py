@@ -28,7 +28,7 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
     prefill.order(FinishSend("r", 2, (2,), TOKEN))
     fabric.clock.advance(0.125)
     fabric.deliver()
-    block = prefill.pools[0].blocks[0].nbytes
+    block = prefill.blocks[0][0].nbytes
     assert prefill.connector.peers() == (
         KVPeerCounts(TransferRole.PRODUCER, "d0", "shared_memory", 1, 0, 2 * block, 0.0, 0.0, 0.125),
     )

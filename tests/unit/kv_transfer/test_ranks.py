@@ -11,7 +11,7 @@ from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Wo
 NUM_TOKENS = 80
 RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 BLOCK_SIZES = [(16, 16), (16, 32), (32, 16)]
-TRANSPORTS = ["shared_memory", "zmq_tcp"]
+TRANSPORTS = [("shared_memory", False), ("zmq_tcp", False), ("cuda_ipc", True), ("zmq_tcp", True)]
 
 
 def start(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str = "r") -> None:
@@ -32,16 +32,21 @@ def finish(fabric: Fabric, prefill: Worker, request_id: str = "r") -> None:
         prefill.save(SendBlocks(request_id, index, (block_ids[index],)))
         fabric.deliver()
     prefill.order(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
-    fabric.deliver()
+    fabric.advance(0.01)  # reads that a device does are looked after now and then
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "on_device"), TRANSPORTS)
 @pytest.mark.parametrize(("num_producers", "num_consumers"), RANKS)
 @pytest.mark.parametrize(("producer_block", "consumer_block"), BLOCK_SIZES)
 def test_c47_a_prompt_arrives_whole_whatever_the_ranks_and_blocks(
-    transport: str, num_producers: int, num_consumers: int, producer_block: int, consumer_block: int
+    transport: str,
+    on_device: bool,
+    num_producers: int,
+    num_consumers: int,
+    producer_block: int,
+    consumer_block: int,
 ) -> None:
-    fabric = Fabric(transport)
+    fabric = Fabric(transport, on_device=on_device)
     prefill = fabric.add("p0", num_producers, producer_block)
     decode = fabric.add("d0", num_consumers, consumer_block)
     prefill.compute(NUM_TOKENS)
