@@ -4,6 +4,7 @@ Every key here can stand in the YAML file of `baton serve`; nobody below the com
 environment. An unknown key, a wrong type or a value that cannot work is a ConfigError that names it.
 """
 
+import ipaddress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -122,7 +123,7 @@ class SchedulerConfig(Section):
 class KVTransferConfig(Section):
     """How KV blocks move from prefill to decode workers."""
 
-    transport: Literal["auto", "shared_memory", "zmq_tcp"] = "auto"
+    transport: Literal["auto", "cuda_ipc", "shared_memory", "nixl", "zmq_tcp"] = "auto"
     """How the bytes go; `auto` takes the best that both ends have. Messages always go over ZMQ."""
     lease_s: float = Field(10.0, gt=0.0)
     """Producer blocks are kept this long after the consumer's last sign of life."""
@@ -155,12 +156,30 @@ class GatewayConfig(Section):
 
 
 class NetworkConfig(Section):
-    """Addresses and signs of life of the planes between gateway and workers."""
+    """Addresses, protection and signs of life of the planes between gateway and workers."""
 
     bind_host: str = "127.0.0.1"
+    """Where workers listen, on both planes."""
+    security: Literal["curve", "none"] = "curve"
+    """`curve`: both planes are encrypted, and admit only who knows the cluster's secret. `none`: neither, so anybody
+    who can connect may give orders and read KV; allowed on loopback only."""
+    secret_file: str | None = Field(None, min_length=1)
+    """The cluster's secret, of mode 0600; `baton serve` makes it if it is not there. None:
+    $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET wins over either."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.security == "none" and not _is_loopback(self.bind_host):
+            raise ValueError(
+                f"security 'none' on bind_host '{self.bind_host}' would let everybody who reaches this machine give "
+                "workers orders and read what users write; use security 'curve', or bind_host '127.0.0.1'"
+            )
+        if self.security == "none" and self.secret_file is not None:
+            raise ValueError(f"secret_file ('{self.secret_file}') needs security 'curve', not 'none'")
+        return self
 
 
 class ClusterConfig(Section):
@@ -217,6 +236,14 @@ def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[
         under = merged.get(section) or {}
         merged[section] = {**under, **keys} if isinstance(under, dict) else under
     return merged
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can connect; a name of any other kind may mean anything, so no."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _describe(error: ValidationError, source: str) -> str:

@@ -81,6 +81,8 @@ class StageTimes:
     transfer_s: float = 0.0
     transfer_moving_s: float = 0.0
     transfer_bytes: int = 0
+    transport: str = ""
+    """Which way the blocks came."""
     decode_s: float = 0.0
 
 

@@ -91,6 +91,7 @@ class ReceivedKV:
     """From asking the producer to the last block's verification; overlaps the prefill."""
     moving_s: float
     """From the first block's arrival on."""
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.kv import WorkerRef
+from baton.kv import TransferRole, WorkerRef
 
 
 class WorkerRole(Enum):
@@ -55,6 +55,27 @@ class KVBlockCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class KVPeerCounts:
+    """Hand-overs with one peer over one transport since the start, by leg: one for each pair of ranks."""
+
+    role: TransferRole
+    """Which end this worker was on."""
+    peer: str
+    transport: str
+    """Empty for those that ended before one was agreed upon."""
+    done: int
+    failed: int
+    """Ended otherwise: aborted, refused, expired, given up."""
+    num_bytes: int
+    queued_s: float
+    """Consumer: seconds from asking to the first piece; overlaps the prefill."""
+    moving_s: float
+    """Consumer: seconds from the first piece to the last."""
+    exposed_s: float
+    """Producer: seconds from the end of the prefill until everything was verified over there."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestCounts:
     """Requests by what they wait for."""
 
@@ -74,3 +95,4 @@ class WorkerStatus:
     requests: RequestCounts
     counters: dict[str, int]
     """Monotonic counts for metrics and tests, e.g. `preemptions`, `kv_late_messages`."""
+    kv_peers: tuple[KVPeerCounts, ...] = ()

@@ -102,6 +102,7 @@ class Engine:
         self._connector = KVConnectorWorker(
             KVTransferConfig(),
             "127.0.0.1",
+            None,
             secrets.token_hex(8),
             clock,
             np.zeros((num_blocks, pool_shape.size_bytes), np.uint8),

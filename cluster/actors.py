@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config import BatonConfig
+from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.placement import Bundle
@@ -29,8 +30,10 @@ _ACTOR_THREADS = 4
 class WorkerActor:
     """What runs inside the actor's process: a worker, and an event that ends with it."""
 
-    def __init__(self, config: BatonConfig, model_path: Path, role: WorkerRole, name: str) -> None:
-        self._arguments = (config, model_path, role, name)
+    def __init__(
+        self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
+    ) -> None:
+        self._arguments = (config, keys, model_path, role, name)
         self._stopped = threading.Event()
 
     def start(self) -> WorkerEndpoint:
@@ -62,6 +65,7 @@ class WorkerHandle:
     def __init__(
         self,
         config: BatonConfig,
+        keys: ClusterKeys,
         model_path: Path,
         role: WorkerRole,
         name: str,
@@ -80,7 +84,7 @@ class WorkerHandle:
             num_gpus=bundle.get("GPU", 0.0),
             max_concurrency=_ACTOR_THREADS,
             scheduling_strategy=strategy,
-        ).remote(config, model_path, role, name)
+        ).remote(config, keys, model_path, role, name)
 
     async def start(self) -> WorkerEndpoint:
         """Loads the model and binds the ports, in the actor's process."""

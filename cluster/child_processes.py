@@ -5,6 +5,7 @@ The same workers, the same gateway and the same planes as under Ray; only who st
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
+from baton.curve import ClusterSecret, derive_keys
 from baton.errors import WorkerUnavailable
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet import served_model, worker_names
+from cluster.secret import SECRET_VARIABLE, load_secret
 from cluster.worker_process import endpoint_from_json
 from gateway import Gateway, Tokenizer
 
@@ -27,11 +30,19 @@ STOP_TIMEOUT_S = 30.0
 class WorkerProcess:
     """One worker; it lives no longer than this process, whose end closes its stdin."""
 
-    def __init__(self, config_path: Path, role: WorkerRole, name: str) -> None:
+    def __init__(self, config_path: Path, secret: ClusterSecret | None, role: WorkerRole, name: str) -> None:
+        """The secret goes into the process's environment, which its user alone can read, unlike its arguments."""
         self.name = name
+        environment = dict(os.environ)
+        if secret is not None:
+            environment[SECRET_VARIABLE] = secret.text
         command = [sys.executable, "-m", "cluster.worker_process", "--role", role.value, "--name", name]
         self._process = subprocess.Popen(
-            [*command, "--config", str(config_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, "--config", str(config_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     @property
@@ -79,12 +90,14 @@ class ChildProcesses:
 async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
     """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the block ends."""
     workers: dict[str, WorkerProcess] = {}
+    secret = load_secret(config.network, os.environ, may_create=True)
+    keys = derive_keys(secret)
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = Path(folder) / "baton.json"
             path.write_text(json.dumps(_with_path(config, model_path)))  # JSON is YAML
             for name, role in worker_names(config):
-                workers[name] = WorkerProcess(path, role, name)
+                workers[name] = WorkerProcess(path, secret, role, name)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
             endpoints = await asyncio.gather(
                 *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
@@ -93,6 +106,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             gateway = Gateway(
                 config.gateway,
                 config.network,
+                keys.request,
                 config.kv_transfer.load_failure_policy,
                 model,
                 await loading,

@@ -46,7 +46,7 @@ def show_timeline(answer: Answer, console: Console) -> None:
         (
             "transfer",
             timing["transfer_s"],
-            f"{timing['transfer_bytes'] / 1e6:.2f} MB of KV cache, {prefill} -> {decode}",
+            f"{timing['transfer_bytes'] / 1e6:.2f} MB of KV cache, {prefill} -> {decode} by {timing['transport']}",
         ),
         ("decode", timing["decode_s"], f"{num_tokens} tokens on {decode}{_pace(timing)}"),
     )

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
+from baton.curve import ClusterKeys, derive_keys
 from baton.worker import WorkerEndpoint
 from cluster.fleet import served_model, worker_names
 from cluster.ray_session import connect
 from cluster.screen import Screen
+from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
 from cluster.supervisor import Supervisor
 from engine.pretrained import default_cache_dir, resolve
@@ -37,6 +39,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
 
     Raises BatonError if it could not start. Either way no process, port or shared memory is left.
     """
+    keys = derive_keys(load_secret(config.network, os.environ, may_create=True))
     model_path = _resolve_model(config, screen)
     with ExitStack() as stack:
         # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
@@ -45,7 +48,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
             stack.enter_context(connect(config.cluster, len(worker_names(config)), config.engine.device))
             is_private = config.cluster.ray_address == "local"
             outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
-        asyncio.run(_run(_Deployment(config, model_path, loading), config, screen, while_ready))
+        asyncio.run(_run(_Deployment(config, keys, model_path, loading), config, screen, while_ready))
 
 
 async def _run(
@@ -70,11 +73,18 @@ async def _run(
 class _Deployment:
     """One gateway and the supervisor of its fleet. `stop` is right whatever `start` did."""
 
-    def __init__(self, config: BatonConfig, model_path: Path, loading: Future[Tokenizer]) -> None:
+    def __init__(
+        self,
+        config: BatonConfig,
+        keys: ClusterKeys,
+        model_path: Path,
+        loading: Future[Tokenizer],
+    ) -> None:
         self._config = config
+        self._keys = keys
         self._model_path = model_path
         self._loading = loading
-        self._supervisor = Supervisor(config, model_path)
+        self._supervisor = Supervisor(config, keys, model_path)
         self._gateway: Gateway | None = None
 
     async def start(self) -> Service:
@@ -83,6 +93,7 @@ class _Deployment:
         gateway = Gateway(
             self._config.gateway,
             self._config.network,
+            self._keys.request,
             self._config.kv_transfer.load_failure_policy,
             served_model(self._config, self._model_path),
             await asyncio.wrap_future(self._loading),

@@ -26,6 +26,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--max-model-len": ("scheduler", "max_model_len"),
     "--block-size": ("scheduler", "block_size"),
     "--num-blocks": ("scheduler", "num_blocks"),
+    "--secret-file": ("network", "secret_file"),
     "--host": ("gateway", "host"),
     "--grpc-port": ("gateway", "grpc_port"),
     "--routing-mode": ("gateway", "routing_mode"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -43,6 +44,35 @@ def show(description: dict[str, Any], console: Console) -> None:
         )
         table.add_row(*map(str, row))
     console.print(table)
+    hand_overs = [(worker["name"], peer) for worker in description["workers"] for peer in worker["kv_peers"]]
+    if hand_overs:
+        console.print(_hand_overs_table(hand_overs))
+
+
+def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]]) -> Table:
+    """What every worker gave to and took from every other one; times are means of those that were done, in ms."""
+    table = Table("worker", "", "peer", "transport", box=None, header_style="bold", pad_edge=False)
+    for heading in ("handed over", "failed", "MiB", "queued", "moving", "exposed ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker, peer in hand_overs:
+        is_producer, num_done = peer["role"] == "producer", int(peer["done"])
+        means = {
+            key: f"{1000 * peer[key] / num_done:.1f}" if num_done else "-"
+            for key in ("queued_s", "moving_s", "exposed_s")
+        }
+        table.add_row(
+            worker,
+            "to" if is_producer else "from",
+            peer["peer"],
+            peer["transport"] or "-",
+            str(num_done),
+            str(peer["failed"]),
+            f"{int(peer['bytes']) / 2**20:.1f}",
+            "" if is_producer else means["queued_s"],
+            "" if is_producer else means["moving_s"],
+            means["exposed_s"] if is_producer else "",
+        )
+    return table
 
 
 async def _describe(target: str) -> dict[str, Any]:

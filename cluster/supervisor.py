@@ -9,6 +9,7 @@ from typing import Protocol
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from baton.config import BatonConfig
+from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
 from baton.worker import WorkerEndpoint
 from cluster.actors import WorkerHandle
@@ -35,8 +36,9 @@ class Registry(Protocol):
 class Supervisor:
     """Owns the workers of one fleet from their placement to their end. A dead worker is reported, not replaced."""
 
-    def __init__(self, config: BatonConfig, model_path: Path) -> None:
+    def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config
+        self._keys = keys
         self._model_path = model_path
         self._group: PlacementGroup | None = None
         self._handles: list[WorkerHandle] = []
@@ -53,7 +55,7 @@ class Supervisor:
         may_grow = self._config.cluster.ray_address != "local"
         self._group = await reserve(bundle, len(names), timeout_s, may_grow)
         self._handles = [
-            WorkerHandle(self._config, self._model_path, role, name, self._group, index, bundle)
+            WorkerHandle(self._config, self._keys, self._model_path, role, name, self._group, index, bundle)
             for index, (name, role) in enumerate(names)
         ]
         try:
@@ -65,7 +67,10 @@ class Supervisor:
             ) from None
 
     async def publish(self, endpoints: Iterable[WorkerEndpoint], registry: Registry) -> None:
-        """Registers the workers and watches them from here on; returns when all can be given requests."""
+        """Registers the workers and watches them from here on; returns when all can be given requests.
+
+        Raises what the registry raises of a worker that it cannot talk to.
+        """
         for endpoint in endpoints:
             registry.add_worker(endpoint)
         for handle in self._handles:

@@ -5,7 +5,8 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines o
     python -m cluster.worker_process --role prefill --name p0 --config FILE
 
 prints the worker's endpoint as one line of JSON once it serves, and stops cleanly on SIGTERM, SIGINT or when its
-stdin closes, so that it never outlives whoever holds the other end.
+stdin closes, so that it never outlives whoever holds the other end. It takes the cluster's secret from
+BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
 """
 
 import argparse
@@ -19,10 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from baton.config import BatonConfig
+from baton.curve import ClusterKeys, derive_keys
 from baton.errors import BatonError
 from baton.kv import WorkerRef
 from baton.wakeup import WakeUp
 from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.secret import load_secret
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
 from engine.pretrained import default_cache_dir, resolve
@@ -30,14 +33,16 @@ from engine.role import Role
 from prefill_worker import PrefillWorker
 
 
-def build_worker(config: BatonConfig, model_path: Path, role: WorkerRole, name: str) -> EngineHost:
+def build_worker(
+    config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
+) -> EngineHost:
     """A worker that is not started yet. It queues as many requests as one gateway lets in."""
     max_waiting = config.gateway.max_in_flight
     roles: dict[WorkerRole, Role] = {
         WorkerRole.PREFILL: PrefillWorker(max_waiting),
         WorkerRole.DECODE: DecodeWorker(max_waiting),
     }
-    return EngineHost(config, model_path, roles[role], name)
+    return EngineHost(config, keys, model_path, roles[role], name)
 
 
 def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
@@ -47,7 +52,9 @@ def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
 def endpoint_from_json(line: str) -> WorkerEndpoint:
     """The inverse of `endpoint_to_json`, for whoever started the process."""
     values = json.loads(line)
-    return WorkerEndpoint(**{**values, "ref": WorkerRef(**values["ref"]), "role": WorkerRole(values["role"])})
+    ref = values["ref"]
+    ref["kv_addresses"] = tuple(ref["kv_addresses"])
+    return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
     try:
         config = BatonConfig.from_yaml(options.config) if options.config else BatonConfig()
+        keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
-        worker = build_worker(config, model_path, WorkerRole(options.role), options.name)
+        worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)
         endpoint = worker.start()
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)

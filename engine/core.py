@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
-from baton.worker import KVBlockCounts, RequestCounts
+from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
 from engine.grammar import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.stages import StageTimer
@@ -50,6 +50,8 @@ class ConnectorWorker(Protocol):
         ...
 
     def counters(self) -> dict[str, int]: ...
+
+    def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
 
 @dataclass(slots=True)
@@ -141,6 +143,9 @@ class EngineCore:
 
     def counters(self) -> dict[str, int]:
         return {**self._scheduler.counters(), **self._connector.counters()}
+
+    def kv_peers(self) -> tuple[KVPeerCounts, ...]:
+        return self._connector.peers()
 
     def close(self) -> None:
         """Ends after the step under way, whose output nobody hears of any more."""

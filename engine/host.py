@@ -15,6 +15,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, EngineConfig, SchedulerConfig
+from baton.curve import ClusterKeys
 from baton.errors import ConfigError
 from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
@@ -37,8 +38,13 @@ from scheduler import Scheduler
 class EngineHost:
     """One worker process. Every start is a new incarnation; nothing of an old one is ever taken up again."""
 
-    def __init__(self, config: BatonConfig, model_path: Path, role: Role, name: str) -> None:
+    def __init__(
+        self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: Role, name: str
+    ) -> None:
+        """`keys` of both planes; none where `network.security` is `none`."""
+        assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
+        self._keys = keys
         self._model_path = model_path
         self._role = role
         self._name = name
@@ -59,6 +65,7 @@ class EngineHost:
         self._connector = KVConnectorWorker(
             self._config.kv_transfer,
             self._config.network.bind_host,
+            self._keys.kv,
             self._incarnation,
             self._clock,
             pool.block_bytes(),
@@ -66,7 +73,13 @@ class EngineHost:
             on_news=lambda: self._loop.wake(),
             memory=memory,
         )
-        self._server = RequestServer(self._config.network, self._incarnation, self.status, self._clock)
+        self._server = RequestServer(
+            self._config.network,
+            self._keys.request,
+            self._incarnation,
+            self.status,
+            self._clock,
+        )
         core = self._make_core(scheduler_config, model, pool)
         self._loop = EngineLoop(core, self._role, self._server.send, self._clock)
         self._connector.start()
@@ -117,8 +130,16 @@ class EngineHost:
             state = WorkerState.STOPPED if self._loop.failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
+        # The planes' counters are read anew: an idle engine takes no snapshots, and strangers may knock all the same.
+        planes = {**self._connector.counters(), "request_denied_peers": self._server.num_denied}
         return WorkerStatus(
-            self._ref, snapshot.role, state, snapshot.kv_blocks, snapshot.requests, snapshot.counters
+            self._ref,
+            snapshot.role,
+            state,
+            snapshot.kv_blocks,
+            snapshot.requests,
+            {**snapshot.counters, **planes},
+            snapshot.kv_peers,
         )
 
     def drain(self, timeout_s: float) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.errors import InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
+from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
 from engine.core import ClientOutputs, EngineCore
 from engine.role import Role
 from scheduler import RequestStatus
@@ -32,6 +32,7 @@ class EngineSnapshot:
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
+    kv_peers: tuple[KVPeerCounts, ...]
 
 
 class Outbox(Protocol):
@@ -180,6 +181,7 @@ class EngineLoop:
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
+            kv_peers=self._core.kv_peers(),
         )
 
     def _begin_drain(self) -> None:

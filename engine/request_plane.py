@@ -14,6 +14,7 @@ import zmq
 
 from baton.clock import Clock
 from baton.config import NetworkConfig
+from baton.curve import Doorkeeper, PlaneKeys
 from baton.errors import WireError
 from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Heartbeat, Hello, Outputs, SubmitRequest
 from baton.request import EngineRequest, RequestOutput
@@ -41,8 +42,14 @@ class RequestServer:
     """Listens for gateways. A gateway is known from its first Hello until it is silent for `peer_timeout_s`."""
 
     def __init__(
-        self, network: NetworkConfig, incarnation: str, status: Callable[[], WorkerStatus], clock: Clock
+        self,
+        network: NetworkConfig,
+        keys: PlaneKeys | None,
+        incarnation: str,
+        status: Callable[[], WorkerStatus],
+        clock: Clock,
     ) -> None:
+        """Without `keys`, everybody who can connect is served."""
         self._network = network
         self._incarnation = incarnation
         self._status = status
@@ -60,8 +67,14 @@ class RequestServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._doorkeeper = Doorkeeper("the request plane", self._socket, keys)
         port = self._socket.bind_to_random_port(f"tcp://{network.bind_host}")
         self.address = f"tcp://{network.bind_host}:{port}"
+
+    @property
+    def num_denied(self) -> int:
+        """Connections that were turned away; from any thread."""
+        return self._doorkeeper.num_denied
 
     def start(self, sink: RequestSink) -> None:
         self._thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
@@ -82,16 +95,19 @@ class RequestServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._doorkeeper.register(poller)
         next_beat = self._clock.now()
         while not self._is_stopping:
-            poller.poll(max(0, math.ceil((next_beat - self._clock.now()) * 1000)))
+            ready = dict(poller.poll(max(0, math.ceil((next_beat - self._clock.now()) * 1000))))
             self._wakeup.clear()
+            self._doorkeeper.attend(ready)
             self._send_outbox(sink)
             self._receive_all(sink)
             if self._clock.now() >= next_beat:
                 self._beat(sink)
                 next_beat = self._clock.now() + self._network.heartbeat_interval_s
         self._send_outbox(sink)
+        self._doorkeeper.close()
         self._socket.close()
         self._context.term()
         self._wakeup.close()

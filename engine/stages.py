@@ -70,6 +70,7 @@ def _stages(marks: _Marks, now: float, reason: FinishReason) -> StageTimes:
             transfer_s=load.elapsed_s,
             transfer_moving_s=load.moving_s,
             transfer_bytes=load.num_bytes,
+            transport=load.transport,
             decode_s=decode_s,
         )
     queue_s = (marks.first_scheduled or marks.first_token) - marks.arrived

@@ -27,6 +27,8 @@ class Timing:
     handover_s: float
     decode_s: float
     total_s: float
+    transfer_wait_s: float
+    transport: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class ClientRequest:
             prefill_s=prefill.prefill_s,
             transfer_s=decode.transfer_moving_s,
             transfer_bytes=decode.transfer_bytes,
+            transfer_wait_s=decode.transfer_s - decode.transfer_moving_s,
+            transport=decode.transport,
             handover_s=gaps[0] if gaps and placement.mode is Mode.DISAGGREGATED else 0.0,
             decode_s=at[-1] - at[0] if at else 0.0,
             total_s=now - self.arrived_at,

@@ -10,6 +10,7 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
+from baton.worker import KVPeerCounts
 from gateway.client_request import Delta, Finish
 from gateway.router import Mode
 from gateway.text import ChatMessage
@@ -160,7 +161,22 @@ def worker_to_message(client: WorkerClient) -> cluster_pb.Worker:
             )
         )
         message.counters.update(status.counters)
+        message.kv_peers.extend(map(_kv_peer_to_message, status.kv_peers))
     return message
+
+
+def _kv_peer_to_message(counts: KVPeerCounts) -> cluster_pb.KVPeer:
+    return cluster_pb.KVPeer(
+        role=counts.role.value,
+        peer=counts.peer,
+        transport=counts.transport,
+        done=counts.done,
+        failed=counts.failed,
+        bytes=counts.num_bytes,
+        queued_s=counts.queued_s,
+        moving_s=counts.moving_s,
+        exposed_s=counts.exposed_s,
+    )
 
 
 def gateway_to_message(num_in_flight: int, paths: Mapping[str, int]) -> cluster_pb.Gateway:
@@ -187,6 +203,8 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             handover_s=timing.handover_s,
             decode_s=timing.decode_s,
             total_s=timing.total_s,
+            transfer_wait_s=timing.transfer_wait_s,
+            transport=timing.transport,
         ),
         placement=generation_pb.Placement(
             mode=placement.mode.value,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
+from baton.curve import PlaneKeys
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
@@ -105,6 +106,7 @@ class Dispatcher:
         self,
         config: GatewayConfig,
         network: NetworkConfig,
+        keys: PlaneKeys | None,
         load_failure_policy: LoadFailurePolicy,
         clock: Clock,
     ) -> None:
@@ -112,7 +114,7 @@ class Dispatcher:
         self._load_failure_policy = load_failure_policy
         self._clock = clock
         self._router = Router(config.routing_policy, Mode(config.routing_mode))
-        self._fleet = Fleet(network, self._on_outputs, self._on_lost)
+        self._fleet = Fleet(network, keys, self._on_outputs, self._on_lost)
         self._requests: dict[str, asyncio.Queue[_Event]] = {}
         self._attempts: dict[str, _Attempt] = {}
         self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)

@@ -9,10 +9,12 @@ from collections.abc import Callable
 import zmq.asyncio
 
 from baton.config import NetworkConfig
+from baton.curve import PlaneKeys
+from baton.errors import WorkerUnavailable
 from baton.request import RequestOutput
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState
 from gateway.router import Candidate
-from gateway.worker_client import WorkerClient
+from gateway.worker_client import REFUSED, WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,12 @@ class Fleet:
     def __init__(
         self,
         network: NetworkConfig,
+        keys: PlaneKeys | None,
         on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
         on_lost: Callable[[str, str], None],
     ) -> None:
         self._network = network
+        self._keys = keys
         self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._identity = secrets.token_bytes(16)
@@ -43,7 +47,13 @@ class Fleet:
         """Connects to a worker. One of the same name is replaced: it is a new life of it."""
         self.remove(endpoint.ref.name, "replaced")
         client = WorkerClient(
-            endpoint, self._context, self._identity, self._network, self._on_outputs, self._note_silence
+            endpoint,
+            self._context,
+            self._identity,
+            self._network,
+            self._keys,
+            self._on_outputs,
+            self._note_silence,
         )
         self._clients[client.name] = client
         self._tasks[client.name] = asyncio.create_task(self._watch(client))
@@ -63,9 +73,14 @@ class Fleet:
         return sorted(self._clients.values(), key=lambda client: client.name)
 
     async def wait_for(self, name: str) -> None:
-        """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown."""
+        """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown.
+
+        WorkerUnavailable if it refuses the connection: unlike silence, that does not pass.
+        """
         if client := self.client(name):
             await client.first_sign.wait()
+            if client.is_refused:
+                raise WorkerUnavailable(f"worker {name} at {client.endpoint.request_address}: {REFUSED}")
 
     def candidates(self, role: WorkerRole) -> list[Candidate]:
         """Workers of this role that were heard of and take requests."""

@@ -8,6 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
+from baton.curve import PlaneKeys
 from baton.errors import ConfigError
 from baton.v1 import (
     cluster_service_pb2,
@@ -34,13 +35,16 @@ class Gateway:
         self,
         config: GatewayConfig,
         network: NetworkConfig,
+        keys: PlaneKeys | None,
         load_failure_policy: LoadFailurePolicy,
         model: ServedModel,
         tokenizer: Tokenizer,
         clock: Clock,
     ) -> None:
+        """`keys` of the request plane, which its workers have too; None where `network.security` is `none`."""
+        assert (keys is None) == (network.security == "none")
         self._config = config
-        self._dispatcher = Dispatcher(config, network, load_failure_policy, clock)
+        self._dispatcher = Dispatcher(config, network, keys, load_failure_policy, clock)
         self._health = health.aio.HealthServicer()
         max_bytes = config.max_message_mib * 2**20
         self._server = grpc.aio.server(
@@ -76,7 +80,7 @@ class Gateway:
         self._dispatcher.add_worker(endpoint)
 
     async def wait_for_worker(self, name: str) -> None:
-        """Returns when an added worker can be given requests, or is lost."""
+        """Returns when an added worker can be given requests, or is lost; WorkerUnavailable if it refuses us."""
         await self._dispatcher.wait_for_worker(name)
 
     def remove_worker(self, name: str, reason: str) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from baton.config import NetworkConfig
+from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
 from baton.messages import (
     TO_GATEWAY,
@@ -25,6 +27,8 @@ from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
+REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
+
 
 class WorkerClient:
     """Talks to one life of one worker until that is over: `run` returns why."""
@@ -35,6 +39,7 @@ class WorkerClient:
         context: zmq.asyncio.Context,
         identity: bytes,
         network: NetworkConfig,
+        keys: PlaneKeys | None,
         on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
         on_silent: Callable[[str, str], None],
     ) -> None:
@@ -43,6 +48,8 @@ class WorkerClient:
         """As of the last heartbeat; None before the first."""
         self.first_sign = asyncio.Event()
         """Set with the first heartbeat, or when there will be none."""
+        self.is_refused = False
+        """It ended our handshakes: one of us has another secret. Only a new life of either can heal that."""
         self.num_bad_messages = 0
         self._network = network
         self._on_outputs = on_outputs
@@ -53,6 +60,9 @@ class WorkerClient:
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        secure_client(self._socket, keys)
+        # Before `connect`: some refusals come once and are not tried again by libzmq.
+        self._handshakes = self._socket.get_monitor_socket(FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint.request_address)
 
     @property
@@ -64,12 +74,15 @@ class WorkerClient:
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
-        greeting = asyncio.create_task(self._greet())
+        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_handshakes())]
         try:
             return await self._listen()
         finally:
-            greeting.cancel()
+            for task in tasks:
+                task.cancel()
             self.first_sign.set()
+            self._socket.disable_monitor()
+            self._handshakes.close()
             self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
@@ -83,13 +96,28 @@ class WorkerClient:
             await self._send(Hello(self.endpoint.ref.incarnation))
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
+    async def _watch_handshakes(self) -> None:
+        num_unexplained = 0
+        while True:
+            match (await recv_monitor_message(self._handshakes))["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    num_unexplained = 0
+                    self.is_refused = False
+                    continue
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    # The usual answer to a wrong secret is none, but a worker that dies in mid-handshake does it once.
+                    num_unexplained += 1
+                    if num_unexplained == 1:
+                        continue
+            if not self.is_refused:
+                self.is_refused = True
+                self._fall_silent(REFUSED)
+
     async def _listen(self) -> str:
         while True:
             if not await self._has_news():
                 if not self.is_silent:
-                    self.is_silent = True
-                    self.first_sign.set()
-                    self._on_silent(self.name, f"silent for {self._network.peer_timeout_s:g} s")
+                    self._fall_silent(f"silent for {self._network.peer_timeout_s:g} s")
                 continue
             frame = await self._socket.recv()
             self.is_silent = False
@@ -103,6 +131,11 @@ class WorkerClient:
                 self._on_outputs(self.name, message.outputs)
             elif reason := self._take_heartbeat(message):
                 return reason
+
+    def _fall_silent(self, reason: str) -> None:
+        self.is_silent = True
+        self.first_sign.set()
+        self._on_silent(self.name, reason)
 
     async def _has_news(self) -> bool:
         """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""

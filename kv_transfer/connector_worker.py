@@ -5,12 +5,14 @@ from collections.abc import Callable, Set
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
+from baton.curve import PlaneKeys
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
+from baton.worker import KVPeerCounts
 from kv_transfer.agent import TransferAgent
 from kv_transfer.endpoint import COUNTERS, make_endpoint
 from kv_transfer.orders import KVConnectorMetadata
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.choice import make_reach, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory
@@ -28,23 +30,24 @@ class KVConnectorWorker:
         self,
         config: KVTransferConfig,
         bind_host: str,
+        keys: PlaneKeys | None,
         incarnation: str,
         clock: Clock,
-        blocks: Bytes,
+        blocks: Bytes | DeviceBlocks,
         fingerprint: KVFingerprint,
         on_news: Callable[[], None],
         *,
         rank: int = 0,
         memory: SharedMemory | None = None,
     ) -> None:
-        """`blocks` is the rank's pool as bytes, uint8 [num_blocks, block_nbytes], read and written in place.
+        """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is what it lives in, if other processes may map that.
+        `memory` is what blocks in host memory live in, if other processes may map that.
         """
-        self._channel = ZmqChannel(bind_host, blocks.shape[1])
+        pool = make_pool(blocks, fingerprint, rank)
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        pool = KVBytes(blocks, fingerprint, rank)
-        readers = make_readers(config, blocks, memory)
+        readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
             config,
             incarnation,
@@ -56,6 +59,7 @@ class KVConnectorWorker:
             self._counters,
             clock,
         )
+        self._metrics = endpoint.metrics
         self._agent = TransferAgent(endpoint, self._channel, clock, on_news)
         self.kv_address = self._channel.address
 
@@ -88,7 +92,15 @@ class KVConnectorWorker:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
-        return {**self._counters, "kv_dropped_frames": self._channel.num_dropped}
+        return {
+            **self._counters,
+            "kv_dropped_frames": self._channel.num_dropped,
+            "kv_denied_peers": self._channel.num_denied,
+        }
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        """Hand-overs by peer since the start; safe from any thread."""
+        return self._metrics.snapshot()
 
     def shutdown(self) -> None:
         self._agent.stop()

@@ -16,8 +16,8 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.giving import GivingEnd, GivingOrder
-from kv_transfer.orders import AbortLoad, BeginLoad, LoadBlocks
-from kv_transfer.pool import KVBytes
+from kv_transfer.metrics import PeerMetrics
+from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
 from kv_transfer.protocol.messages import TO_CONSUMER, TO_PRODUCER, ChecksumPolicy, Unreadable
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
@@ -41,7 +41,6 @@ COUNTERS = (
     "kv_loads_aborted",
     "kv_bytes_sent",
     "kv_bytes_received",
-    "kv_exposed_us",
     "kv_pieces_resent",
     "kv_checksum_failures",
     "kv_lease_expiries",
@@ -61,16 +60,22 @@ class TransferEndpoint:
     """Both ends, and who hears what."""
 
     def __init__(
-        self, giving: GivingEnd, taking: TakingEnd, channel: Channel, counters: "Counter[str]"
+        self,
+        giving: GivingEnd,
+        taking: TakingEnd,
+        channel: Channel,
+        counters: "Counter[str]",
+        metrics: PeerMetrics,
     ) -> None:
         self._giving = giving
         self._taking = taking
         self._channel = channel
         self._counters = counters
+        self.metrics = metrics
 
     def obey(self, order: Order) -> None:
         """One order of the engine."""
-        if isinstance(order, BeginLoad | LoadBlocks | AbortLoad):
+        if isinstance(order, TakingOrder):
             self._taking.obey(order)
         else:
             self._giving.obey(order)
@@ -118,7 +123,7 @@ def make_endpoint(
     config: KVTransferConfig,
     incarnation: str,
     fingerprint: KVFingerprint,
-    pool: KVBytes,
+    pool: KVPool,
     channel: Channel,
     readers: Mapping[str, PoolReader],
     reach: Reach,
@@ -143,6 +148,7 @@ def make_endpoint(
         ),
         counters,
     )
-    giving = GivingEnd(incarnation, pool, channel, producer, counters, clock)
-    taking = TakingEnd(incarnation, pool, channel, readers, consumer, counters, clock)
-    return TransferEndpoint(giving, taking, channel, counters)
+    metrics = PeerMetrics()
+    giving = GivingEnd(incarnation, pool, channel, producer, counters, metrics, clock)
+    taking = TakingEnd(incarnation, pool, channel, readers, consumer, counters, metrics, clock)
+    return TransferEndpoint(giving, taking, channel, counters, metrics)

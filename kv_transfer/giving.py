@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.clock import Clock
+from baton.kv import TransferRole
 from kv_transfer.legs import Legs
+from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortSend, BeginSend, FinishSend, SendBlocks, WithdrawBlocks
-from kv_transfer.pool import KVBytes
+from kv_transfer.pool import KVPool
 from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer
 from kv_transfer.protocol.parts import Sends
@@ -25,15 +27,17 @@ class GivingEnd:
     def __init__(
         self,
         incarnation: str,
-        pool: KVBytes,
+        pool: KVPool,
         channel: Channel,
         producer: Producer,
         counters: "Counter[str]",
+        metrics: PeerMetrics,
         clock: Clock,
     ) -> None:
         self._channel = channel
         self._producer = producer
         self._counters = counters
+        self._metrics = metrics
         self._clock = clock
         self._legs = Legs(incarnation, pool)
         self._open: Sends[Leg] = Sends()
@@ -46,6 +50,9 @@ class GivingEnd:
         if isinstance(order, BeginSend):
             self._begin(order)
             return
+        if self._legs.refusal(request_id) is not None and isinstance(order, FinishSend | AbortSend):
+            self._legs.close(request_id)
+            self.freed.append(request_id)
         for end in self._legs.of(request_id):
             match order:
                 case SendBlocks(first_index=first, block_ids=block_ids):
@@ -89,15 +96,19 @@ class GivingEnd:
                     self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
                 case SendPieces():
                     self._send_pieces(effect)
-                case Freed(leg):
+                case Freed(leg, transport, exposed_s):
+                    self._metrics.given(self._legs.peer_of(leg), transport, exposed_s)
                     if self._open.freed(leg.request_id, leg):
                         self._legs.close(leg.request_id)
                         self.freed.append(leg.request_id)
 
     def _send_pieces(self, effect: SendPieces) -> None:
-        view = self._legs.view(effect.key)
+        end = self._legs.at(effect.key)
+        view = end.view
         checksums = tuple(map(view.checksum, effect.piece_ids)) if effect.has_checksums else ()
         header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, checksums)
         payload = [view.span(piece_id) for piece_id in effect.piece_ids] if effect.has_payload else []
         self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload)
-        self._counters["kv_bytes_sent"] += len(effect.piece_ids) * view.nbytes
+        num_bytes = len(effect.piece_ids) * view.nbytes
+        self._counters["kv_bytes_sent"] += num_bytes
+        self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.kv import KVTransferParams, TransferRole
-from kv_transfer.pool import KVBytes, PieceView
+from kv_transfer.pool import KVPool, PieceView
 from kv_transfer.protocol.effects import Leg
 from kv_transfer.protocol.geometry import RankLayout, peers_of
 from kv_transfer.protocol.messages import TransferKey
@@ -15,6 +15,8 @@ class LegEnd:
 
     leg: Leg
     key: TransferKey
+    peer: str
+    """The peer's name."""
     address: str
     """Where the peer's rank listens."""
     view: PieceView
@@ -23,22 +25,27 @@ class LegEnd:
 class Legs:
     """The legs of all requests on one side of their hand-overs."""
 
-    def __init__(self, incarnation: str, pool: KVBytes) -> None:
+    def __init__(self, incarnation: str, pool: KVPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
         self._by_request: dict[str, tuple[LegEnd, ...]] = {}
-        self._views: dict[TransferKey, PieceView] = {}
+        self._refusals: dict[str, str] = {}
+        self._by_key: dict[TransferKey, LegEnd] = {}
 
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[LegEnd, ...]:
-        """The legs of a new request; `close` must follow."""
+        """The legs of a new request; `close` must follow. None if the two workers cannot exchange KV; see `refusal`."""
         ours, peer = self._pool.layout, transfer.peer
         num_peers = len(peer.kv_addresses)
-        ends = []
-        for rank in peers_of(ours.rank, ours.num_ranks, num_peers):
+        ends: list[LegEnd] = []
+        if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
+            self._refusals[request_id] = reason
+            num_peers = 0
+        for rank in peers_of(ours.rank, ours.num_ranks, num_peers) if num_peers else ():
             key = self._key(transfer, rank)
             view = self._pool.pieces(RankLayout(peer.block_size, num_peers, rank))
-            self._views.setdefault(key, view)
-            ends.append(LegEnd(Leg(request_id, rank), key, peer.kv_addresses[rank], view))
+            end = LegEnd(Leg(request_id, rank), key, peer.name, peer.kv_addresses[rank], view)
+            self._by_key.setdefault(key, end)
+            ends.append(end)
         self._by_request[request_id] = tuple(ends)
         return tuple(ends)
 
@@ -46,15 +53,24 @@ class Legs:
         """None of a request that is unknown, or over."""
         return self._by_request.get(request_id, ())
 
-    def view(self, key: TransferKey) -> PieceView:
-        """How the leg of an open request sees the pool."""
-        return self._views[key]
+    def refusal(self, request_id: str) -> str | None:
+        """Why this request has no legs."""
+        return self._refusals.get(request_id)
+
+    def at(self, key: TransferKey) -> LegEnd:
+        """A leg of an open request."""
+        return self._by_key[key]
+
+    def peer_of(self, leg: Leg) -> str:
+        """The peer's name; empty if the request is over."""
+        return next((end.peer for end in self.of(leg.request_id) if end.leg == leg), "")
 
     def close(self, request_id: str) -> None:
-        """The request's hand-over is over. A second claim to the same key has no view of its own to lose."""
+        """The request's hand-over is over. A second claim to the same key has nothing of its own to lose."""
+        self._refusals.pop(request_id, None)
         for end in self._by_request.pop(request_id, ()):
-            if self._views.get(end.key) is end.view:
-                del self._views[end.key]
+            if self._by_key.get(end.key) is end:
+                del self._by_key[end.key]
 
     def __len__(self) -> int:
         return len(self._by_request)

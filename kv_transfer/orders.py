@@ -77,7 +77,15 @@ class AbortLoad:
     reason: str
 
 
-OrderAtOnce = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad
+@dataclass(frozen=True, slots=True)
+class GiveUpLoad:
+    """The load has failed elsewhere: it is to fail here too, with what has arrived so far."""
+
+    request_id: str
+    reason: str
+
+
+OrderAtOnce = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad | GiveUpLoad
 
 
 @dataclass(frozen=True, slots=True)

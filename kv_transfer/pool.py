@@ -1,42 +1,152 @@
-"""KVBytes: this rank's KV pool as bytes, cut into the pieces that legs exchange; knows no tensor and no transfer."""
+"""A rank's KV pool as bytes, cut into the pieces that legs exchange; knows no tensor and no transfer.
+
+A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer. The pool is in host
+memory, where pieces are read and written in place, or on a device, where bytes that travel over a channel are copied
+out and in.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.geometry import PieceShape, RankLayout, piece_shape
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
+from kv_transfer.transport.cuda_ipc import CudaMemory
 
 MAX_POOL_NBYTES = 2**62
 """So that no offset within a pool, nor the end of a run that begins there, is too large for an int64."""
 
 
-class KVBytes:
-    """uint8 [num_blocks, bytes of a block], read and written in place. A block is [planes, heads, tokens, bytes].
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Of one rank's blocks. A cell is one token's keys or values of one head."""
 
-    A plane is the keys or the values of one layer.
-    """
+    num_planes: int
+    num_heads: int
+    block_size: int
+    cell_nbytes: int
 
-    def __init__(self, blocks: Bytes, fingerprint: KVFingerprint, rank: int = 0) -> None:
-        assert blocks.flags.c_contiguous, "the pool is not one span"
-        self.blocks = blocks
-        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank)
-        self._num_kv_heads = fingerprint.num_kv_heads
-        num_heads = self._num_kv_heads // fingerprint.num_ranks
-        self._cells_NPHTB = blocks.reshape(
-            len(blocks), fingerprint.num_layers * 2, num_heads, fingerprint.block_size, -1
-        )
+    @property
+    def nbytes(self) -> int:
+        return self.num_planes * self.num_heads * self.block_size * self.cell_nbytes
+
+
+class KVPool(Protocol):
+    """What endpoints need of a pool."""
+
+    @property
+    def layout(self) -> RankLayout: ...
+
+    @property
+    def block_nbytes(self) -> int: ...
+
+    def mismatch(self, theirs: RankLayout) -> str | None:
+        """Why no KV can be exchanged with such a peer, or None if it can."""
+        ...
 
     def pieces(self, theirs: RankLayout) -> "PieceView":
         """How the leg to one rank of a peer sees this pool."""
+        ...
+
+
+class PieceView(Protocol):
+    """One leg's pieces of a pool. A piece's bytes are in the same order on both ends of the leg."""
+
+    @property
+    def shape(self) -> PieceShape: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of one piece."""
+        ...
+
+    def span(self, piece_id: int) -> Bytes:
+        """The piece's bytes in one span, [bytes]: in place if that can be, else a copy."""
+        ...
+
+    def buffer_for(self, piece_id: int) -> Bytes:
+        """Where to receive the piece's bytes, [bytes]; `store` must follow."""
+        ...
+
+    def store(self, piece_id: int, buffer: Bytes) -> None:
+        """What `buffer_for` gave is filled."""
+        ...
+
+    def checksum(self, piece_id: int) -> int:
+        """xxh3_64 of the piece's bytes."""
+        ...
+
+    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
+        """What to copy so that each of the peer's pieces becomes one of ours."""
+        ...
+
+
+class _Pool:
+    """What pools have in common, wherever they are."""
+
+    def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
+        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank)
+        self.block_nbytes = block_nbytes
+        self._num_kv_heads = fingerprint.num_kv_heads
+        num_planes, num_heads = fingerprint.num_layers * 2, fingerprint.num_kv_heads // fingerprint.num_ranks
+        cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
+        self._block = BlockShape(num_planes, num_heads, fingerprint.block_size, cell_nbytes)
+        assert self._block.nbytes == block_nbytes, f"a block of {block_nbytes} bytes is not {self._block}"
+
+    def mismatch(self, theirs: RankLayout) -> str | None:
+        return mismatch(self._num_kv_heads, self.layout, theirs)
+
+    def _leg(self, theirs: RankLayout) -> "LegGeometry":
         ours = piece_shape(self._num_kv_heads, self.layout, theirs)
         peers = piece_shape(self._num_kv_heads, theirs, self.layout)
-        return PieceView(
-            self._cells_NPHTB, ours, self._num_kv_heads // theirs.num_ranks, theirs.block_size, peers
+        peers_block = BlockShape(
+            self._block.num_planes,
+            self._num_kv_heads // theirs.num_ranks,
+            theirs.block_size,
+            self._block.cell_nbytes,
         )
+        return LegGeometry(self._block, ours, peers_block, peers)
+
+
+class KVBytes(_Pool):
+    """A pool in this process's memory: uint8 [num_blocks, bytes of a block]."""
+
+    def __init__(self, blocks: Bytes, fingerprint: KVFingerprint, rank: int = 0) -> None:
+        assert blocks.flags.c_contiguous, "the pool is not one span"
+        super().__init__(blocks.shape[1], fingerprint, rank)
+        self.blocks = blocks
+
+    def pieces(self, theirs: RankLayout) -> "HostPieces":
+        return HostPieces(self.blocks, self._leg(theirs))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlocks:
+    """Blocks of `block_nbytes` bytes in a device's memory, from its beginning on."""
+
+    memory: CudaMemory
+    block_nbytes: int
+
+
+class DeviceKVBytes(_Pool):
+    """A pool in a device's memory."""
+
+    def __init__(self, blocks: DeviceBlocks, fingerprint: KVFingerprint, rank: int = 0) -> None:
+        super().__init__(blocks.block_nbytes, fingerprint, rank)
+        self._memory = blocks.memory
+
+    def pieces(self, theirs: RankLayout) -> "DevicePieces":
+        return DevicePieces(self._memory, self._leg(theirs))
+
+
+def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: int) -> KVPool:
+    if isinstance(blocks, DeviceBlocks):
+        return DeviceKVBytes(blocks, fingerprint, rank)
+    return KVBytes(blocks, fingerprint, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,78 +169,114 @@ class _Grid:
         return offsets
 
 
-class PieceView:
-    """One leg's pieces of the pool. A piece's bytes are in the same order on both ends of the leg."""
+class LegGeometry:
+    """Where the bytes of a leg's pieces are on both ends, in runs that adjoin on both."""
 
     def __init__(
-        self,
-        cells_NPHTB: Bytes,
-        shape: PieceShape,
-        peer_heads: int,
-        peer_block_size: int,
-        peer_shape: PieceShape,
+        self, block: BlockShape, shape: PieceShape, peers_block: BlockShape, peers: PieceShape
     ) -> None:
-        _, num_planes, num_heads, block_size, cell_nbytes = cells_NPHTB.shape
+        self.block = block
         self.shape = shape
-        self._cells_NPHTB = cells_NPHTB
-        self._is_whole = shape.num_heads == num_heads and shape.pieces_per_block == 1
-        self.nbytes = num_planes * shape.num_heads * shape.num_tokens * cell_nbytes
-        is_peer_whole = peer_shape.num_heads == peer_heads and peer_shape.pieces_per_block == 1
-        if self._is_whole and is_peer_whole:
-            run_axes = 0
+        self.is_whole = shape.num_heads == block.num_heads and shape.pieces_per_block == 1
+        self.nbytes = block.num_planes * shape.num_heads * shape.num_tokens * block.cell_nbytes
+        if self.is_whole and peers.num_heads == peers_block.num_heads and peers.pieces_per_block == 1:
+            num_cut_axes = 0
         else:
-            run_axes = 1 if shape.pieces_per_block == peer_shape.pieces_per_block == 1 else 2
-        self._run_nbytes = self.nbytes // (1, num_planes, num_planes * shape.num_heads)[run_axes]
-        self._ours = _grid(num_planes, num_heads, block_size, cell_nbytes, shape, run_axes)
-        self._theirs = _grid(num_planes, peer_heads, peer_block_size, cell_nbytes, peer_shape, run_axes)
+            num_cut_axes = 1 if shape.pieces_per_block == peers.pieces_per_block == 1 else 2
+        self._run_nbytes = (
+            self.nbytes // (1, block.num_planes, block.num_planes * shape.num_heads)[num_cut_axes]
+        )
+        self._ours = _grid(block, shape, num_cut_axes)
+        self._peers = _grid(peers_block, peers, num_cut_axes)
+
+    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
+        """See PieceView."""
+        local = self._ours.offsets(ours)
+        return Runs(self._peers.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
+
+    def runs_of(self, piece_id: int) -> Runs:
+        """One piece of ours, as runs from, or to, a span of its own: `remote` counts within that."""
+        local = self._ours.offsets([piece_id])
+        lengths = np.full(len(local), self._run_nbytes)
+        return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
+
+
+def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
+    """`num_cut_axes`: how many of a piece's axes, planes and then heads, are cut into runs."""
+    head_nbytes = block.block_size * block.cell_nbytes
+    run_offsets = np.array([shape.first_head * head_nbytes])
+    if num_cut_axes > 0:
+        planes = np.arange(block.num_planes) * (block.num_heads * head_nbytes)
+        run_offsets = (planes[:, None] + run_offsets).reshape(-1)
+    if num_cut_axes > 1:
+        run_offsets = (run_offsets[:, None] + np.arange(shape.num_heads) * head_nbytes).reshape(-1)
+    return _Grid(block.nbytes, shape.num_tokens * block.cell_nbytes, shape.pieces_per_block, run_offsets)
+
+
+class HostPieces:
+    """PieceView of a KVBytes: whole blocks are used in place."""
+
+    def __init__(self, blocks: Bytes, leg: LegGeometry) -> None:
+        self._blocks = blocks
+        self._leg = leg
+        block = leg.block
+        self._cells_NPHTB = blocks.reshape(
+            len(blocks), block.num_planes, block.num_heads, block.block_size, block.cell_nbytes
+        )
+        self.shape = leg.shape
+        self.nbytes = leg.nbytes
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""
+        if self._leg.is_whole:
+            block: Bytes = self._blocks[piece_id]
+            return block
         block_id, part = divmod(piece_id, self.shape.pieces_per_block)
-        block_PHTB: Bytes = self._cells_NPHTB[block_id]
-        if self._is_whole:
-            return block_PHTB.reshape(-1)
         heads = slice(self.shape.first_head, self.shape.first_head + self.shape.num_heads)
         tokens = slice(part * self.shape.num_tokens, (part + 1) * self.shape.num_tokens)
-        return block_PHTB[:, heads, tokens]
+        piece_PHTB: Bytes = self._cells_NPHTB[block_id, :, heads, tokens]
+        return piece_PHTB
 
     def span(self, piece_id: int) -> Bytes:
-        """The piece's bytes in one span, [bytes]: in place where it is a whole block, else a copy."""
         return np.ascontiguousarray(self.at(piece_id)).reshape(-1)
 
     def buffer_for(self, piece_id: int) -> Bytes:
-        """Where to receive the piece's bytes, [bytes]; `store` must follow."""
-        return self.at(piece_id) if self._is_whole else np.empty(self.nbytes, np.uint8)
+        return self.at(piece_id) if self._leg.is_whole else np.empty(self.nbytes, np.uint8)
 
     def store(self, piece_id: int, buffer: Bytes) -> None:
-        """What `buffer_for` gave is filled."""
-        if not self._is_whole:
+        if not self._leg.is_whole:
             piece_PHTB = self.at(piece_id)
             piece_PHTB[...] = buffer.reshape(piece_PHTB.shape)
 
     def checksum(self, piece_id: int) -> int:
-        """xxh3_64 of the piece's bytes."""
         return xxhash.xxh3_64_intdigest(self.span(piece_id).data)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """What to copy so that each of the peer's pieces becomes one of ours."""
-        local = self._ours.offsets(ours)
-        return Runs(self._theirs.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
+        return self._leg.runs(peers, ours)
 
 
-def _grid(
-    num_planes: int, num_heads: int, block_size: int, cell_nbytes: int, shape: PieceShape, run_axes: int
-) -> _Grid:
-    """`run_axes`: how many of a piece's axes, planes and then heads, are cut into runs."""
-    head_nbytes = block_size * cell_nbytes
-    run_offsets = np.array([shape.first_head * head_nbytes])
-    if run_axes > 0:
-        run_offsets = (np.arange(num_planes)[:, None] * (num_heads * head_nbytes) + run_offsets).reshape(-1)
-    if run_axes > 1:
-        run_offsets = (run_offsets[:, None] + np.arange(shape.num_heads) * head_nbytes).reshape(-1)
-    return _Grid(
-        num_planes * num_heads * head_nbytes,
-        shape.num_tokens * cell_nbytes,
-        shape.pieces_per_block,
-        run_offsets,
-    )
+class DevicePieces:
+    """PieceView of a DeviceKVBytes: every span is a copy."""
+
+    def __init__(self, memory: CudaMemory, leg: LegGeometry) -> None:
+        self._memory = memory
+        self._leg = leg
+        self.shape = leg.shape
+        self.nbytes = leg.nbytes
+
+    def span(self, piece_id: int) -> Bytes:
+        buffer = np.empty(self.nbytes, np.uint8)
+        self._memory.read(self._leg.runs_of(piece_id), buffer)
+        return buffer
+
+    def buffer_for(self, _piece_id: int) -> Bytes:
+        return np.empty(self.nbytes, np.uint8)
+
+    def store(self, piece_id: int, buffer: Bytes) -> None:
+        self._memory.write(self._leg.runs_of(piece_id), buffer)
+
+    def checksum(self, piece_id: int) -> int:
+        return xxhash.xxh3_64_intdigest(self.span(piece_id).data)
+
+    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
+        return self._leg.runs(peers, ours)

@@ -1,5 +1,6 @@
 """RemotePools: the peers' pools that this rank reads, open while hand-overs come from them."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from kv_transfer.transport.base import (
     Runs,
     TransportError,
 )
+
+logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 """A pool that no hand-over comes from is let go after this long; it may belong to a process that is dead."""
@@ -52,7 +55,12 @@ class RemotePools:
     def poll(self) -> Iterator[tuple[str, ReadDone]]:
         """Reads that are over, with their transport."""
         for transport, reader in self._readers.items():
-            for done in reader.poll():
+            try:
+                ended = reader.poll()
+            except TransportError as error:
+                logger.warning("%s: %s", transport, error)
+                continue
+            for done in ended:
                 yield transport, done
 
     def poll_interval_s(self, transport: str) -> float | None:
@@ -83,4 +91,7 @@ class RemotePools:
         return min((pool.used_at + IDLE_S for pool in self._open.values()), default=None)
 
     def _close(self, key: PoolKey) -> None:
-        self._open.pop(key).pool.close()
+        try:
+            self._open.pop(key).pool.close()
+        except TransportError as error:
+            logger.warning("closing a pool: %s", error)

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
 from kv_transfer.legs import Legs
-from kv_transfer.orders import AbortLoad, BeginLoad, LoadBlocks
-from kv_transfer.pool import KVBytes
-from kv_transfer.protocol.consumer import Consumer, WantedPiece
+from kv_transfer.metrics import PeerMetrics
+from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
+from kv_transfer.pool import KVPool
+from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.incoming import WantedPiece
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
@@ -23,7 +26,7 @@ from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
 
-TakingOrder = BeginLoad | LoadBlocks | AbortLoad
+TakingOrder = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
 
 READ_TIMEOUT_S = 10.0
 """A read that takes this long will not end by itself; closing its pool ends it."""
@@ -45,17 +48,19 @@ class TakingEnd:
     def __init__(
         self,
         incarnation: str,
-        pool: KVBytes,
+        pool: KVPool,
         channel: Channel,
         readers: Mapping[str, PoolReader],
         consumer: Consumer,
         counters: "Counter[str]",
+        metrics: PeerMetrics,
         clock: Clock,
     ) -> None:
         self._pool = pool
         self._channel = channel
         self._consumer = consumer
         self._counters = counters
+        self._metrics = metrics
         self._clock = clock
         self._legs = Legs(incarnation, pool)
         self._loads: Loads[Leg, Received] = Loads()
@@ -75,6 +80,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
+            case GiveUpLoad(request_id, reason):
+                for end in self._legs.of(request_id):
+                    self._do(self._consumer.give_up(end.leg, reason))
 
     def take(self, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -127,6 +135,10 @@ class TakingEnd:
 
     def _load(self, order: LoadBlocks) -> None:
         ends = self._legs.of(order.request_id)
+        if (reason := self._legs.refusal(order.request_id)) is not None:
+            self._legs.close(order.request_id)
+            self.failed.append(FailedKV(order.request_id, 0, f"the workers do not match: {reason}"))
+            return
         self._loads.begin(order.request_id, [end.leg for end in ends])
         first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
         effects: list[Effect] = []
@@ -154,7 +166,7 @@ class TakingEnd:
             self._receive(message, wanted)
             return
         read = _Read(_pool_key(message.key, transport), message, wanted, now)
-        view = self._legs.view(message.key)
+        view = self._legs.at(message.key).view
         try:
             peers = [message.piece_ids[piece.position] for piece in wanted]
             runs = view.runs(peers, [piece.piece_id for piece in wanted])
@@ -168,7 +180,7 @@ class TakingEnd:
 
     def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...]) -> None:
         """The bytes follow the header, a frame for each announced piece."""
-        view = self._legs.view(message.key)
+        view = self._legs.at(message.key).view
         by_position = {piece.position: piece for piece in wanted}
         missing = set()
         for position in range(len(message.indices)):
@@ -185,7 +197,8 @@ class TakingEnd:
 
     def _arrived(self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int]) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
-        key, view = message.key, self._legs.view(message.key)
+        key, end = message.key, self._legs.at(message.key)
+        view = end.view
         has_checksums, damaged = self._consumer.wants_checksums(key), set(missing)
         num_arrived = 0
         for piece in wanted:
@@ -196,21 +209,25 @@ class TakingEnd:
                 and view.checksum(piece.piece_id) != piece.checksum
             ):
                 damaged.add(piece.index)
-        self._counters["kv_bytes_received"] += num_arrived * view.nbytes
+        num_bytes = num_arrived * view.nbytes
+        self._counters["kv_bytes_received"] += num_bytes
+        self._metrics.moved(TransferRole.CONSUMER, end.peer, self._consumer.transport_of(key), num_bytes)
         valid = [piece.index for piece in wanted if piece.index not in damaged]
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
     def _unread(self, read: _Read, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
         indices = [piece.index for piece in read.wanted]
-        self._do(self._consumer.on_unread(read.message.key, indices, error, self._clock.now()))
+        transport = read.pool[2]
+        self._do(self._consumer.on_unread(read.message.key, transport, indices, error, self._clock.now()))
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:
             self._pools.open(_pool_key(effect.key, effect.transport), effect.description)
         except TransportError as error:
             logger.warning("cannot reach the KV of %s: %s", effect.key.producer, error)
-            self._do(self._consumer.on_unreachable(effect.key, str(error), self._clock.now()))
+            now = self._clock.now()
+            self._do(self._consumer.on_unreachable(effect.key, effect.transport, str(error), now))
 
     # effects
 
@@ -221,19 +238,23 @@ class TakingEnd:
                     self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
                 case OpenPool():
                     self._open_pool(effect)
-                case Received(leg=leg):
+                case Received(leg=leg, transport=transport):
+                    queued_s = effect.elapsed_s - effect.moving_s
+                    self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
-                case Failed(leg, num_valid, reason, is_cancelled):
+                case Failed(leg, num_valid, reason, is_cancelled, transport):
+                    self._metrics.missed(self._legs.peer_of(leg), transport)
                     outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
                     self._conclude(leg.request_id, outcome)
-                case Quiesced(leg, num_valid):
-                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg, num_valid))
+                case Quiesced(leg, transport):
+                    self._metrics.missed(self._legs.peer_of(leg), transport)
+                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.abort(leg, outcome.reason))
+                self._do(self._consumer.give_up(leg, outcome.reason))
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
             self._legs.close(request_id)
@@ -242,7 +263,14 @@ class TakingEnd:
                     elapsed_s = max(part.elapsed_s for part in parts)
                     moving_s = max(part.moving_s for part in parts)
                     self.received.append(
-                        ReceivedKV(request_id, parts[0].first_token, num_bytes, elapsed_s, moving_s)
+                        ReceivedKV(
+                            request_id,
+                            parts[0].first_token,
+                            num_bytes,
+                            elapsed_s,
+                            moving_s,
+                            parts[0].transport,
+                        )
                     )
                 case LoadFailed(num_valid_tokens, reason, is_cancelled):
                     num_blocks = num_valid_tokens // self._pool.layout.block_size

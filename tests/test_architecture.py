@@ -46,6 +46,20 @@ def modules(*folders: str) -> list[Path]:
     return [file for file in files if "v1" not in file.relative_to(ROOT).parts]
 
 
+def names_in(tree: ast.AST) -> set[str]:
+    """Every name, attribute and part of an imported module's name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                names.add(name)
+            case ast.Import(names=imported):
+                names.update(part for alias in imported for part in alias.name.split("."))
+            case ast.ImportFrom(module=module, names=imported):
+                names.update((module or "").split("."), (alias.name for alias in imported))
+    return names
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -91,6 +105,31 @@ def test_only_actors_knows_ray_remote() -> None:
         relative(file) for file in modules(*PACKAGES) if re.search(r"\bray\.remote\b\(", file.read_text())
     ]
     assert users == ["cluster/actors.py"]
+
+
+def test_nothing_is_pickled_but_by_ray() -> None:
+    """Whoever unpickles what a peer sent runs what the peer wants. Only Ray's own calls may: its cluster is trusted."""
+    pickles = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "send_pyobj", "recv_pyobj"}
+    users = [
+        f"{relative(file)} uses {name}"
+        for file in modules(*sorted(set(PACKAGES) - {"cluster"}))
+        for name in sorted(names_in(ast.parse(file.read_text())) & pickles)
+    ]
+    assert users == []
+    in_cluster = {name for file in modules("cluster") for name in names_in(ast.parse(file.read_text()))}
+    assert in_cluster & {"send_pyobj", "recv_pyobj"} == set()
+
+
+def test_only_the_edge_reads_the_secret() -> None:
+    """Below `cluster` nobody knows the secret's file or variable; keys are handed down."""
+    from cluster.secret import SECRET_VARIABLE
+
+    below = modules(*sorted(set(PACKAGES) - {"cluster"}))
+    code = {relative(file): names_in(ast.parse(file.read_text())) for file in below}
+    assert [file for file, names in code.items() if {"secret_file", "load_secret"} & names] == [
+        "baton/config.py"
+    ]
+    assert [file for file in code if f'"{SECRET_VARIABLE}"' in (ROOT / file).read_text()] == []
 
 
 @pytest.mark.parametrize("module", ["cluster", "cluster.worker_process"])

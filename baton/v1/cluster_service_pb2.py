@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\x83\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\"\x93\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\x87\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32h\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\x83\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\"\xb7\x02\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x12\"\n\x08kv_peers\x18\n \x03(\x0b\x32\x10.baton.v1.KVPeer\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9b\x01\n\x06KVPeer\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x10\n\x08moving_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\x87\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32h\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,17 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBECLUSTERRESPONSE']._serialized_start=71
   _globals['_DESCRIBECLUSTERRESPONSE']._serialized_end=202
   _globals['_WORKER']._serialized_start=205
-  _globals['_WORKER']._serialized_end=480
-  _globals['_WORKER_COUNTERSENTRY']._serialized_start=433
-  _globals['_WORKER_COUNTERSENTRY']._serialized_end=480
-  _globals['_KVBLOCKS']._serialized_start=482
-  _globals['_KVBLOCKS']._serialized_end=597
-  _globals['_REQUESTS']._serialized_start=599
-  _globals['_REQUESTS']._serialized_end=675
-  _globals['_GATEWAY']._serialized_start=678
-  _globals['_GATEWAY']._serialized_end=813
-  _globals['_GATEWAY_PATHSENTRY']._serialized_start=769
-  _globals['_GATEWAY_PATHSENTRY']._serialized_end=813
-  _globals['_CLUSTERSERVICE']._serialized_start=815
-  _globals['_CLUSTERSERVICE']._serialized_end=919
+  _globals['_WORKER']._serialized_end=516
+  _globals['_WORKER_COUNTERSENTRY']._serialized_start=469
+  _globals['_WORKER_COUNTERSENTRY']._serialized_end=516
+  _globals['_KVPEER']._serialized_start=519
+  _globals['_KVPEER']._serialized_end=674
+  _globals['_KVBLOCKS']._serialized_start=676
+  _globals['_KVBLOCKS']._serialized_end=791
+  _globals['_REQUESTS']._serialized_start=793
+  _globals['_REQUESTS']._serialized_end=869
+  _globals['_GATEWAY']._serialized_start=872
+  _globals['_GATEWAY']._serialized_end=1007
+  _globals['_GATEWAY_PATHSENTRY']._serialized_start=963
+  _globals['_GATEWAY_PATHSENTRY']._serialized_end=1007
+  _globals['_CLUSTERSERVICE']._serialized_start=1009
+  _globals['_CLUSTERSERVICE']._serialized_end=1113
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,7 @@ class Worker(_message.Message):
     KV_BLOCKS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    KV_PEERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """`prefill` or `decode`."""
@@ -118,6 +119,8 @@ class Worker(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Monotonic counts since the worker's start."""
 
+    @_builtins.property
+    def kv_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVPeer]: ...
     def __init__(
         self,
         *,
@@ -130,14 +133,66 @@ class Worker(_message.Message):
         kv_blocks: Global___KVBlocks | None = ...,
         requests: Global___Requests | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        kv_peers: _abc.Iterable[Global___KVPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_blocks", b"kv_blocks", "requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class KVPeer(_message.Message):
+    """Hand-overs with one peer over one transport since the start; with tensor parallelism, each pair of ranks counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    QUEUED_S_FIELD_NUMBER: _builtins.int
+    MOVING_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """The end this worker was on: `producer` or `consumer`."""
+    peer: _builtins.str
+    transport: _builtins.str
+    """Empty for those that ended before one was agreed upon."""
+    done: _builtins.int
+    failed: _builtins.int
+    """Ended otherwise: aborted, refused, expired, given up."""
+    bytes: _builtins.int
+    queued_s: _builtins.float
+    """Consumer: from asking to the first piece; overlaps the prefill."""
+    moving_s: _builtins.float
+    """Consumer: from the first piece to the last."""
+    exposed_s: _builtins.float
+    """Producer: from the end of the prefill until everything was verified over there."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        done: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        queued_s: _builtins.float = ...,
+        moving_s: _builtins.float = ...,
+        exposed_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "done", b"done", "exposed_s", b"exposed_s", "failed", b"failed", "moving_s", b"moving_s", "peer", b"peer", "queued_s", b"queued_s", "role", b"role", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVPeer: _TypeAlias = KVPeer  # noqa: Y015
 
 @_typing.final
 class KVBlocks(_message.Message):

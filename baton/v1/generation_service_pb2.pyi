@@ -316,6 +316,8 @@ class Timing(_message.Message):
     HANDOVER_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_WAIT_S_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """From the gateway's first sight of the request to token 0."""
     queue_s: _builtins.float
@@ -327,6 +329,10 @@ class Timing(_message.Message):
     """From token 0 at the gateway to token 1: what the hand-over and the first decode step take together."""
     decode_s: _builtins.float
     total_s: _builtins.float
+    transfer_wait_s: _builtins.float
+    """From the decode worker's asking for blocks to the first one's arrival; overlaps the prefill."""
+    transport: _builtins.str
+    """Which way the blocks came: `shared_memory`, `zmq_tcp` ...; empty if none did."""
     @_builtins.property
     def itl_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Between one token's arrival at the gateway and the next one's."""
@@ -343,10 +349,12 @@ class Timing(_message.Message):
         handover_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
+        transfer_wait_s: _builtins.float = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "transfer_wait_s", b"transfer_wait_s", "transport", b"transport", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ from kv_transfer.protocol.effects import (
     Send,
 )
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.incoming import Incoming, Loss, State
+from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPiece
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
@@ -64,16 +64,6 @@ class ConsumerIdentity:
     heartbeat_s: float
     peer_timeout_s: float
     load_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WantedPiece:
-    """One of the pieces that a message announced: its place there, its checksum, and where it goes."""
-
-    position: int
-    index: int
-    piece_id: int
-    checksum: int | None
 
 
 class Consumer:
@@ -131,14 +121,21 @@ class Consumer:
             return []
         transfer = self._transfers[self._keys[leg]]
         if transfer.state is State.DRAINING:
-            transfer.outcome = Quiesced(leg, 0)
+            transfer.outcome = Quiesced(leg, transfer.transport or "")
             return []
         told = Send(transfer.address, Cancel(transfer.key, reason))
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
-        return [told, *self._end_load(transfer, Quiesced(leg, self._num_valid_tokens(transfer)))]
+        return [told, *self._end_load(transfer, Quiesced(leg, transfer.transport or ""))]
+
+    def give_up(self, leg: Leg, reason: str) -> list[Effect]:
+        """The load has failed on another leg: it fails here too, unless it is over."""
+        key = self._keys.get(leg)
+        if key is None or self._transfers[key].state is not State.LOADING:
+            return []
+        return self._lose(self._transfers[key], Loss(reason))
 
     # what peers and time bring
 
@@ -220,23 +217,31 @@ class Consumer:
                 return effects + self._lose(transfer, Loss(f"{transfer.num_bad} pieces arrived damaged"))
         return effects + self._complete(transfer, now)
 
-    def on_unread(self, key: TransferKey, indices: Sequence[int], reason: str, now: float) -> list[Effect]:
+    def on_unread(
+        self, key: TransferKey, transport: str, indices: Sequence[int], reason: str, now: float
+    ) -> list[Effect]:
         """A read of these pieces failed: the transport does not work between these two, so another one is tried."""
         transfer = self._transfers[key]
         for index in indices:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
             return self._drain(transfer)
-        return self.on_unreachable(key, reason, now)
+        if transfer.transport not in (
+            transport,
+            None,
+        ):  # what was offered of these in the new way was not taken
+            return self._beat(transfer, now)
+        return self.on_unreachable(key, transport, reason, now)
 
-    def on_unreachable(self, key: TransferKey, reason: str, now: float) -> list[Effect]:
-        """The producer's pool cannot be read the way that was agreed upon."""
+    def on_unreachable(self, key: TransferKey, transport: str, reason: str, now: float) -> list[Effect]:
+        """The producer's pool cannot be read in this way. If it is the way that was agreed upon, another is tried."""
         transfer = self._transfers.get(key)
-        if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
+        if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        unreachable = self._unreachable.setdefault((key.producer, key.producer_rank), set())
-        unreachable.add(transfer.transport)
+        self._unreachable.setdefault((key.producer, key.producer_rank), set()).add(transport)
+        if transfer.state is not State.LOADING or transfer.transport != transport:
+            return []  # it is over, or it was told so before
         transfer.transport = None
         if not self._transports_to(key):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
@@ -345,7 +350,8 @@ class Consumer:
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
         self._counters["kv_loads_failed"] += 1
-        return Failed(transfer.leg, self._num_valid_tokens(transfer), loss.reason, loss.is_cancelled)
+        num_valid = self._num_valid_tokens(transfer)
+        return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
 
     def _num_valid_tokens(self, transfer: Incoming) -> int:
         """Where we read without checksums, nothing but the producer's End says that it was still there to be read."""

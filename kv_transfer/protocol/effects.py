@@ -1,10 +1,14 @@
-"""What a state machine wants done, as values; whoever drives it (a thread, a test, a simulation) does it."""
+"""What a state machine wants done, as values; whoever drives it (a thread, a test, a simulation) does it.
 
-from dataclasses import dataclass
+News say by which transport and in what time, for the metrics; that is no part of what they are.
+"""
+
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.request import FirstToken
 from kv_transfer.protocol.messages import ToConsumer, ToProducer, TransferKey
+from kv_transfer.protocol.transports import SENDS_BYTES
 
 Peer = bytes | str
 """How the transport reaches the other end: the identity of who connected to us, or the address we connected to."""
@@ -25,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendPieces:
-    """Tell the peer of these pieces of our pool, with their bytes if `has_payload`."""
+    """Tell the peer of these pieces of our pool."""
 
     peer: Peer
     key: TransferKey
@@ -33,7 +37,12 @@ class SendPieces:
     indices: tuple[int, ...]
     piece_ids: tuple[int, ...]
     has_checksums: bool
-    has_payload: bool
+    transport: str
+
+    @property
+    def has_payload(self) -> bool:
+        """The bytes themselves are to be sent, a frame for each piece."""
+        return self.transport in SENDS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,9 @@ class Freed:
     """Producer: nobody will read this leg's blocks any more."""
 
     leg: Leg
+    transport: str = field(default="", compare=False)
+    exposed_s: float | None = field(default=None, compare=False)
+    """From the end of the prefill to the consumer's Release; None if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class Failed:
     num_valid_tokens: int
     reason: str
     is_cancelled: bool
+    transport: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ class Quiesced:
     """Consumer: the load was given up and nothing writes its blocks any more."""
 
     leg: Leg
-    num_valid_tokens: int
+    transport: str = field(default="", compare=False)
 
 
 News = Freed | Received | Failed | Quiesced

@@ -33,6 +33,16 @@ class Loss:
     """The producer said so itself and has forgotten the leg."""
 
 
+@dataclass(frozen=True, slots=True)
+class WantedPiece:
+    """One of the pieces that a message announced: its place there, its checksum, and where it goes."""
+
+    position: int
+    index: int
+    piece_id: int
+    checksum: int | None
+
+
 @dataclass(slots=True, eq=False)
 class Incoming:
     key: TransferKey

@@ -54,6 +54,8 @@ class Outgoing:
     first_token: FirstToken | None = None
     """Set when the prefill is complete; the lease runs from then on."""
     finished_at: float = 0.0
+    exposed_s: float | None = None
+    """Set by the consumer's Release."""
     is_end_sent: bool = False
 
     def move_to(self, state: State) -> None:

@@ -47,7 +47,7 @@ class LoadQuiet:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[P]):
-    """One part failed: these are to be aborted, each to be reported by `quiet`."""
+    """One part failed: these are to fail too, each to be reported by `failed`, unless it has arrived meanwhile."""
 
     parts: tuple[P, ...]
     reason: str
@@ -91,12 +91,10 @@ class Loads(Generic[P, R]):
             return GiveUp(tuple(load.open), reason)
         return self._outcome(request_id, load)
 
-    def quiet(self, request_id: str, part: P, num_valid_tokens: int) -> LoadOutcome[R, P]:
+    def quiet(self, request_id: str, part: P) -> LoadOutcome[R, P]:
+        """An aborted part is over."""
         load = self._close(request_id, part)
-        if load is None:
-            return None
-        load.keep(num_valid_tokens)
-        return self._outcome(request_id, load)
+        return None if load is None else self._outcome(request_id, load)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -142,6 +140,10 @@ class Sends(Generic[P]):
             return False
         del self._open[request_id]
         return True
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits to hear that it is free."""
+        self._open.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -168,7 +168,7 @@ class Producer:
             case Release():
                 self._counters["kv_sends_done"] += 1
                 if transfer.first_token is not None:
-                    self._counters["kv_exposed_us"] += round((now - transfer.finished_at) * 1e6)
+                    transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
             case Cancel():
                 self._counters["kv_sends_cancelled"] += 1
@@ -295,7 +295,7 @@ class Producer:
             indices,
             tuple([transfer.ready[index] for index in indices]),
             transfer.open.checksums.applies(self._identity.reach.host, transfer.open.host),
-            transfer.has_payload,
+            transfer.transport,
         )
 
     def _end(self, transfer: Outgoing) -> list[Effect]:
@@ -323,7 +323,7 @@ class Producer:
             self._num_early -= 1
             return effects
         del self._keys[transfer.leg]
-        return [*effects, Freed(transfer.leg)]
+        return [*effects, Freed(transfer.leg, transfer.transport, transfer.exposed_s)]
 
     def _remember(self, farewell: Aborted) -> None:
         self._farewells[farewell.key] = farewell

@@ -81,6 +81,7 @@ class Runs:
             ("the peer's", self.remote, remote_nbytes),
             ("our", self.local, local_nbytes),
         ):
+            # an end may exceed an int64, a beginning does not
             if len(offsets) and (
                 offsets.min() < 0 or self.lengths.min() < 0 or (offsets > nbytes - self.lengths).any()
             ):

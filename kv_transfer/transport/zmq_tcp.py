@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
+from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
@@ -24,19 +25,27 @@ MAX_ARRIVALS_PER_TURN = 64
 class ZmqChannel:
     """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
 
-    def __init__(self, bind_host: str, block_nbytes: int) -> None:
-        """`block_nbytes`: the largest piece of payload."""
+    def __init__(self, bind_host: str, block_nbytes: int, keys: PlaneKeys | None) -> None:
+        """`block_nbytes`: the largest piece of payload. Without `keys`, everybody who can connect is heard."""
+        self._keys = keys
         self._max_message_bytes = max(block_nbytes, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
         port = self._router.bind_to_random_port(f"tcp://{bind_host}")
         self.address = f"tcp://{bind_host}:{port}"
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        self._doorkeeper.register(self._poller)
         self._reading: zmq.Socket[bytes] | None = None
         self.num_dropped = 0
+
+    @property
+    def num_denied(self) -> int:
+        """Connections that were turned away; from any thread."""
+        return self._doorkeeper.num_denied
 
     def wake_on(self, wakeup: WakeUp) -> None:
         """`wait` also returns when `wakeup` is set."""
@@ -46,6 +55,7 @@ class ZmqChannel:
         """Sleeps until something arrives or the time is over, then yields what has arrived."""
         timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
         ready = dict(self._poller.poll(timeout_ms))
+        self._doorkeeper.attend(ready)
         if self._router in ready:
             yield from self._arrivals(self._router, None)
         for address, dealer in list(self._dealers.items()):
@@ -83,6 +93,7 @@ class ZmqChannel:
             self.num_dropped += 1
 
     def close(self) -> None:
+        self._doorkeeper.close()
         for socket in [self._router, *self._dealers.values()]:
             socket.close()
         self._context.term()
@@ -91,6 +102,7 @@ class ZmqChannel:
         dealer = self._dealers.pop(address, None)
         if dealer is None:
             dealer = self._configured(zmq.DEALER)
+            secure_client(dealer, self._keys)
             dealer.connect(address)
             self._poller.register(dealer, zmq.POLLIN)
         self._dealers[address] = dealer  # last in the dict: the most recently used

@@ -10,6 +10,7 @@ from baton.clock import Clock, SystemClock
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
@@ -43,6 +44,9 @@ class FakeConnectorWorker:
 
     def counters(self) -> dict[str, int]:
         return {"kv_bytes_sent": 0}
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        return ()
 
 
 class StepHook:

@@ -3,12 +3,13 @@
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
+from baton.curve import ClusterKeys
 from baton.kv import TransferRole, WorkerRef
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.worker import (
@@ -22,6 +23,7 @@ from baton.worker import (
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.dispatcher import LoadFailurePolicy
+from tests.factories.security import KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
 
@@ -32,7 +34,7 @@ Script = Callable[[EngineRequest], list[RequestOutput]]
 class ScriptedWorker:
     """A worker without an engine. `heard` holds what reached it: legs and the ids of aborted ones."""
 
-    def __init__(self, name: str, role: WorkerRole, script: Script) -> None:
+    def __init__(self, name: str, role: WorkerRole, script: Script, keys: ClusterKeys = KEYS) -> None:
         self._script = script
         self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
         self._role = role
@@ -40,7 +42,9 @@ class ScriptedWorker:
         self.goes_on = threading.Event()
         """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
         self.goes_on.set()
-        self._server = RequestServer(NETWORK, self._ref.incarnation, self._status, SystemClock())
+        self._server = RequestServer(
+            NETWORK, keys.request, self._ref.incarnation, self._status, SystemClock()
+        )
         self._server.start(self)
         self.endpoint = WorkerEndpoint(self._ref, role, self._server.address, "here", 1)
         self._clients: dict[str, str] = {}
@@ -132,8 +136,8 @@ class GatewayUnderTest:
 @asynccontextmanager
 async def gateway_with(
     folder: Path,
-    prefill: dict[str, Script],
-    decode: dict[str, Script],
+    prefill: Mapping[str, Script],
+    decode: Mapping[str, Script],
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
     **config: object,
@@ -142,7 +146,7 @@ async def gateway_with(
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
     settings = GatewayConfig(grpc_port=0, **config)  # type: ignore[arg-type]
-    gateway = Gateway(settings, NETWORK, load_failure_policy, model, tokenizer, SystemClock())
+    gateway = Gateway(settings, NETWORK, KEYS.request, load_failure_policy, model, tokenizer, SystemClock())
     workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
     workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
     try:

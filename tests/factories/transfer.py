@@ -9,7 +9,7 @@ from typing import TypeVar
 from baton.clock import VirtualClock
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity, WantedPiece
+from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
 from kv_transfer.protocol.effects import (
     Effect,
     Failed,
@@ -22,6 +22,7 @@ from kv_transfer.protocol.effects import (
     SendPieces,
 )
 from kv_transfer.protocol.geometry import PieceShape, RankLayout
+from kv_transfer.protocol.incoming import WantedPiece
 from kv_transfer.protocol.messages import ChecksumPolicy, Pieces, ToConsumer, ToProducer, TransferKey
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
@@ -118,10 +119,10 @@ class Wire:
             match effect:
                 case Send(peer, message):
                     self._post(str(peer), Frame(source, message))
-                case SendPieces(peer, key, version, indices, piece_ids, _, has_payload):
+                case SendPieces(peer, key, version, indices, piece_ids):
                     contents = tuple(self.source_blocks[piece_id] for piece_id in piece_ids)
                     header = Pieces(key, version, indices, piece_ids, checksums=contents)
-                    self._post(str(peer), Frame(source, header, contents if has_payload else ()))
+                    self._post(str(peer), Frame(source, header, contents if effect.has_payload else ()))
                 case OpenPool():
                     self.opened_pools.append(effect)
                 case news:

@@ -11,6 +11,7 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
+from baton.curve import secure_client
 from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
@@ -26,6 +27,7 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from tests.factories.security import KEYS
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
@@ -44,7 +46,14 @@ class Worker:
         self._has_news = threading.Event()
         self._news: list[KVConnectorOutput] = []
         self.connector = KVConnectorWorker(
-            config, "127.0.0.1", incarnation, SystemClock(), self.pool, FINGERPRINT, self._has_news.set
+            config,
+            "127.0.0.1",
+            KEYS.kv,
+            incarnation,
+            SystemClock(),
+            self.pool,
+            FINGERPRINT,
+            self._has_news.set,
         )
         self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
@@ -211,6 +220,7 @@ def rebound(name: str, incarnation: str, address: str) -> Worker:
 def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode: Worker) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
+        secure_client(stranger, KEYS.kv)
         stranger.connect(prefill.ref.kv_addresses[0])
         stranger.send(b"")
         stranger.send(b"\xff" * 100)

@@ -8,6 +8,7 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import NetworkConfig
+from baton.curve import secure_client
 from baton.kv import WorkerRef
 from baton.messages import (
     TO_GATEWAY,
@@ -24,6 +25,7 @@ from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from engine.request_plane import RequestServer
+from tests.factories.security import KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=0.4)
 STATUS = WorkerStatus(
@@ -62,6 +64,7 @@ class GatewaySocket:
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        secure_client(self.socket, KEYS.request)
         self.socket.connect(address)
 
     def send(self, message: ToWorker) -> None:
@@ -84,7 +87,7 @@ def sink() -> RecordingSink:
 
 @pytest.fixture
 def server(sink: RecordingSink) -> Iterator[RequestServer]:
-    server = RequestServer(NETWORK, "life-1", lambda: STATUS, SystemClock())
+    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, SystemClock())
     server.start(sink)
     yield server
     server.stop()

@@ -1,5 +1,6 @@
 """The configuration: errors name the key and the value; nothing unknown passes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ from baton.errors import ConfigError
         ({"cluster": {"prefill": "two"}}, "cluster.prefill: got 'two'"),
         ({"engine": {"trace_dir": ""}}, "engine.trace_dir: got ''"),
         ({"engine": {"trace_max_mib": 0}}, "engine.trace_max_mib: got 0"),
+        ({"network": {"security": "tls"}}, "network.security: got 'tls'; Input should be 'curve' or 'none'"),
+        ({"network": {"secret_file": ""}}, "network.secret_file: got ''"),
+        (
+            {"network": {"security": "none", "secret_file": "a"}},
+            r"network: secret_file \('a'\) needs security 'curve'",
+        ),
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
         ({"kv_transfer": None}, "kv_transfer: got None"),
         (
@@ -34,6 +41,23 @@ from baton.errors import ConfigError
 def test_a_wrong_key_is_named_with_its_value(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         BatonConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "*", "::", "10.1.2.3", "eth0", "node-1", "127.0.0.1.example.com"]
+)
+def test_planes_that_others_can_reach_need_security(host: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"network: security 'none' on bind_host '{re.escape(host)}' would let"
+    ):
+        BatonConfig.from_mapping({"network": {"security": "none", "bind_host": host}})
+    assert BatonConfig.from_mapping({"network": {"bind_host": host}}).network.security == "curve"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_loopback_may_do_without_security(host: str) -> None:
+    values = {"network": {"security": "none", "bind_host": host}}
+    assert BatonConfig.from_mapping(values).network.security == "none"
 
 
 def test_every_problem_is_reported_at_once() -> None:

@@ -18,6 +18,7 @@ TIMING: dict[str, Any] = {
     "prefill_s": 0.1,
     "transfer_s": 0.02,
     "transfer_bytes": 1_105_920,
+    "transport": "shared_memory",
     "handover_s": 0.05,
     "decode_s": 0.1,
     "total_s": 0.225,
@@ -66,7 +67,18 @@ def test_an_answer_of_one_token_has_no_pace() -> None:
     assert "tokens/s" not in shown(show_timeline, replace(one, completion=completion))
 
 
-def test_status_has_a_row_for_each_worker() -> None:
+def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
+    peer = {
+        "role": "consumer",
+        "peer": "p0",
+        "transport": "shared_memory",
+        "done": "4",
+        "failed": "1",
+        "bytes": str(3 * 2**20),
+        "queued_s": 0.5,
+        "moving_s": 0.02,
+        "exposed_s": 0.0,
+    }
     worker = {
         "name": "d0",
         "role": "decode",
@@ -75,8 +87,11 @@ def test_status_has_a_row_for_each_worker() -> None:
         "pid": 4711,
         "kv_blocks": {"total": 99, "free": 90, "quarantined": 1, "leased": 2},
         "requests": {"running": 3, "waiting": 4, "waiting_for_remote_kvs": 5},
+        "kv_peers": [peer],
     }
     gateway = {"in_flight": 6, "queued": 7}
     text = shown(show, {"model": "m", "model_path": "/m", "workers": [worker], "gateway": gateway})
     assert "6 requests in flight, 7 queued" in text
-    assert text.splitlines()[-1].split() == ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"]
+    rows = [line.split() for line in text.splitlines()]
+    assert ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"] in rows
+    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "3.0", "125.0", "5.0"]

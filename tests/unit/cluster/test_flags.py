@@ -23,6 +23,7 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "ray_address": "head:6379",
         "host": "0.0.0.0",
         "trace_dir": "some/folder",
+        "secret_file": "some/file",
     }
     choices = [c for c in ("float32", "dummy", "cuda", "local") if c in str(field.annotation)]
     text = samples.get(key) or (choices[0] if choices else "7")

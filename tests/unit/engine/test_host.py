@@ -1,15 +1,19 @@
 """EngineHost: what cannot work is refused at the start, with the key that is wrong."""
 
+import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from baton.config import BatonConfig
+from baton.curve import derive_keys
 from baton.errors import ConfigError
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
 from engine.step_trace import TraceEnd, read_trace
 from tests.factories.models import make_model_dir
+from tests.factories.security import KEYS
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def test_a_configuration_that_this_model_or_machine_cannot_serve(
     tmp_path: Path, values: dict[str, dict[str, object]], complaint: str
 ) -> None:
     config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
-    host = EngineHost(config, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
     with pytest.raises(ConfigError, match=complaint):
         host.start()
 
@@ -48,7 +52,7 @@ def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32"}, "engine": {"num_threads": 1}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
     endpoint = host.start()
     status = host.status()
     assert status.ref == endpoint.ref
@@ -59,6 +63,32 @@ def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
     assert host.status().state.value == "stopped"
 
 
+def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    names = ("kv_denied_peers", "request_denied_peers")
+    assert [host.status().counters[name] for name in names] == [0, 0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(endpoint.request_address)
+        stranger.connect(endpoint.ref.kv_addresses[0])
+        end = time.monotonic() + 10
+        while not all(host.status().counters[name] for name in names):
+            assert time.monotonic() < end
+    host.stop()
+
+
+@pytest.mark.parametrize("security", ["curve", "none"])
+def test_a_host_does_not_leave_a_plane_open_that_should_be_closed(tmp_path: Path, security: str) -> None:
+    config = BatonConfig.from_mapping({"network": {"security": security}})
+    keys = derive_keys(None) if security == "curve" else KEYS
+    with pytest.raises(AssertionError):
+        EngineHost(config, keys, tmp_path, DecodeWorker(1), "d0")
+
+
 def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
     config = BatonConfig.from_mapping(
         {
@@ -67,7 +97,7 @@ def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
             "scheduler": {"num_blocks": 20},
         }
     )
-    host = EngineHost(config, make_model_dir(tmp_path / "model"), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path / "model"), DecodeWorker(1), "d0")
     endpoint = host.start()
     host.stop()
     trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")

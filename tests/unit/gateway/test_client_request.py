@@ -124,7 +124,14 @@ def test_the_timing_says_where_the_time_went() -> None:
     request = make_client_request()
     story = whole_story()
     prefill = StageTimes(queue_s=0.25, prefill_s=0.5)
-    decode = StageTimes(queue_s=0.1, transfer_s=0.7, transfer_moving_s=0.05, transfer_bytes=999, decode_s=9.0)
+    decode = StageTimes(
+        queue_s=0.1,
+        transfer_s=0.7,
+        transfer_moving_s=0.05,
+        transfer_bytes=999,
+        transport="zmq_tcp",
+        decode_s=9.0,
+    )
     story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=prefill))
     last = output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=decode)
     deltas = collect(request, [*story[:-1], ("d0", last)])
@@ -132,7 +139,8 @@ def test_the_timing_says_where_the_time_went() -> None:
     timing = deltas[-1].finish.timing
     assert timing.ttft_s == 1.0
     assert (timing.queue_s, timing.prefill_s) == (0.25, 0.5)
-    assert (timing.transfer_s, timing.transfer_bytes) == (0.05, 999)
+    assert (timing.transfer_s, timing.transfer_bytes, timing.transport) == (0.05, 999, "zmq_tcp")
+    assert timing.transfer_wait_s == pytest.approx(0.65)
     assert timing.handover_s == timing.itl_s[0] == 2.0
     assert len(timing.itl_s) == len(TOKENS) - 1
     assert timing.total_s == timing.ttft_s + sum(timing.itl_s)

@@ -1,0 +1,188 @@
+"""CURVE on the ZeroMQ planes: whoever knows the cluster's secret may talk, and nobody else can listen or alter a byte.
+
+Every key is derived from one ClusterSecret, so that no key has to be distributed. A plane has one key pair for its
+servers and one for their clients, and its servers admit that one client key (ZAP, ZeroMQ RFC 27). Knows neither files
+nor the environment, nor what is said on a plane.
+"""
+
+import hashlib
+import logging
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from baton.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MIN_SECRET_CHARACTERS = 16
+
+MESSAGE_OVERHEAD_BYTES = 33
+"""What a frame grows by (RFC 26, MESSAGE): command name, nonce, authenticator and flags. MAXMSGSIZE counts them."""
+
+FAILED_HANDSHAKES: int = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27 gives the name; there is one in each zmq.Context
+_ZAP_VERSION = b"1.0"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlaneKeys:
+    """Both key pairs of one plane, as Z85 text."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """What a process needs to talk on either plane; nobody can compute the secret from it. None: in the clear."""
+
+    request: PlaneKeys | None
+    kv: PlaneKeys | None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClusterSecret:
+    """Text that every process of a cluster shares and nobody else knows; it is part of no representation.
+
+    ConfigError if it is too short. Its strength is all there is, so let it be random: `openssl rand -hex 32`.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) < MIN_SECRET_CHARACTERS:
+            raise ConfigError(
+                f"a cluster secret has at least {MIN_SECRET_CHARACTERS} characters, this one has {len(self.text)}; "
+                "make one with `openssl rand -hex 32`"
+            )
+
+
+def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
+    """The same keys for the same secret, in every process; no keys for no secret."""
+    if secret is None:
+        return ClusterKeys(request=None, kv=None)
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"network.security: got 'curve', which libzmq {zmq.zmq_version()} was built without; install pyzmq "
+            "from its wheel, or use 'none' on loopback"
+        )
+    return ClusterKeys(request=_plane_keys(secret, "request"), kv=_plane_keys(secret, "kv"))
+
+
+def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
+    """Lets a socket connect to servers of this plane and to nobody else. Before `connect`, and after MAXMSGSIZE."""
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)
+        _make_room_for_overhead(socket)
+
+
+class Doorkeeper:
+    """Admits this plane's clients to a server socket, and counts whom it turned away; without keys, it does nothing.
+
+    Made before `bind` and after MAXMSGSIZE, in a zmq.Context without another one. It belongs to the thread that polls
+    the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
+    """
+
+    def __init__(self, name: str, socket: "zmq.Socket[bytes]", keys: PlaneKeys | None) -> None:
+        self.num_denied = 0
+        """Connections that ended before they had proved to know the secret; a port scan counts too."""
+        self._name = name
+        self._socket = socket
+        self._client_key = b""
+        self._sockets: tuple[zmq.Socket[bytes], ...] = ()
+        if keys is not None:
+            self._client_key = z85.decode(keys.client_public)
+            self._zap = socket.context.socket(zmq.REP)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind(_ZAP_ENDPOINT)
+            self._monitor = socket.get_monitor_socket(FAILED_HANDSHAKES)
+            self._sockets = (self._zap, self._monitor)
+            self._secure_server(keys)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """`poller` wakes when somebody is at the door."""
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+
+    def attend(self, ready: Container[object]) -> None:
+        """Answers whoever is at the door, if `ready` (what the poller found) says that somebody is."""
+        if self._sockets and self._zap in ready:
+            self._answer_all()
+        if self._sockets and self._monitor in ready:
+            self._count_all()
+
+    def close(self) -> None:
+        """Before the socket itself is closed."""
+        if self._sockets:
+            self._socket.disable_monitor()
+        for socket in self._sockets:
+            socket.close()
+
+    def _secure_server(self, keys: PlaneKeys) -> None:
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
+        # With an enforced domain, libzmq refuses everybody if nobody answers at the ZAP endpoint, not nobody.
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, b"baton")
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        _make_room_for_overhead(self._socket)
+
+    def _answer_all(self) -> None:
+        while (frames := _receive(self._zap)) is not None:
+            # version, request id, domain, address, identity, mechanism, credentials
+            is_known = len(frames) == 7 and frames[5:] == [b"CURVE", self._client_key]
+            status = (b"200", b"OK") if is_known else (b"400", b"not a client of this plane")
+            self._zap.send_multipart([_ZAP_VERSION, frames[1], *status, b"", b""])
+
+    def _count_all(self) -> None:
+        while (frames := _receive(self._monitor)) is not None:
+            self.num_denied += 1
+            if self.num_denied.bit_count() == 1:  # 1, 2, 4, 8, ...: who tries for ever must not fill the log
+                event = parse_monitor_message(frames)["event"]
+                logger.warning(
+                    "%s denied %d connection(s) so far, the last with %s: whoever connects must have this cluster's "
+                    "secret, and network.security 'curve'",
+                    self._name,
+                    self.num_denied,
+                    zmq.Event(event).name,
+                )
+
+
+def _plane_keys(secret: ClusterSecret, plane: str) -> PlaneKeys:
+    server, client = _secret_key(secret, f"{plane}/server"), _secret_key(secret, f"{plane}/client")
+    return PlaneKeys(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+def _secret_key(secret: ClusterSecret, purpose: str) -> bytes:
+    """32 bytes of keyed BLAKE2b; any 32 bytes are a Curve25519 secret key (RFC 7748, section 5)."""
+    text = secret.text.encode("utf-8", "surrogateescape")  # the environment may hold any bytes
+    key = hashlib.blake2b(text, person=b"baton-secret").digest()
+    digest = hashlib.blake2b(purpose.encode(), key=key, digest_size=32, person=b"baton-curve-1").digest()
+    return z85.encode(digest)
+
+
+def _make_room_for_overhead(socket: "zmq.Socket[Any]") -> None:
+    limit = socket.getsockopt(zmq.MAXMSGSIZE)
+    assert isinstance(limit, int)
+    if limit >= 0:  # -1: unlimited
+        socket.setsockopt(zmq.MAXMSGSIZE, limit + MESSAGE_OVERHEAD_BYTES)
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

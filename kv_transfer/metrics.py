@@ -1,0 +1,89 @@
+"""PeerMetrics: what was handed over, with whom and how; written by the transfer thread, read by any."""
+
+import threading
+from dataclasses import dataclass, field
+
+from baton.kv import TransferRole
+from baton.worker import KVPeerCounts
+
+MAX_PEERS = 128
+"""Kept; past this those that were used longest ago are dropped, since peers come and go."""
+
+_Place = tuple[TransferRole, str, str]
+"""Our end, the peer's name, and the transport."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    done: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+    queued_s: float = 0.0
+    moving_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass
+class PeerMetrics:
+    """Sums since the start, by our end, peer and transport."""
+
+    _counts: dict[_Place, _Counts] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _snapshot: tuple[KVPeerCounts, ...] | None = ()
+
+    def moved(self, role: TransferRole, peer: str, transport: str, num_bytes: int) -> None:
+        """Bytes were sent, offered to be read, or received."""
+        with self._lock:
+            self._of(role, peer, transport).num_bytes += num_bytes
+
+    def given(self, peer: str, transport: str, exposed_s: float | None) -> None:
+        """A leg of ours was released `exposed_s` after its prefill, or, if None, ended otherwise."""
+        with self._lock:
+            counts = self._of(TransferRole.PRODUCER, peer, transport)
+            if exposed_s is None:
+                counts.failed += 1
+            else:
+                counts.done += 1
+                counts.exposed_s += exposed_s
+
+    def taken(self, peer: str, transport: str, queued_s: float, moving_s: float) -> None:
+        """A leg has arrived: it waited for its first piece, and then moved."""
+        with self._lock:
+            counts = self._of(TransferRole.CONSUMER, peer, transport)
+            counts.done += 1
+            counts.queued_s += queued_s
+            counts.moving_s += moving_s
+
+    def missed(self, peer: str, transport: str) -> None:
+        """A leg that was being loaded has failed or was given up."""
+        with self._lock:
+            self._of(TransferRole.CONSUMER, peer, transport).failed += 1
+
+    def snapshot(self) -> tuple[KVPeerCounts, ...]:
+        """As it is now; the same tuple until something changes."""
+        with self._lock:
+            if self._snapshot is None:
+                self._snapshot = tuple(
+                    KVPeerCounts(
+                        role,
+                        peer,
+                        transport,
+                        counts.done,
+                        counts.failed,
+                        counts.num_bytes,
+                        counts.queued_s,
+                        counts.moving_s,
+                        counts.exposed_s,
+                    )
+                    for (role, peer, transport), counts in self._counts.items()
+                )
+            return self._snapshot
+
+    def _of(self, role: TransferRole, peer: str, transport: str) -> _Counts:
+        self._snapshot = None
+        place = (role, peer, transport)
+        counts = self._counts.pop(place, None) or _Counts()
+        self._counts[place] = counts  # last in the dict: used most recently
+        if len(self._counts) > MAX_PEERS:
+            del self._counts[next(iter(self._counts))]
+        return counts

@@ -1,0 +1,157 @@
+"""CudaDriver: the few calls of the CUDA driver that moving KV takes; the only module that loads libcuda.
+
+The driver rather than the runtime: it is where every NVIDIA driver is, whatever CUDA PyTorch was built with, and memory
+from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls take place in the device's primary context,
+which is PyTorch's too.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from kv_transfer.transport.base import TransportError
+
+LIBRARY = "libcuda.so.1"
+NOT_READY = 600
+LAZY_PEER_ACCESS = 1
+NON_BLOCKING_STREAM = 1
+EVENT_WITHOUT_TIMING = 2
+HANDLE_BYTES = 64
+
+Address = int
+
+
+class CudaError(TransportError):
+    """The CUDA driver refused a call, or is not there."""
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@cache
+def _library() -> Any:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise CudaError(f"there is no CUDA driver here: {error}") from error
+    _check(library, library.cuInit(0), "cuInit")
+    return library
+
+
+def cuda_is_available() -> bool:
+    """Whether this machine has a CUDA driver and a device."""
+    try:
+        count = ctypes.c_int()
+        _check(_library(), _library().cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
+    except CudaError:
+        return False
+    return count.value > 0
+
+
+class CudaDriver:
+    """One device. Belongs to whatever threads call it; each call makes the device's context current."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._cuda = _library()
+        handle, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._do("cuDeviceGet", ctypes.byref(handle), device)
+        self._do("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
+
+    def allocate(self, num_bytes: int) -> Address:
+        """Zeros."""
+        address = ctypes.c_uint64()
+        self._in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        self._in_context("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        self._in_context("cuCtxSynchronize")
+        return address.value
+
+    def free(self, address: Address) -> None:
+        self._in_context("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def share(self, address: Address) -> bytes:
+        """What lets another process of this host open memory that `allocate` gave."""
+        handle = _IpcHandle()
+        self._in_context("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> Address:
+        """Another process's memory, which may be on another device if the two can reach each other."""
+        address = ctypes.c_uint64()
+        by_value = _IpcHandle.from_buffer_copy(handle)
+        flags = ctypes.c_uint(LAZY_PEER_ACCESS)
+        self._in_context("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
+        return address.value
+
+    def close(self, address: Address) -> None:
+        """Undoes `open`."""
+        self._in_context("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def size_of(self, address: Address) -> int:
+        """Bytes of the allocation that begins at `address`, ours or opened."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._in_context(
+            "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
+        )
+        return size.value - (address - base.value)
+
+    def make_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self._in_context("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING_STREAM))
+        return stream.value or 0
+
+    def copy(self, to: Address, source: Address, num_bytes: int, stream: int) -> None:
+        """Queues a copy between any two addresses of devices or host."""
+        self._in_context(
+            "cuMemcpyAsync",
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(num_bytes),
+            ctypes.c_void_p(stream),
+        )
+
+    def record(self, stream: int) -> int:
+        """An event that is over when everything queued so far is."""
+        event = ctypes.c_void_p()
+        self._in_context("cuEventCreate", ctypes.byref(event), ctypes.c_uint(EVENT_WITHOUT_TIMING))
+        self._in_context("cuEventRecord", event, ctypes.c_void_p(stream))
+        return event.value or 0
+
+    def is_over(self, event: int) -> bool:
+        """CudaError if something before the event failed."""
+        status = self._call("cuEventQuery", ctypes.c_void_p(event))
+        if status == NOT_READY:
+            return False
+        _check(self._cuda, status, "cuEventQuery")
+        return True
+
+    def drop(self, event: int) -> None:
+        self._in_context("cuEventDestroy_v2", ctypes.c_void_p(event))
+
+    def wait(self, stream: int) -> None:
+        """Until everything queued is over."""
+        self._in_context("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def drop_stream(self, stream: int) -> None:
+        self._in_context("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
+    def _in_context(self, name: str, *arguments: Any) -> None:
+        _check(self._cuda, self._call(name, *arguments), name)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        self._do("cuCtxSetCurrent", self._context)
+        call: Callable[..., int] = getattr(self._cuda, name)
+        return call(*arguments)
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        _check(self._cuda, getattr(self._cuda, name)(*arguments), name)
+
+
+def _check(library: Any, status: int, name: str) -> None:
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    library.cuGetErrorString(status, ctypes.byref(text))
+    raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")

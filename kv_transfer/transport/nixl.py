@@ -1,0 +1,240 @@
+"""NixlReader: reads pools through NIXL, over RDMA or within a host; knows no block and no protocol.
+
+Two agents: peers read our pool through the one, which has a thread to answer their connecting; we read theirs through
+the other, which moves on when we poll. NIXL offers no way to end a read that does not end by itself, other than to
+end the agent that reads. Then every read under way ends with an error, and the next one connects anew; peers that
+read from us do not notice.
+
+What ends a read, as found with NIXL 1.5.1 (UCX), on one host:
+
+    the owner's process is killed        an error at once, whenever it happens
+    the owner's process is stopped       the bytes arrive; a first read does not end, as the owner does not answer
+    NIXL is asked to cancel a read       it says so at once, but the bytes may still be written later
+    the reading agent is ended           nothing is written any more
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+from baton.clock import Clock
+from kv_transfer.transport.base import ReadDone, Runs, TransportError
+from kv_transfer.transport.nixl_agent import Memory, NixlAgent, NixlError, has_rdma, load_nixl
+from kv_transfer.transport.nixl_description import Description, decode, encode, this_host
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_INTERVAL_S = 0.001
+
+MAX_PEERS = 256
+"""Connections kept for when a closed pool is opened again: UCX leaks a socket on both ends of each that is given up."""
+
+CLOSE_WAIT_S = 0.1
+"""How long closing a pool waits for its reads, before it ends the agent under them: as long as copying 1 GiB takes."""
+
+
+class NixlPool:
+    """A peer's pool; after the first read that fails it is only to be closed."""
+
+    def __init__(self, reader: "NixlReader", description: Description) -> None:
+        self.description = description
+        self.failure: str | None = None
+        """Why it cannot be read any more."""
+        self._reader = reader
+
+    def read(self, runs: Runs) -> int:
+        """Begins to copy. On one host this copies, at memory speed, and without Python's lock."""
+        return self._reader.begin(self, runs)
+
+    def close(self) -> None:
+        """Reads under way are over when this returns; they have CLOSE_WAIT_S to end well."""
+        self._reader.forget(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    handle: int
+    pool: NixlPool
+
+
+class NixlReader:
+    """One per process; belongs to the transfer thread. ConfigError if NIXL is not installed.
+
+    A peer that is this process itself is as good as any other.
+    """
+
+    name = "nixl"
+
+    def __init__(self, memory: Memory, clock: Clock) -> None:
+        """TransportError if UCX cannot be set up here."""
+        _, self._version = load_nixl()
+        self._memory = memory
+        self._clock = clock
+        self._host, self._has_rdma = this_host(), has_rdma()
+        self._serving = _new_agent(memory, has_progress_thread=True)
+        self._reading = _new_agent(memory, has_progress_thread=False)
+        self._pools: set[NixlPool] = set()
+        self._connected: dict[str, Description] = {}
+        """Whom the reading agent knows, by their agents' names; who connected first comes first."""
+        self._reads: dict[int, Read] = {}
+        self._done: list[ReadDone] = []
+        self._numbers = count()
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        return POLL_INTERVAL_S
+
+    def describe(self) -> bytes:
+        """Our pool, for peers to open. NIXL lets whoever has it write the pool as well."""
+        return encode(self._description())
+
+    def open(self, description: bytes) -> NixlPool:
+        """TransportError if that pool cannot be reached from here, or is none. Takes some 10 ms."""
+        theirs = decode(description)
+        if theirs.nixl_version != self._version:
+            raise TransportError(f"the peer has NIXL {theirs.nixl_version}, this worker {self._version}")
+        theirs.check_reachable(self._host, self._has_rdma)
+        if self._connected.get(theirs.agent, theirs) != theirs:
+            raise TransportError("a pool's description for NIXL takes another one's name")
+        pool = NixlPool(self, theirs)
+        self._connect(pool)
+        self._pools.add(pool)
+        return pool
+
+    def poll(self) -> list[ReadDone]:
+        """Lets reads move on, and returns those that are over since the last call."""
+        for number in list(self._reads):
+            if number in self._reads:  # it may have ended with another one's agent
+                self._advance(number)
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Ends every read, and lets nobody read our pool any more."""
+        for number in list(self._reads):
+            self._finish(number, "this worker stops")
+        self._pools.clear()
+        for agent in (self._reading, self._serving):
+            agent.close()
+
+    def begin(self, pool: NixlPool, runs: Runs) -> int:
+        """See `NixlPool.read`."""
+        theirs = pool.description
+        runs.check_within(theirs.nbytes, self._memory.nbytes)
+        if pool.failure is not None:
+            raise TransportError(pool.failure)
+        runs = runs.coalesced()
+        number = next(self._numbers)
+        if not runs.lengths.any():
+            self._done.append(ReadDone(number, None))
+            return number
+        self._connect(pool)
+        handle = _translated(
+            lambda: self._reading.prepare(theirs.agent, theirs.memory, runs.remote, runs.local, runs.lengths)
+        )
+        self._reads[number] = Read(handle, pool)
+        try:
+            if self._reading.start(handle):
+                self._finish(number, None)
+        except NixlError as error:
+            self._fail(number, error)
+        return number
+
+    def forget(self, pool: NixlPool) -> None:
+        """See `NixlPool.close`."""
+        deadline = self._clock.now() + CLOSE_WAIT_S
+        while numbers := self._under_way(lambda read: read.pool is pool):
+            if self._clock.now() >= deadline:
+                self._restart("a read from a closed pool did not end")
+                break
+            self._advance(numbers[0])
+        pool.failure = "the pool is closed"
+        self._pools.discard(pool)
+
+    def _description(self) -> Description:
+        memory = self._memory
+        return Description(
+            nixl_version=self._version,
+            host=self._host,
+            pid=os.getpid(),
+            has_rdma=self._has_rdma,
+            address=memory.address,
+            nbytes=memory.nbytes,
+            is_on_device=memory.kind == "VRAM",
+            device=memory.device,
+            agent=self._serving.name,
+            metadata=self._serving.metadata(),
+        )
+
+    def _connect(self, pool: NixlPool) -> None:
+        """Makes the peer known to the reading agent, if it is not."""
+        theirs = pool.description
+        if theirs.agent in self._connected:
+            return
+        _translated(lambda: self._reading.connect(theirs.metadata))
+        self._connected[theirs.agent] = theirs
+        if len(self._connected) > MAX_PEERS:
+            in_use = {other.description.agent for other in (pool, *self._pools)}
+            for agent in [agent for agent in self._connected if agent not in in_use][:1]:
+                self._disconnect(agent)
+
+    def _disconnect(self, agent: str) -> None:
+        if self._connected.pop(agent, None) is not None:
+            with suppress(NixlError):  # it may have gone by itself
+                self._reading.disconnect(agent)
+
+    def _under_way(self, is_meant: Callable[[Read], bool]) -> list[int]:
+        return [number for number, read in self._reads.items() if is_meant(read)]
+
+    def _advance(self, number: int) -> None:
+        try:
+            if self._reading.advance(self._reads[number].handle):
+                self._finish(number, None)
+        except NixlError as error:
+            self._fail(number, error)
+
+    def _finish(self, number: int, error: str | None) -> None:
+        """Reports a read of which nothing writes our pool any more."""
+        with suppress(NixlError):
+            self._reading.release(self._reads.pop(number).handle)
+        self._done.append(ReadDone(number, error))
+
+    def _fail(self, number: int, error: NixlError) -> None:
+        """A cut connection takes its reads with it. After any other error NIXL does not say whether parts go on."""
+        pool = self._reads[number].pool
+        agent = pool.description.agent
+        pool.failure = f"NIXL cannot read the pool of process {pool.description.pid}: {error}"
+        self._finish(number, pool.failure)
+        if not error.is_disconnect:
+            self._restart(pool.failure)
+            return
+        for other in self._under_way(lambda read: read.pool.description.agent == agent):
+            self._finish(other, pool.failure)
+        self._disconnect(agent)
+
+    def _restart(self, reason: str) -> None:
+        """Ends every read under way by ending the reading agent, and begins with a new one."""
+        logger.warning("reading through NIXL begins anew, %d reads are lost: %s", len(self._reads), reason)
+        for number in list(self._reads):
+            self._finish(number, f"reading through NIXL began anew: {reason}")
+        self._connected.clear()
+        self._reading.close()
+        self._reading = _new_agent(self._memory, has_progress_thread=False)
+
+
+def _new_agent(memory: Memory, *, has_progress_thread: bool) -> NixlAgent:
+    return _translated(lambda: NixlAgent(memory, has_progress_thread=has_progress_thread))
+
+
+def _translated(call: Callable[[], T]) -> T:
+    """What NIXL refuses, as the error that this package's callers know."""
+    try:
+        return call()
+    except NixlError as error:
+        raise TransportError(f"NIXL: {error}") from error

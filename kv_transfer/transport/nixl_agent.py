@@ -1,0 +1,187 @@
+"""NixlAgent: one agent of the NIXL library over one pool; the only module that imports NIXL, knows no peer's word.
+
+We call the extension module below NIXL's Python layer, because that layer leaves no say over the progress thread: with
+the interval that it sets, the thread spins and takes a whole core from the engine.
+"""
+
+import importlib
+import importlib.metadata
+import uuid
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import ConfigError
+from kv_transfer.transport.base import Bytes
+
+DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
+"""Builds for either CUDA version; without a GPU both work alike."""
+
+PROGRESS_INTERVAL_US = 100_000
+"""The progress thread wakes when something happens, and this often besides: 0.1 % of a core."""
+
+RDMA_PORT_STATES = "/sys/class/infiniband/*/ports/*/state"
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+class NixlError(Exception):
+    """NIXL refused or gave up; `is_disconnect` if it thereby cut the connection to the peer, and with it every read."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.is_disconnect = type(cause).__name__ == "nixlRemoteDisconnectError"
+        super().__init__("the connection broke" if self.is_disconnect else str(cause))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A pool as the hardware sees it: a range of addresses in this process or on one of its devices."""
+
+    address: int
+    nbytes: int
+    kind: MemoryKind = "DRAM"
+    device: int = 0
+    """CUDA's number of the device; 0 for DRAM."""
+
+    @classmethod
+    def of(cls, pool: Bytes) -> "Memory":
+        """The bytes of an array, which must outlive every agent over them."""
+        assert pool.flags.c_contiguous, "a pool is one run of bytes"
+        assert pool.flags.writeable, "a pool is read into"
+        return cls(pool.ctypes.data, pool.nbytes)
+
+
+@cache
+def load_nixl() -> tuple[Any, str]:
+    """NIXL's extension module, which has no stubs, and its version. ConfigError if it is not installed."""
+    failures: list[str] = []
+    for distribution in DISTRIBUTIONS:
+        try:
+            module = importlib.import_module(distribution.replace("-", "_") + "._bindings")
+        except ImportError as error:
+            failures.append(str(error))
+        else:
+            return module, importlib.metadata.version(distribution)
+    raise ConfigError(
+        "the KV transport nixl needs the NIXL library: pip install 'baton[nixl]' ("
+        + "; ".join(failures)
+        + ")"
+    )
+
+
+def nixl_is_available() -> bool:
+    """Whether NIXL can be imported; the first call takes some 0.1 s where it can."""
+    try:
+        load_nixl()
+    except ConfigError:
+        return False
+    return True
+
+
+def has_rdma() -> bool:
+    """Whether this machine has a port that is up on an RDMA network."""
+    return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
+
+
+class NixlAgent:
+    """Owns NIXL's state for one pool. Never listens beyond loopback: with RDMA no TCP at all, without it only on `lo`.
+
+    UCX's own environment variables (UCX_TLS, UCX_NET_DEVICES) win over both. UCX authenticates nobody.
+    """
+
+    def __init__(self, memory: Memory, *, has_progress_thread: bool) -> None:
+        """NixlError if UCX cannot be set up. Peers that connect need the thread; our own reads do not."""
+        self._nixl, _ = load_nixl()
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = has_progress_thread
+        config.pthrDelay = PROGRESS_INTERVAL_US
+        config.useListenThread = False  # it would bind every interface
+        self.name = uuid.uuid4().hex
+        self._memory = memory
+        self._segment = getattr(self._nixl, f"{memory.kind}_SEG")
+        transports = "TLS=^tcp" if has_rdma() else "NET_DEVICES=lo"
+        try:
+            self._agent = self._nixl.nixlAgent(self.name, config)
+            self._backend = self._agent.createBackend("UCX", {"engine_config": transports})
+            self._registered = self._nixl.nixlRegDList(
+                self._segment, [(memory.address, memory.nbytes, memory.device, "")]
+            )
+            self._agent.registerMem(self._registered, [self._backend])
+        except Exception as error:  # the bindings' exceptions have no root of their own
+            raise NixlError(error) from error
+
+    def metadata(self) -> bytes:
+        """What another agent needs to read this one's pool."""
+        return bytes(self._agent.getLocalMD())
+
+    def connect(self, metadata: bytes) -> None:
+        """NixlError if that agent cannot be reached. Damaged metadata may end this process: check them before."""
+        self._do(self._agent.loadRemoteMD, metadata)
+
+    def disconnect(self, peer: str) -> None:
+        """No read from that agent may be under way."""
+        self._do(self._agent.invalidateRemoteMD, peer)
+
+    def prepare(
+        self,
+        peer: str,
+        theirs: Memory,
+        remote: npt.NDArray[np.int64],
+        local: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> int:
+        """A read of `lengths` bytes each, between offsets of both pools; NixlError if NIXL will not have it."""
+        ours = self._descriptors(self._memory, local, lengths)
+        segment = getattr(self._nixl, f"{theirs.kind}_SEG")
+        return int(
+            self._do(
+                self._agent.createXferReq,
+                self._nixl.NIXL_READ,
+                self._nixl.nixlXferDList(self._segment, ours),
+                self._nixl.nixlXferDList(segment, self._descriptors(theirs, remote, lengths)),
+                peer,
+                b"",
+                [self._backend],
+            )
+        )
+
+    def start(self, handle: int) -> bool:
+        """Begins a prepared read; whether it is over already. On one host this is when the bytes are copied."""
+        return self._is_over(self._do(self._agent.postXferReq, handle, b""))
+
+    def advance(self, handle: int) -> bool:
+        """Lets reads move on; whether this one is over. NixlError if it failed."""
+        return self._is_over(self._do(self._agent.getXferStatus, handle))
+
+    def release(self, handle: int) -> None:
+        """Forgets a read. If it is not over, NIXL says that it cancelled it, but it goes on writing: see `close`."""
+        self._do(self._agent.releaseXferReq, handle)
+
+    def close(self) -> None:
+        """Nothing reads or writes the pool through this agent any more, however its reads stood. Release them first."""
+        self._do(self._agent.deregisterMem, self._registered, [self._backend])
+        del self._agent  # its destructor closes every connection
+
+    def _is_over(self, status: Any) -> bool:
+        return bool(status == self._nixl.NIXL_SUCCESS)
+
+    @staticmethod
+    def _descriptors(
+        memory: Memory, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint64]:
+        rows = np.empty((len(offsets), 3), np.uint64)
+        rows[:, 0] = offsets.astype(np.uint64) + np.uint64(memory.address)
+        rows[:, 1] = lengths
+        rows[:, 2] = memory.device
+        return rows
+
+    @staticmethod
+    def _do(call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # the bindings' exceptions have no root of their own
+            raise NixlError(error) from error

@@ -1,0 +1,108 @@
+"""How a pool is described to those who read it through NIXL, and who may rely on such words; knows no library.
+
+A description is sealed, since NIXL may crash over damaged metadata. The seal is no signature: whom to believe is for
+the channel that carries descriptions to know.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from baton.errors import WireError
+from baton.wire import Codec
+from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError
+from kv_transfer.transport.nixl_agent import Memory
+
+MAGIC = b"BATONIX1"
+"""Ends in the version of the format."""
+
+SEAL_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A pool, the process that owns it, and how NIXL gets there."""
+
+    nixl_version: str
+    host: str
+    pid: int
+    has_rdma: bool
+    address: int
+    nbytes: int
+    is_on_device: bool
+    device: int
+    agent: str
+    metadata: bytes
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.address, self.nbytes, "VRAM" if self.is_on_device else "DRAM", self.device)
+
+    def check_reachable(self, host: str, has_rdma: bool) -> None:
+        """TransportError unless its memory can be read without its owner's help, from this host.
+
+        Where it cannot, UCX would ask the owner over TCP. That is slower than the portable transport, and UCX
+        aborts an owner whose reader died before the answer.
+        """
+        if self.host != host:
+            if not (has_rdma and self.has_rdma):
+                raise TransportError("the pool is on another host, and there is no RDMA on both")
+        elif not self.is_on_device and not has_rdma:
+            check_readable(self.pid, self.address)
+
+
+CODEC: Codec[Description] = Codec(Description, max_bytes=MAX_DESCRIPTION_BYTES - len(MAGIC) - SEAL_BYTES)
+
+
+def encode(description: Description) -> bytes:
+    data = CODEC.encode(description)
+    return MAGIC + xxhash.xxh3_64_digest(data) + data
+
+
+def decode(data: bytes) -> Description:
+    """TransportError says what is wrong with it."""
+    if len(data) > MAX_DESCRIPTION_BYTES:
+        raise TransportError(f"a pool's description of {len(data)} bytes exceeds {MAX_DESCRIPTION_BYTES}")
+    magic, seal, body = data[: len(MAGIC)], data[len(MAGIC) :][:SEAL_BYTES], data[len(MAGIC) + SEAL_BYTES :]
+    if magic != MAGIC or seal != xxhash.xxh3_64_digest(body):
+        raise TransportError(f"{len(data)} bytes are not a pool's description for NIXL, or are damaged")
+    try:
+        description = CODEC.decode(body)
+    except WireError as error:
+        raise TransportError(f"a pool's description for NIXL cannot be read: {error}") from error
+    if not (
+        0 < description.address < description.address + description.nbytes <= 2**64
+        and 0 < description.pid < 2**31
+        and 0 <= description.device < 2**31
+    ):
+        raise TransportError("a pool's description for NIXL names no memory")
+    return description
+
+
+def this_host() -> str:
+    """Names the running kernel and our view of it: within one name, a pid means one process and `lo` one network."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+    return "/".join(map(str, (boot_id, *namespaces)))
+
+
+class IoVec(ctypes.Structure):
+    """C's struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def check_readable(pid: int, address: int) -> None:
+    """Reads one byte of another process's memory; TransportError if the system does not let us."""
+    byte = ctypes.create_string_buffer(1)
+    local, remote = IoVec(ctypes.addressof(byte), 1), IoVec(address, 1)
+    read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    iovec, count = ctypes.POINTER(IoVec), ctypes.c_ulong
+    read.argtypes = (ctypes.c_int, iovec, count, iovec, count, count)
+    read.restype = ctypes.c_ssize_t
+    if read(pid, local, 1, remote, 1, 0) != 1:
+        reason = os.strerror(ctypes.get_errno())
+        raise TransportError(f"the memory of process {pid} cannot be read from this one: {reason}")

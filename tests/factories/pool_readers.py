@@ -1,0 +1,208 @@
+"""Pool readers for the contract tests: which there are, a plain one, and another process that owns a pool to read."""
+
+import multiprocessing
+import os
+import signal
+import struct
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from baton.clock import SystemClock
+from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
+from kv_transfer.transport.nixl import NixlReader
+from kv_transfer.transport.nixl_agent import Memory, nixl_is_available
+from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
+
+START_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 30.0
+"""Far above what any read takes, also one whose peer is gone."""
+
+
+class ProcessMemoryPool:
+    """RemotePool over /proc: copies at once."""
+
+    def __init__(self, reader: "ProcessMemoryReader", pid: int, address: int, nbytes: int) -> None:
+        self._reader, self._address, self._nbytes = reader, address, nbytes
+        try:
+            self._file: int | None = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+        except OSError as error:
+            raise TransportError(f"the memory of process {pid} cannot be read: {error}") from error
+
+    def read(self, runs: Runs) -> int:
+        if self._file is None:
+            raise TransportError("the pool is closed")
+        runs.check_within(self._nbytes, self._reader.pool.nbytes)
+        error = None
+        for remote, local, length in zip(runs.remote, runs.local, runs.lengths, strict=True):
+            into = self._reader.pool.reshape(-1)[local : local + length].data
+            if length and os.preadv(self._file, [into], self._address + int(remote)) != length:
+                error = "the process is gone"
+        return self._reader.finish(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class ProcessMemoryReader:
+    """PoolReader in the fewest words: what a description holds is believed."""
+
+    name = "process_memory"
+    poll_interval_s: float | None = None
+
+    def __init__(self, pool: Bytes) -> None:
+        self.pool = pool
+        self._done: list[ReadDone] = []
+        self._numbers = count()
+
+    def describe(self) -> bytes:
+        return b"mem" + struct.pack("<QQQ", os.getpid(), self.pool.ctypes.data, self.pool.nbytes)
+
+    def open(self, description: bytes) -> RemotePool:
+        if len(description) != 27 or description[:3] != b"mem":
+            raise TransportError("not a description")
+        return ProcessMemoryPool(self, *struct.unpack("<QQQ", description[3:]))
+
+    def finish(self, error: str | None) -> int:
+        number = next(self._numbers)
+        self._done.append(ReadDone(number, error))
+        return number
+
+    def poll(self) -> list[ReadDone]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    make: Callable[[Bytes], PoolReader]
+    """A reader over an array that `allocate` gave."""
+    is_available: Callable[[], bool]
+    needs: str
+    """What a machine lacks where it is not available."""
+    allocate: Callable[[int], Bytes] = lambda nbytes: np.zeros(nbytes, np.uint8)
+    """A pool of so many bytes."""
+
+
+_memories: dict[int, SharedMemory] = {}
+"""What arrays live in, by their addresses."""
+
+
+def shared_array(nbytes: int) -> Bytes:
+    memory = SharedMemory(nbytes)
+    _memories[memory.array.ctypes.data] = memory
+    return memory.array
+
+
+IMPLEMENTATIONS = {
+    "shared_memory": Implementation(
+        lambda pool: SharedMemoryReader(pool, _memories[pool.ctypes.data]),
+        lambda: hasattr(os, "memfd_create"),
+        "no memfd",
+        shared_array,
+    ),
+    "process_memory": Implementation(ProcessMemoryReader, Path("/proc/self/mem").exists, "no /proc"),
+    "nixl": Implementation(
+        lambda pool: NixlReader(Memory.of(pool), SystemClock()),
+        nixl_is_available,
+        "pip install 'baton[nixl]'",
+    ),
+}
+
+
+def pattern(nbytes: int, seed: int) -> Bytes:
+    """Bytes that differ from place to place and from seed to seed."""
+    return np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
+
+
+class Owner(AbstractContextManager["Owner"]):
+    """A process that owns a pool of `pattern(nbytes, seed)` and lets others read it."""
+
+    def __init__(self, implementation: str, nbytes: int, seed: int) -> None:
+        self.pattern = pattern(nbytes, seed)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=own, args=(implementation, nbytes, seed, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.description = self._answer()
+
+    def refill(self, seed: int) -> None:
+        """Overwrites the pool."""
+        self._pipe.send(seed)
+        self._answer()
+        self.pattern = pattern(self.pattern.nbytes, seed)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def stop(self) -> None:
+        """From now on nothing in that process runs."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        state = None
+        while state != "T":
+            state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def resume(self) -> None:
+        """Undoes `stop`, and returns once the process runs again."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+        self._pipe.send(None)
+        self._answer()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._pipe.close()
+
+    def _answer(self) -> bytes:
+        assert self._pipe.poll(START_TIMEOUT_S), "the owner of the pool does not answer"
+        answer = self._pipe.recv()
+        assert isinstance(answer, bytes)
+        return answer
+
+
+def own(implementation: str, nbytes: int, seed: int, pipe: Connection) -> None:
+    """What the owner's process does: all it is asked for, until its parent is gone."""
+    pool = IMPLEMENTATIONS[implementation].allocate(nbytes)
+    pool[:] = pattern(nbytes, seed)
+    reader = IMPLEMENTATIONS[implementation].make(pool)
+    pipe.send(reader.describe())
+    while True:
+        try:
+            new_seed = pipe.recv()
+        except EOFError:
+            return
+        if new_seed is not None:
+            pool[:] = pattern(nbytes, new_seed)
+        pipe.send(b"")
+
+
+def finish(reader: PoolReader, numbers: Collection[int]) -> dict[int, str | None]:
+    """Polls until all of these reads are over; their errors."""
+    clock = SystemClock()
+    deadline = clock.now() + READ_TIMEOUT_S
+    errors: dict[int, str | None] = {}
+    while not errors.keys() >= set(numbers):
+        assert clock.now() < deadline, f"reads {set(numbers) - errors.keys()} do not end"
+        for done in reader.poll():
+            assert done.number not in errors, "a read ended twice"
+            errors[done.number] = done.error
+    return errors
+
+
+def make_runs(*runs: tuple[int, int, int]) -> Runs:
+    """From (remote offset, local offset, length)."""
+    columns = np.array(runs, np.int64).reshape(-1, 3)
+    return Runs(*(np.ascontiguousarray(column) for column in columns.T))

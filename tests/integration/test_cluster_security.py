@@ -1,0 +1,160 @@
+"""The secret's way through real processes: it reaches every worker, and nobody can read it on the way."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from baton.curve import ClusterSecret, derive_keys, secure_client
+from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.child_processes import WorkerProcess
+from cluster.secret import SECRET_VARIABLE
+from tests.factories.models import make_model_dir
+from tests.factories.serving import baton, serving
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
+
+
+def answers(endpoint: WorkerEndpoint, secret: ClusterSecret | None) -> bool:
+    """Whether the worker talks to a gateway with this secret."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+        gateway.setsockopt(zmq.LINGER, 0)
+        secure_client(gateway, derive_keys(secret).request)
+        gateway.connect(endpoint.request_address)
+        gateway.send(TO_WORKER.encode(Hello(endpoint.ref.incarnation)))
+        if not gateway.poll(2_000):
+            return False
+        message = TO_GATEWAY.decode(gateway.recv())
+        return isinstance(message, Heartbeat) and message.status.ref == endpoint.ref
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model_dir(tmp_path / "tiny")
+
+
+def config_file(model: Path, **network: str) -> Path:
+    path = model.parent / "baton.json"
+    values = {
+        "model": {"path": str(model), "dtype": "float32", "load_format": "dummy"},
+        "engine": {"kv_cache_memory_mib": 8, "num_threads": 1},
+        "network": network,
+    }
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
+    secret = ClusterSecret("a secret that only this child gets")
+    worker = WorkerProcess(config_file(model), secret, WorkerRole.DECODE, "d0")
+    try:
+        endpoint = worker.wait_until_ready()
+        arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
+        assert b"cluster.worker_process" in arguments
+        assert secret.text.encode() not in arguments
+        assert [answers(endpoint, secret), answers(endpoint, None)] == [True, False]
+        assert not answers(endpoint, ClusterSecret("a secret that it does not know"))
+    finally:
+        assert worker.stop() == 0
+
+
+def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
+    worker = WorkerProcess(config_file(model, security="none"), None, WorkerRole.DECODE, "d0")
+    try:
+        assert answers(worker.wait_until_ready(), None)
+    finally:
+        assert worker.stop() == 0
+
+
+def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE)
+    path = config_file(model, secret_file=str(model.parent / "cluster.secret"))
+    command = [sys.executable, "-m", "cluster.worker_process", "--role", "decode", "--name", "d0"]
+    done = subprocess.run(
+        [*command, "--config", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"there is no {model.parent}/cluster.secret; copy it" in done.stderr
+    assert not (model.parent / "cluster.secret").exists()
+
+
+def test_serve_refuses_a_secret_that_others_can_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE)
+    path = model.parent / "cluster.secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o644)
+    done = baton("serve", "--model", str(model), "--secret-file", str(path))
+    assert done.returncode == 2
+    assert f"{path} has mode 0644" in done.stderr
+    assert "0123456789abcdef" not in done.stderr
+
+
+def test_the_first_serve_makes_the_secret_and_nobody_can_read_it_elsewhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with serving("--model", str(model), *SMALL) as serve:
+        ready = serve.wait_ready()
+        file = tmp_path / "config" / "baton" / "cluster.secret"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        knock_until_counted(ready["target"], ready["workers"][0])
+        done = baton("generate", "--target", ready["target"], "--json", "--max-tokens", "3", "hello")
+        assert json.loads(done.stdout)["placement"]["mode"] == "disaggregated"
+
+        hidden = hidden_texts(file.read_text().strip())
+        processes = [serve.process.pid, *[process.pid for process in serve.descendants()]]
+        assert [pid for pid in processes if has_any(psutil.Process(pid).cmdline(), hidden)] == []
+        written = [path for path in serve.temporary.rglob("*") if path.is_file()]
+        assert any(path.suffix == ".log" for path in written)
+        assert [path for path in written if has_any([path.read_bytes().decode("latin-1")], hidden)] == []
+        serve.interrupt()
+        assert serve.wait_gone() == 0
+        assert not has_any([serve.stderr], hidden)
+
+
+def knock_until_counted(target: str, worker: dict[str, str]) -> None:
+    """A stranger without the secret; `baton status --json` shows that it was denied."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(worker["request_address"])
+        end = time.monotonic() + 20
+        while True:
+            status = json.loads(baton("status", "--target", target, "--json").stdout)
+            counters = {w["name"]: w["counters"]["request_denied_peers"] for w in status["workers"]}
+            if counters.pop(worker["name"]):
+                break
+            assert time.monotonic() < end
+    assert set(counters.values()) == {0}
+
+
+def hidden_texts(secret: str) -> list[str]:
+    keys = derive_keys(ClusterSecret(secret))
+    assert keys.request is not None
+    assert keys.kv is not None
+    hidden = [
+        keys.request.server_secret,
+        keys.request.client_secret,
+        keys.kv.server_secret,
+        keys.kv.client_secret,
+    ]
+    return [secret, *[key.decode() for key in hidden]]
+
+
+def has_any(texts: list[str], hidden: list[str]) -> bool:
+    return any(secret in text for text in texts for secret in hidden)
+
+
+def test_the_environment_of_these_tests_has_a_secret() -> None:
+    """So that no cluster of a test makes one in the home of whoever runs it."""
+    assert len(os.environ[SECRET_VARIABLE]) >= 16

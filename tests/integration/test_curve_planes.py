@@ -1,0 +1,267 @@
+"""Strangers on both planes, over real sockets: they get nothing through, are counted, and do not fill the log."""
+
+import asyncio
+import logging
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+import zmq
+
+from baton.clock import SystemClock
+from baton.config import KVTransferConfig, NetworkConfig
+from baton.curve import Doorkeeper, PlaneKeys, secure_client
+from baton.errors import WorkerUnavailable
+from baton.kv import KVFingerprint, WorkerRef
+from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.worker import (
+    KVBlockCounts,
+    RequestCounts,
+    WorkerEndpoint,
+    WorkerRole,
+    WorkerState,
+    WorkerStatus,
+)
+from engine.request_plane import RequestServer
+from gateway.fleet import Fleet
+from kv_transfer import KVConnectorWorker
+from tests.factories.security import KEYS, OTHER_KEYS
+
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
+STATUS = WorkerStatus(
+    WorkerRef("p0", "life-1", ("tcp://127.0.0.1:1",), 16),
+    WorkerRole.PREFILL,
+    WorkerState.READY,
+    KVBlockCounts(9, 9, 0, 0),
+    RequestCounts(0, 0, 0),
+    {},
+)
+TIMEOUT_S = 10.0
+TIMEOUT_MS = 10_000
+
+Keys = PlaneKeys | None
+
+
+def mixed(server: Keys, client: Keys) -> PlaneKeys:
+    assert server is not None
+    assert client is not None
+    return PlaneKeys(server.server_public, server.server_secret, client.client_public, client.client_secret)
+
+
+REQUEST_STRANGERS = {
+    "no secret": None,
+    "another secret": OTHER_KEYS.request,
+    "the servers' key of another plane": KEYS.kv,
+    "the right server key, a client key of its own": mixed(KEYS.request, OTHER_KEYS.request),
+    "the right server key, the other plane's client key": mixed(KEYS.request, KEYS.kv),
+}
+KV_STRANGERS = {
+    "no secret": None,
+    "another secret": OTHER_KEYS.kv,
+    "the servers' key of another plane": KEYS.request,
+    "the right server key, a client key of its own": mixed(KEYS.kv, OTHER_KEYS.kv),
+    "the right server key, the other plane's client key": mixed(KEYS.kv, KEYS.request),
+}
+
+
+class NoSink:
+    """Nothing may reach it."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[object] = queue.Queue()
+
+    def submit(self, client_id: str, request: object) -> None:
+        self.heard.put(request)
+
+    def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
+        self.heard.put(request_ids)
+
+    def abort_client(self, client_id: str) -> None:
+        self.heard.put(client_id)
+
+
+@contextmanager
+def request_server(keys: Keys) -> Iterator[RequestServer]:
+    server = RequestServer(NETWORK, keys, "life-1", lambda: STATUS, SystemClock())
+    server.start(NoSink())
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def kv_worker(keys: Keys) -> Iterator[KVConnectorWorker]:
+    fingerprint = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
+    pool = np.zeros((4, 4096), np.uint8)
+    worker = KVConnectorWorker(
+        KVTransferConfig(), "127.0.0.1", keys, "life-1", SystemClock(), pool, fingerprint, lambda: None
+    )
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+
+
+@contextmanager
+def dealer(address: str, keys: Keys, retry_ms: int = 100) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RECONNECT_IVL, retry_ms)
+        secure_client(client, keys)
+        client.connect(address)
+        yield client
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)
+def test_a_stranger_on_the_request_plane_is_not_heard_and_counted(keys: Keys) -> None:
+    with request_server(KEYS.request) as server, dealer(server.address, keys) as stranger:
+        stranger.send(TO_WORKER.encode(Hello("life-1")))
+        until(lambda: server.num_denied > 0)
+        with dealer(server.address, KEYS.request) as gateway:
+            gateway.send(TO_WORKER.encode(Hello("life-1")))
+            assert gateway.poll(TIMEOUT_MS)
+            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS)
+        assert not stranger.poll(150)
+
+
+@pytest.mark.parametrize("keys", KV_STRANGERS.values(), ids=KV_STRANGERS)
+def test_a_stranger_on_the_kv_plane_is_not_heard_and_counted(keys: Keys) -> None:
+    with kv_worker(KEYS.kv) as worker, dealer(worker.kv_address, keys) as stranger:
+        stranger.send(b"not a message of ours")
+        until(lambda: worker.counters()["kv_denied_peers"] > 0)
+        assert worker.counters()["kv_bad_messages"] == 0
+        with dealer(worker.kv_address, KEYS.kv) as peer:
+            peer.send(b"not a message of ours")
+            until(lambda: worker.counters()["kv_bad_messages"] == 1)
+        assert not stranger.poll(100)
+        assert worker.counters()["kv_bad_messages"] == 1
+
+
+def test_without_security_anybody_talks_on_either_plane() -> None:
+    with request_server(None) as server, dealer(server.address, None) as gateway:
+        gateway.send(TO_WORKER.encode(Hello("life-1")))
+        assert gateway.poll(TIMEOUT_MS)
+        assert server.num_denied == 0
+    with kv_worker(None) as worker, dealer(worker.kv_address, None) as peer:
+        peer.send(b"not a message of ours")
+        until(lambda: worker.counters()["kv_bad_messages"] == 1)
+        assert worker.counters()["kv_denied_peers"] == 0
+
+
+def test_who_tries_for_ever_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "baton.curve")
+    with (
+        request_server(KEYS.request) as server,
+        dealer(server.address, OTHER_KEYS.request, retry_ms=1) as stranger,
+    ):
+        stranger.send(b"let me in")
+        until(lambda: server.num_denied >= 40)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [int(line.split()[4]) for line in lines[:6]] == [1, 2, 4, 8, 16, 32]
+    assert len(lines) <= server.num_denied.bit_length()
+    assert lines[0].startswith("the request plane denied 1 connection(s)")
+    assert "secret" in lines[0]
+
+
+@pytest.mark.parametrize("keys", [KEYS.kv, None], ids=["curve", "none"])
+def test_a_frame_of_just_the_size_limit_passes_both_ways(keys: Keys) -> None:
+    """Encryption makes frames longer, and libzmq ends a connection on one that is too long."""
+    limit = 1000
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, zmq.Context() as theirs:
+        router.setsockopt(zmq.MAXMSGSIZE, limit)
+        doorkeeper = Doorkeeper("a plane", router, keys)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        doorkeeper.register(poller)
+
+        def received() -> list[bytes] | None:
+            for _ in range(20):
+                ready = dict(poller.poll(100))
+                doorkeeper.attend(ready)
+                if router in ready:
+                    return router.recv_multipart()
+            return None
+
+        with closing(doorkeeper), theirs.socket(zmq.DEALER) as client:
+            client.setsockopt(zmq.LINGER, 0)
+            client.setsockopt(zmq.MAXMSGSIZE, limit)
+            secure_client(client, keys)
+            client.connect(f"tcp://127.0.0.1:{port}")
+            client.send(b"x" * limit)
+            frames = received()
+            assert frames is not None
+            assert frames[1] == b"x" * limit
+            router.send_multipart([frames[0], b"y" * limit])
+            assert client.poll(TIMEOUT_MS)
+            assert client.recv() == b"y" * limit
+            client.send(b"x" * (limit + 1))
+            assert received() is None
+
+
+def endpoint_at(address: str) -> WorkerEndpoint:
+    return WorkerEndpoint(STATUS.ref, WorkerRole.PREFILL, address, "here", 1)
+
+
+async def join(gateway_keys: Keys, address: str, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+    """Adds the worker at this address to a fleet and waits for it; what the fleet was told to be lost."""
+    lost: list[str] = []
+    fleet = Fleet(NETWORK, gateway_keys, lambda *_: None, lambda _, why: lost.append(why))
+    try:
+        fleet.add(endpoint_at(address))
+        waiting = asyncio.create_task(fleet.wait_for("p0"))
+        await asyncio.to_thread(meanwhile)
+        await asyncio.wait_for(waiting, TIMEOUT_S)
+        assert [candidate.name for candidate in fleet.candidates(WorkerRole.PREFILL)] == ["p0"]
+    finally:
+        await fleet.stop()
+    return lost
+
+
+@pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)
+def test_a_gateway_that_its_worker_refuses_says_so_at_once(keys: Keys) -> None:
+    with request_server(KEYS.request) as server:
+        with pytest.raises(WorkerUnavailable, match=r"p0 at tcp://127.*refused.*secret") as caught:
+            asyncio.run(join(keys, server.address))
+        assert server.address in str(caught.value)
+
+
+def test_a_gateway_with_a_secret_does_not_talk_to_a_worker_without() -> None:
+    with request_server(None) as server, pytest.raises(WorkerUnavailable, match="secret"):
+        asyncio.run(join(KEYS.request, server.address))
+
+
+def test_a_gateway_with_the_workers_secret_hears_it() -> None:
+    with request_server(KEYS.request) as server:
+        assert asyncio.run(join(KEYS.request, server.address)) == []
+
+
+def test_a_handshake_that_breaks_once_is_no_refusal() -> None:
+    """As when a worker dies in the middle of it, and another life takes its port."""
+    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+        def break_once() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1)
+            connection.close()
+            listener.close()
+            server._socket.bind(address)
+            server.start(NoSink())
+
+        assert asyncio.run(join(KEYS.request, address, break_once)) == []
+        server.stop()

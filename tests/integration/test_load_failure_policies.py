@@ -1,0 +1,185 @@
+"""Behaviour 34 at the gateway: who gets no prompt is sent elsewhere, left to its decode worker, or refused."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.kv import OnLoadFailure, TransferRole
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
+from gateway import GatewayError
+from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of, silent
+from tests.factories.models import make_model_dir
+
+ANSWER = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def is_producer(request: EngineRequest) -> bool:
+    return request.kv_transfer is not None and request.kv_transfer.role is TransferRole.PRODUCER
+
+
+def only_from(prefill: str) -> Script:
+    """A decode worker that prompts reach from one prefill worker only; alone, it computes them."""
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        if request.kv_transfer is None:
+            return outputs_of(request, ANSWER)
+        if request.kv_transfer.peer.name == prefill:
+            *first, last = outputs_of(request, ANSWER)
+            return [*first, with_stages(last, transfer_bytes=100)]
+        if request.kv_transfer.on_failure is OnLoadFailure.RECOMPUTE:
+            *first, last = outputs_of(request, ANSWER)
+            return [*first, with_stages(last, transfer_bytes=0)]
+        return [
+            RequestOutput(
+                request_id=request.request_id,
+                first_position=0,
+                finish_reason=FinishReason.ERROR,
+                error="the prefill worker was silent",
+                error_kind=ErrorKind.KV_LOAD_FAILED,
+            )
+        ]
+
+    return script
+
+
+def with_stages(output: RequestOutput, transfer_bytes: int) -> RequestOutput:
+    output.stage_times = StageTimes(transfer_bytes=transfer_bytes)
+    return output
+
+
+def handing_over(request: EngineRequest) -> list[RequestOutput]:
+    return outputs_of(request, ANSWER[:1], finish=FinishReason.HANDED_OVER)
+
+
+async def answer(under_test: GatewayUnderTest, **options: Any) -> tuple[list[int], dict[str, Any]]:
+    """The tokens that reached the client, and who computed them."""
+    tokens: list[int] = []
+    async for event in under_test.client.generate(text="Hello", **options):
+        tokens += event.token_ids
+        if event.completion is not None:
+            return tokens, event.completion.placement
+    raise AssertionError("the stream ended without a completion")
+
+
+async def paths(under_test: GatewayUnderTest) -> dict[str, int]:
+    description = await under_test.client.describe()
+    return {path: number for path, number in description["gateway"]["paths"].items() if number}
+
+
+def test_c34_retry_asks_another_prefill_worker_and_no_token_is_lost_or_doubled(folder: Path) -> None:
+    async def test() -> None:
+        prefill = {"p0": handing_over, "p1": handing_over}
+        decode = {"d0": only_from("p1")}
+        async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
+            for _ in range(2):  # one of the two goes to p0 first
+                tokens, placement = await answer(under_test)
+                assert tokens == ANSWER
+                assert placement["prefill"] == "p1"
+            assert await paths(under_test) == {"disaggregated": 2}
+
+    run(test)
+
+
+def test_c34_retry_recomputes_where_no_other_prefill_worker_is_left(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {"p0": handing_over}, {"d0": only_from("nobody")}) as under_test:
+            tokens, placement = await answer(under_test)
+            assert tokens == ANSWER
+            assert (placement["mode"], placement["attempts"]) == ("local", 2)
+            assert await paths(under_test) == {"fallback": 1}
+
+    run(test)
+
+
+def test_c34_the_last_attempt_needs_no_prefill_worker(folder: Path) -> None:
+    async def test() -> None:
+        prefill = {f"p{number}": handing_over for number in range(4)}
+        async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
+            tokens, placement = await answer(under_test)
+            assert tokens == ANSWER
+            assert (placement["mode"], placement["attempts"]) == ("local", 3)
+
+    run(test)
+
+
+def test_c53_a_required_disaggregation_is_never_recomputed(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(
+            folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
+        ) as under_test:
+            with pytest.raises(GatewayError, match="the prefill worker was silent"):
+                await answer(under_test, mode="disaggregated")
+
+    run(test)
+
+
+def test_c53_a_prompt_that_the_decode_worker_recomputed_counts_as_fallback(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(
+            folder, {"p0": handing_over}, {"d0": only_from("nobody")}, load_failure_policy="recompute"
+        ) as under_test:
+            tokens, placement = await answer(under_test)
+            assert tokens == ANSWER
+            assert (placement["mode"], placement["attempts"]) == ("local", 1)
+            assert await paths(under_test) == {"fallback": 1}
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["lost", "failed"])
+def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_worker(
+    folder: Path, how: str
+) -> None:
+    async def test() -> None:
+        def failing(request: EngineRequest) -> list[RequestOutput]:
+            return [
+                RequestOutput(
+                    request_id=request.request_id,
+                    first_position=0,
+                    finish_reason=FinishReason.ERROR,
+                    error="the device failed",
+                    error_kind=ErrorKind.INTERNAL,
+                )
+            ]
+
+        prefill = {"p0": failing if how == "failed" else silent}
+        async with gateway_with(
+            folder, prefill, {"d0": silent}, load_failure_policy="recompute"
+        ) as under_test:
+            call = asyncio.create_task(answer(under_test))
+            decode = under_test.workers["d0"]
+            leg = await decode.next_leg()
+            await under_test.workers["p0"].next_leg()
+            if how == "lost":
+                under_test.gateway.remove_worker("p0", "killed by the test")
+            *first, last = outputs_of(leg, ANSWER)
+            decode.say(leg, [*first, with_stages(last, transfer_bytes=0)])
+            tokens, placement = await call
+            assert tokens == ANSWER
+            assert placement["attempts"] == 1
+
+    run(test)
+
+
+def test_c34_fail_tells_the_client(folder: Path) -> None:
+    async def test() -> None:
+        prefill = {"p0": handing_over, "p1": handing_over}
+        async with gateway_with(
+            folder, prefill, {"d0": only_from("nobody")}, load_failure_policy="fail"
+        ) as under_test:
+            with pytest.raises(GatewayError, match=r"gave up after 1 attempt.*the prefill worker was silent"):
+                await answer(under_test)
+
+    run(test)

@@ -1,0 +1,132 @@
+"""Unequal workers: which bytes of which piece go where, for every pair of rank counts and block sizes."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from baton.kv import KVFingerprint
+from kv_transfer.pool import HostPieces, KVBytes
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peers_of, piece_shape
+from kv_transfer.transport.base import Bytes
+
+NUM_LAYERS, NUM_HEADS, HEAD_BYTES, NUM_TOKENS = 2, 8, 3, 96
+FINGERPRINT = KVFingerprint(2, "m", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS, HEAD_BYTES, 16, 1)
+
+RANKS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 8), (8, 1), (2, 2)]
+BLOCK_SIZES = [(16, 16), (16, 32), (32, 16), (8, 32), (48, 16)]
+
+KV_PHTB = np.random.default_rng(0).integers(
+    0, 256, (NUM_LAYERS * 2, NUM_HEADS, NUM_TOKENS, HEAD_BYTES), dtype=np.uint8
+)
+"""What a model without ranks and blocks would have computed for the prompt."""
+
+
+def make_pool(num_ranks: int, rank: int, block_size: int, seed: int) -> KVBytes:
+    """A rank's pool of 15 blocks full of nonsense."""
+    num_bytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * HEAD_BYTES
+    blocks = np.random.default_rng(seed).integers(0, 256, (15, num_bytes), dtype=np.uint8)
+    return KVBytes(blocks, replace(FINGERPRINT, block_size=block_size, num_ranks=num_ranks), rank)
+
+
+def heads_of(pool: KVBytes) -> slice:
+    num_heads = NUM_HEADS // pool.layout.num_ranks
+    return slice(pool.layout.rank * num_heads, (pool.layout.rank + 1) * num_heads)
+
+
+def kv_in(pool: KVBytes, block_ids: list[int]) -> Bytes:
+    """What the blocks hold, [planes, heads of the rank, tokens, bytes]."""
+    num_heads = NUM_HEADS // pool.layout.num_ranks
+    blocks = pool.blocks.reshape(15, NUM_LAYERS * 2, num_heads, pool.layout.block_size, HEAD_BYTES)
+    return np.concatenate([blocks[block_id] for block_id in block_ids], axis=2)
+
+
+def fill(pool: KVBytes, block_ids: list[int]) -> None:
+    """The rank computes its heads of the prompt into these blocks."""
+    size = pool.layout.block_size
+    for number, block_id in enumerate(block_ids):
+        tokens = KV_PHTB[:, heads_of(pool), number * size : (number + 1) * size]
+        pool.blocks[block_id] = np.ascontiguousarray(tokens).reshape(-1)
+
+
+def hand_over(
+    source: HostPieces, target: HostPieces, sources: list[int], targets: list[int], how: str
+) -> None:
+    pieces = list(
+        zip(
+            itertools.chain.from_iterable(map(source.shape.pieces_of, sources)),
+            itertools.chain.from_iterable(map(target.shape.pieces_of, targets)),
+            strict=True,
+        )
+    )
+    if how == "sent":
+        for theirs, ours in pieces:
+            buffer = target.buffer_for(ours)
+            buffer[...] = source.span(theirs)
+            target.store(ours, buffer)
+            assert source.checksum(theirs) == target.checksum(ours)
+    else:
+        runs = target.runs([theirs for theirs, _ in pieces], [ours for _, ours in pieces])
+        source_bytes, target_bytes = source._blocks.reshape(-1), target._blocks.reshape(-1)
+        runs.check_within(source_bytes.nbytes, target_bytes.nbytes)
+        for remote, local, length in zip(runs.remote, runs.local, runs.lengths, strict=True):
+            target_bytes[local : local + length] = source_bytes[remote : remote + length]
+
+
+@pytest.mark.parametrize("how", ["sent", "read"])
+@pytest.mark.parametrize(("num_producers", "num_consumers"), RANKS)
+@pytest.mark.parametrize(("producer_block", "consumer_block"), BLOCK_SIZES)
+def test_whatever_the_ranks_and_blocks_every_head_of_every_token_arrives(
+    num_producers: int, num_consumers: int, producer_block: int, consumer_block: int, how: str
+) -> None:
+    sources = [14 - 2 * i if i < 7 else 2 * i - 13 for i in range(NUM_TOKENS // producer_block)]
+    targets = [1 + i for i in range(NUM_TOKENS // consumer_block)]
+    producers = [make_pool(num_producers, rank, producer_block, 1) for rank in range(num_producers)]
+    for producer in producers:
+        fill(producer, sources)
+    for rank in range(num_consumers):
+        consumer = make_pool(num_consumers, rank, consumer_block, 2)
+        before = consumer.blocks.copy()
+        for peer in peers_of(rank, num_consumers, num_producers):
+            producer = producers[peer]
+            assert rank in peers_of(peer, num_producers, num_consumers)
+            source, target = producer.pieces(consumer.layout), consumer.pieces(producer.layout)
+            assert source.nbytes == target.nbytes
+            hand_over(source, target, sources, targets, how)
+        assert (kv_in(consumer, targets) == KV_PHTB[:, heads_of(consumer)]).all()
+        others = [block_id for block_id in range(15) if block_id not in targets]
+        assert (consumer.blocks[others] == before[others]).all()
+
+
+def test_equal_workers_exchange_whole_blocks_in_place() -> None:
+    source, target = make_pool(2, 1, 16, 1), make_pool(2, 1, 16, 2)
+    view = target.pieces(source.layout)
+    assert view.shape == PieceShape(1, 16, 0, NUM_HEADS // 2)
+    view.buffer_for(3)[:] = 7
+    assert (target.blocks[3] == 7).all()
+    runs = view.runs([4, 5, 6, 9], [1, 2, 3, 4])
+    size = target.blocks[0].nbytes
+    assert runs.lengths.tolist() == [3 * size, size], "neighbours are copied at once"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (RankLayout(16), RankLayout(24), "block_size: neither of 16 and 24 divides the other"),
+        (RankLayout(16, 2), RankLayout(16, 3), "tensor-parallel ranks: neither of 2 and 3"),
+        (RankLayout(16, 16), RankLayout(16), "tensor-parallel ranks: 8 heads cannot be shared by 16"),
+        (RankLayout(16, 2), RankLayout(64, 8), None),
+    ],
+)
+def test_c43_what_cannot_be_exchanged_is_named(
+    ours: RankLayout, theirs: RankLayout, reason: str | None
+) -> None:
+    found = mismatch(NUM_HEADS, ours, theirs)
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_a_prompt_takes_only_as_many_pieces_as_it_has_tokens() -> None:
+    shape = piece_shape(NUM_HEADS, RankLayout(32), RankLayout(16))
+    assert [shape.num_pieces_for(n) for n in (1, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
+    assert list(shape.pieces_of(5)) == [10, 11]

@@ -1,0 +1,222 @@
+"""Where the consumer reads the producer's pool itself: what it may believe, and when nothing writes any more."""
+
+import pytest
+
+from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.messages import Ack, ChecksumPolicy, End, Open, Pieces
+from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, Reach
+from tests.factories.transfer import (
+    HEARTBEAT_S,
+    KEY,
+    LEASE_S,
+    LOAD_TIMEOUT_S,
+    PEER_TIMEOUT_S,
+    Wire,
+    sent,
+    start,
+)
+
+TRUTH = {0: 100_000, 1: 101_000, 2: 102_000}
+
+
+def make_wire(checksums: ChecksumPolicy = ChecksumPolicy.OFF, *, reads_at_once: bool = True) -> Wire:
+    wire = Wire(transport=SHARED_MEMORY, checksums=checksums)
+    wire.reads_at_once = reads_at_once
+    return wire
+
+
+def test_the_pool_is_opened_before_it_is_read_and_no_bytes_are_sent() -> None:
+    wire = make_wire()
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert [(pool.transport, pool.description) for pool in wire.opened_pools] == [(SHARED_MEMORY, b"pool")]
+    assert not any(frame.payload for frame in wire.sent)
+    assert wire.received_blocks() == TRUTH
+    assert [type(news) for news in wire.news] == [Received, Freed]
+    wire.assert_at_rest()
+
+
+def test_the_end_waits_for_the_last_acknowledgement() -> None:
+    wire = make_wire(reads_at_once=False)
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert sent(wire, End) == []
+    wire.finish_reads()
+    wire.deliver()
+    assert len(sent(wire, End)) == 1
+    assert isinstance(wire.news[0], Received)
+
+
+def test_c46_what_is_read_while_a_preemption_takes_the_blocks_away_is_read_again() -> None:
+    wire = make_wire(reads_at_once=False)
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.source_blocks.update({100: -1, 101: -1})  # another request's
+    wire.finish_reads()
+    wire.deliver()
+    assert {ack.version for ack in sent(wire, Ack)} == {0}
+    wire.reads_at_once = True
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert wire.received_blocks() == TRUTH
+    assert [pieces.version for pieces in sent(wire, Pieces)][-1] == 1
+    assert [type(news) for news in wire.news] == [Received, Freed]
+
+
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_c46_after_a_preemption_only_what_was_acknowledged_in_time_is_believed(is_acknowledged: bool) -> None:
+    wire = make_wire()
+    if not is_acknowledged:
+        wire.tamper = lambda frame: [] if isinstance(frame.message, Ack) else [frame]
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.tamper = lambda frame: [frame]
+    wire.advance(2 * HEARTBEAT_S)  # it says what it has, in its next Open
+    assert sent(wire, Open)[-1].received == (0, 1)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    again = [index for pieces in sent(wire, Pieces) if pieces.version == 1 for index in pieces.indices]
+    assert again == ([2] if is_acknowledged else [0, 1, 2])
+    assert isinstance(wire.news[0], Received)
+
+
+@pytest.mark.parametrize("how", ["abort", "silence", "deadline", "refusal"])
+def test_c32_a_load_is_over_only_when_nothing_is_being_read_any_more(how: str) -> None:
+    wire = make_wire(reads_at_once=False)
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    if how == "abort":
+        wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    elif how == "silence":
+        wire.tamper = lambda frame: [] if frame.source == "producer" else [frame]
+        wire.advance(PEER_TIMEOUT_S + 2 * HEARTBEAT_S)
+    elif how == "deadline":
+        wire.advance(LOAD_TIMEOUT_S)
+    else:
+        wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
+    wire.deliver()
+    assert not [news for news in wire.news if isinstance(news, Failed | Quiesced)]
+    assert len(wire.consumer) == 1
+    wire.finish_reads()
+    ends = [type(news) for news in wire.news if isinstance(news, Failed | Quiesced)]
+    assert ends == [Quiesced if how == "abort" else Failed]
+    assert len(wire.consumer) == 0
+
+
+def test_c33_an_abort_while_a_failed_load_drains_is_told_as_quiet() -> None:
+    wire = make_wire(reads_at_once=False)
+    start(wire)
+    wire.ready(0, 1)
+    wire.deliver()
+    wire.advance(LOAD_TIMEOUT_S)
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.finish_reads()
+    assert [news for news in wire.news if isinstance(news, Failed | Quiesced)] == [
+        Quiesced(Leg("r"), SHARED_MEMORY)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("checksums", "num_valid_tokens"),
+    [(ChecksumPolicy.ON, 32), (ChecksumPolicy.OFF, 0), (ChecksumPolicy.AUTO, 0)],
+)
+def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
+    checksums: ChecksumPolicy, num_valid_tokens: int
+) -> None:
+    wire = make_wire(checksums)
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
+    wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
+    wire.source_blocks.clear()
+    wire.deliver()
+    assert wire.news[-1] == Failed(Leg("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY)
+
+
+def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None:
+    wire = make_wire(ChecksumPolicy.ON, reads_at_once=False)
+    start(wire)
+    wire.ready(0, 1)
+    wire.deliver()
+    wire.source_blocks[100] = -1
+    wire.finish_reads()
+    assert wire.consumer_counters["kv_checksum_failures"] == 1
+
+
+def test_a_pool_that_cannot_be_reached_is_tried_in_the_next_best_way() -> None:
+    wire = make_wire()
+    start(wire)
+    wire.at_consumer(wire.consumer.on_unreachable(KEY, SHARED_MEMORY, "no such memory", wire.clock.now()))
+    wire.deliver()
+    assert sent(wire, Open)[-1].transports == (ZMQ_TCP,)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert wire.received_blocks() == TRUTH
+    assert wire.consumer_counters["kv_unreachable_pools"] == 1
+    wire.assert_at_rest()
+
+
+def test_a_read_that_fails_is_tried_in_the_next_best_way() -> None:
+    wire = make_wire(reads_at_once=False)
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    for message, wanted in wire.reads:
+        indices = [piece.index for piece in wanted]
+        now = wire.clock.now()
+        wire.at_consumer(wire.consumer.on_unread(message.key, SHARED_MEMORY, indices, "it is gone", now))
+        wire.deliver()
+    assert wire.received_blocks() == TRUTH
+    assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (
+        "reads that fail late do not speak against the next way"
+    )
+    assert isinstance(wire.news[0], Received)
+
+
+def test_c34_where_no_way_is_left_the_load_fails_and_both_ends_are_free() -> None:
+    wire = make_wire()
+    start(wire)
+    for transport in (SHARED_MEMORY, ZMQ_TCP):
+        wire.at_consumer(wire.consumer.on_unreachable(KEY, transport, "no such memory", wire.clock.now()))
+        wire.deliver()
+    assert isinstance(wire.news[0], Failed)
+    assert "no transport reaches the prefill worker: no such memory" in wire.news[0].reason
+    wire.finish_send()
+    wire.advance(LEASE_S)
+    wire.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted", "chosen"),
+    [
+        ("here", (CUDA_IPC, SHARED_MEMORY, ZMQ_TCP), SHARED_MEMORY),
+        ("there", (SHARED_MEMORY, NIXL, ZMQ_TCP), NIXL),
+        ("there", (SHARED_MEMORY, ZMQ_TCP), ZMQ_TCP),
+        ("there", (SHARED_MEMORY,), None),
+        ("here", (ZMQ_TCP, SHARED_MEMORY), ZMQ_TCP),
+        ("here", (), None),
+        ("here", ("carrier_pigeon",), None),
+    ],
+)
+def test_the_consumers_best_way_that_the_producer_can_serve_is_taken(
+    host: str, wanted: tuple[str, ...], chosen: str | None
+) -> None:
+    pools = {SHARED_MEMORY: b"memory", NIXL: b"agent"}
+    assert Reach("here", (SHARED_MEMORY, NIXL, ZMQ_TCP), pools).choose(host, wanted) == chosen
+
+
+def test_a_pool_that_nobody_can_map_is_not_offered() -> None:
+    assert Reach("here", (SHARED_MEMORY, ZMQ_TCP)).choose("here", (SHARED_MEMORY, ZMQ_TCP)) == ZMQ_TCP
