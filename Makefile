@@ -7,11 +7,13 @@ PYTHON_IN_VENV := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 CONFIG ?=
 SEEDS ?= 10000
+TRANSFERS ?= 200
+FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-scheduler gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-scheduler break-workers fuzz-wire gpu-check format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -54,6 +56,12 @@ coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails 
 
 simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler in every mode (10,000: seven minutes)
 	$(PYTHON_IN_VENV) -m tests.property.workloads --seeds $(SEEDS)
+
+break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS hand-overs each, on every transport
+	$(PYTHON_IN_VENV) -m tests.e2e.worker_faults --transfers $(TRANSFERS)
+
+fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
+	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)
 
 gpu-check: $(INSTALLED) ## Tests that need a CUDA device
 	@scripts/gpu_check.sh $(PYTHON_IN_VENV)

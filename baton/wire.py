@@ -43,11 +43,7 @@ class Codec(Generic[M]):
         size = len(data)
         if size > self._max_bytes:
             raise WireError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
-        try:
-            # msgpack bounds every length by the size of its buffer, so a forged header allocates nothing.
-            parts = msgpack.unpackb(data, strict_map_key=False, use_list=True)
-        except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
-            raise WireError(f"not msgpack: {error}") from error
+        parts = unpack(data)
         if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
             raise WireError("expected an array that starts with the kind of message")
         decoder = self._decoders.get(parts[0])
@@ -58,6 +54,21 @@ class Codec(Generic[M]):
         except WireError as error:
             raise WireError(f"{parts[0]}{error}") from None
         return message
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The plain values in `data`, in memory proportional to its size; WireError if it is not msgpack.
+
+    msgpack makes room for every array as soon as it is announced, so arrays within arrays that each announce what one
+    frame could hold would take thousands of times its size. Hence a look first whether everything is there.
+    """
+    try:
+        look = msgpack.Unpacker(max_buffer_size=len(data) or 1)
+        look.feed(data)
+        look.skip()
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
+        raise WireError(f"not msgpack: {str(error) or type(error).__name__}") from error
 
 
 def _dataclass_encoder(kind: type[Any]) -> Convert:

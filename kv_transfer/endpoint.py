@@ -81,7 +81,7 @@ class TransferEndpoint:
             self._giving.obey(order)
 
     def take(self, arrival: Arrival) -> None:
-        """One message of a peer. Whatever is wrong with it is counted, the peer is told, and it goes no further."""
+        """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
         try:
             if arrival.is_from_producer:
                 self._taking.take(TO_CONSUMER.decode(arrival.header))
@@ -90,8 +90,8 @@ class TransferEndpoint:
         except WireError as error:
             self._counters["kv_bad_messages"] += 1
             logger.warning("dropped a message on the KV plane: %s", error)
-            codec = TO_PRODUCER if arrival.is_from_producer else TO_CONSUMER
-            self._channel.send(arrival.peer, codec.encode(Unreadable(str(error))))
+            if not arrival.is_from_producer:
+                self._channel.send(arrival.peer, TO_CONSUMER.encode(Unreadable(str(error))))
 
     def on_time(self) -> None:
         """Does what is due. To be called after every wake-up, and at `next_deadline`."""

@@ -17,6 +17,9 @@ from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piec
 from kv_transfer.transport.base import Bytes, Offsets, Runs
 from kv_transfer.transport.cuda_ipc import CudaMemory
 
+MAX_POOL_NBYTES = 2**62
+"""So that no offset within a pool, nor the end of a run that begins there, is too large for an int64."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
@@ -156,8 +159,11 @@ class _Grid:
     run_offsets: Offsets
 
     def offsets(self, piece_ids: Sequence[int]) -> Offsets:
-        """Of every run of every piece, from the beginning of the pool."""
-        blocks, parts = np.divmod(np.asarray(piece_ids, dtype=np.int64), self.pieces_per_block)
+        """Of every run of every piece, from the beginning of the pool; OverflowError for pieces of no possible pool."""
+        ids = np.asarray(piece_ids, dtype=np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < MAX_POOL_NBYTES // self.block_nbytes:
+            raise OverflowError(f"no pool has pieces {ids.min()} to {ids.max()}")
+        blocks, parts = np.divmod(ids, self.pieces_per_block)
         starts = blocks * self.block_nbytes + parts * self.part_nbytes
         offsets: Offsets = (starts[:, None] + self.run_offsets).reshape(-1)
         return offsets

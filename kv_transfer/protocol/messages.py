@@ -10,7 +10,7 @@
       Release   ---------------------------->   everything is verified; free your blocks
       Cancel    ---------------------------->   from any state; free your blocks
                 <----------------------------   Aborted: from any state; there will be no more
-      Unreadable <-------------------------->   your last message was none of ours
+                <----------------------------   Unreadable: your last message was none of ours
 
 Hold and Open are repeated while nothing else moves: they are the heartbeat that lengthens the lease, their answers are
 the producer's sign of life, and an Open that lists what arrived heals every lost message.
@@ -30,6 +30,11 @@ from baton.wire import Codec
 MAX_HEADER_BYTES = 1024 * 1024
 SEAL_BYTES = 8
 MAX_PIECES_PER_MESSAGE = 1024
+MAX_NAME_CHARS = 512
+"""Of anything that is named or described; what quotes a few of them still fits into a message."""
+
+MAX_TRANSPORTS = 16
+MAX_REASON_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,9 @@ class TransferKey:
     consumer: str
     producer_rank: int = 0
     consumer_rank: int = 0
+
+    def __post_init__(self) -> None:
+        _check_names(self.transfer_id, self.producer, self.consumer)
 
 
 class ChecksumPolicy(Enum):
@@ -81,6 +89,10 @@ class Open:
     def __post_init__(self) -> None:
         if len(self.received) != len(self.received_versions):
             raise WireError(f"{len(self.received)} pieces of {len(self.received_versions)} versions")
+        if len(self.transports) > MAX_TRANSPORTS:
+            raise WireError(f"{len(self.transports)} transports")
+        named = self.fingerprint
+        _check_names(self.host, named.model, named.dtype, named.layout, *self.transports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,10 @@ class Opened:
 class Refused:
     key: TransferKey
     reason: str
+    """Like every reason, no longer than MAX_REASON_CHARS: it is cut."""
+
+    def __post_init__(self) -> None:
+        _cut_reason(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,9 @@ class Cancel:
     key: TransferKey
     reason: str
 
+    def __post_init__(self) -> None:
+        _cut_reason(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
@@ -157,15 +176,36 @@ class Aborted:
     is_cancelled: bool
     """The request itself ended; otherwise only its prefill failed and the consumer may go on without."""
 
+    def __post_init__(self) -> None:
+        _cut_reason(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Tells a peer that it does not speak our language, for its log. Never answered."""
+    """Tells a consumer that it does not speak our language.
+
+    Said one way only: two who cannot read each other would never stop.
+    """
 
     reason: str
 
+    def __post_init__(self) -> None:
+        _cut_reason(self)
 
-ToProducer = Hold | Open | Ack | Release | Cancel | Unreadable
+
+def _check_names(*names: str) -> None:
+    """A longer one would come back in an answer that is too large to be sent."""
+    longest = max(map(len, names))
+    if longest > MAX_NAME_CHARS:
+        raise WireError(f"a name of {longest} characters; at most {MAX_NAME_CHARS} are allowed")
+
+
+def _cut_reason(message: Refused | Cancel | Aborted | Unreadable) -> None:
+    """A reason may quote the peer, or its reason, which may quote ours."""
+    object.__setattr__(message, "reason", message.reason[:MAX_REASON_CHARS])
+
+
+ToProducer = Hold | Open | Ack | Release | Cancel
 ToConsumer = Opened | Refused | Pieces | End | Aborted | Unreadable
 
 M = TypeVar("M")
@@ -189,5 +229,5 @@ class SealedCodec(Generic[M]):
         return self._codec.decode(data)
 
 
-TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel, Unreadable)
+TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel)
 TO_CONSUMER: SealedCodec[ToConsumer] = SealedCodec(Opened, Refused, Pieces, End, Aborted, Unreadable)

@@ -19,7 +19,7 @@ waits for its last acknowledgement.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
@@ -37,7 +37,6 @@ from kv_transfer.protocol.messages import (
     Release,
     ToProducer,
     TransferKey,
-    Unreadable,
 )
 from kv_transfer.protocol.outgoing import Outgoing, SendWindow, State
 from kv_transfer.protocol.timers import Timers
@@ -146,9 +145,6 @@ class Producer:
     # what peers and time bring
 
     def on_message(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
-        if isinstance(message, Unreadable):
-            self._counters["kv_unreadable_messages"] += 1
-            return []
         key = message.key
         if key.producer != self._identity.incarnation or key.producer_rank != self._identity.layout.rank:
             self._counters["kv_foreign_messages"] += 1
@@ -216,7 +212,6 @@ class Producer:
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         """News of a leg that is over, or that our own engine has not announced yet."""
-        assert not isinstance(message, Unreadable)
         key = message.key
         if isinstance(message, Open | Hold) and key in self._farewells:
             return [Send(peer, self._farewells[key])]
@@ -232,13 +227,15 @@ class Producer:
         if isinstance(message, Cancel):
             early.move_to(State.CANCELLED)
             return []
-        early.open = message if isinstance(message, Open) else None
+        if isinstance(message, Open):  # nothing was sent yet, so nothing can have been received
+            early.open = replace(message, received=(), received_versions=())
         return [Send(peer, self._opened(early))]
 
     def _open(self, transfer: Outgoing, message: Open, peer: Peer) -> list[Effect]:
         """The consumer has room. Repeated, it says what arrived so far, and everything else is offered again."""
         if transfer.state is State.EARLY:
-            transfer.peer, transfer.open = peer, message
+            transfer.peer = peer
+            transfer.open = replace(message, received=(), received_versions=())
             return [Send(peer, self._opened(transfer))]
         transport = self._identity.reach.choose(message.host, message.transports)
         reason = self._mismatch(transfer, message)
@@ -271,14 +268,13 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        for index in (*message.valid, *message.damaged):
-            if not self._window.acknowledged(transfer, index):
-                self._counters["kv_duplicate_messages"] += 1
-            elif index in message.valid:
-                transfer.acked.add(index)
-            else:
-                self._counters["kv_pieces_resent"] += 1
-                transfer.unsent.append(index)
+        valid = [index for index in message.valid if self._window.acknowledged(transfer, index)]
+        damaged = [index for index in message.damaged if self._window.acknowledged(transfer, index)]
+        num_unknown = len(message.valid) + len(message.damaged) - len(valid) - len(damaged)
+        self._counters["kv_duplicate_messages"] += num_unknown
+        self._counters["kv_pieces_resent"] += len(damaged)
+        transfer.acked.update(valid)
+        transfer.unsent.extend(damaged)
         return self._pump(transfer)
 
     def _pump(self, transfer: Outgoing | None = None) -> list[Effect]:

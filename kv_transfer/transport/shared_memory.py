@@ -12,6 +12,8 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
+from baton.errors import WireError
+from baton.wire import unpack
 from kv_transfer.protocol.transports import SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 
@@ -60,7 +62,8 @@ class SharedMemoryReader:
     def open(self, description: bytes) -> "MappedPool":
         pid, fd, inode, num_bytes = _parse(description)
         try:
-            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            # Should it be another process by now, the file may be a pipe, whose opening waits for a writer.
+            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
         try:
@@ -114,8 +117,8 @@ class MappedPool:
 def _parse(description: bytes) -> tuple[int, int, int, int]:
     """Process id, file descriptor, inode and size."""
     try:
-        parts = msgpack.unpackb(description)
-    except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
+        parts = unpack(description)
+    except WireError as error:
         raise TransportError(f"not a description of shared memory: {error}") from error
     is_valid = isinstance(parts, list) and len(parts) == 5 and all(type(part) is int for part in parts)
     if not is_valid or parts[0] != FORMAT or min(parts) < 0:

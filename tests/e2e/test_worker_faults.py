@@ -1,0 +1,54 @@
+"""Workers that are killed, stopped or replaced on their own ports while hand-overs run; see worker_faults.py."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.worker_faults import (
+    ROWS,
+    STORM,
+    TRANSPORTS,
+    Transport,
+    break_workers,
+    broken_cluster,
+    complaints,
+    maps_of_the_dead,
+)
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+NUM_TRANSFERS = 40
+SEED = 7
+POOL_IDLE_S = 2.0
+"""So that the maps of dead workers' pools are let go within the test; half a minute in earnest."""
+
+
+def mapped(descriptions: dict[str, dict[str, Any]]) -> bool:
+    """Whether anybody maps a peer's pool."""
+    return any(about["mapped_pools"] for about in descriptions.values())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_c44_c51_c52_no_fault_of_a_worker_costs_a_token_or_a_block(
+    transport: Transport, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        folder, rng = make_model_dir(tmp_path / "model"), random.Random(SEED)
+        options = ("--pool-idle-s", str(POOL_IDLE_S))
+        async with broken_cluster(transport, folder, SEED, *options) as (cluster, questions):
+            assert mapped(await cluster.descriptions()) == (transport == "shared_memory")
+            for fault, role in ROWS:
+                tally = await break_workers(cluster, fault, role, questions, NUM_TRANSFERS, rng)
+                assert tally.wrong == [], f"{fault} {role}"
+                assert tally.num_right + tally.errors.total() == tally.num_started >= NUM_TRANSFERS
+                # Nearly all find another pair; what requires disaggregation may run out of prefill workers.
+                least = 0.5 if (fault, role) == STORM else 0.9
+                assert tally.num_right > least * tally.num_started, f"{fault} {role}: {tally.errors}"
+            assert await maps_of_the_dead(cluster, timeout_s=10 * POOL_IDLE_S) == []
+            assert list(complaints(cluster)) == []
+
+    asyncio.run(run())

@@ -1,0 +1,196 @@
+"""A cluster whose workers a test may kill, stop and replace at will: real processes, the real gateway."""
+
+import asyncio
+import json
+import re
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from sys import executable
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.fleet import served_model, worker_names
+from cluster.worker_process import endpoint_from_json
+from gateway import Gateway, GatewayClient, Tokenizer
+from tests.factories.security import KEYS
+
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 20.0
+THREADS = {"device", "engine", "kv-transfer", "request-plane"}
+
+
+class FragileWorker:
+    """One process of tests/factories/warm_worker.py; `endpoint` once it was begun."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.endpoint: WorkerEndpoint | None = None
+        self._asking = asyncio.Lock()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Of the KV plane and of the request plane, in the order in which a worker binds them."""
+        assert self.endpoint is not None
+        addresses = [self.endpoint.ref.kv_addresses[0], self.endpoint.request_address]
+        kv, request = [int(re.sub(r".*:", "", address)) for address in addresses]
+        return kv, request
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def begin(self, role: WorkerRole, name: str, ports: Sequence[int] = ()) -> WorkerEndpoint:
+        """It serves when this returns."""
+        line = await self._ask({"role": role.value, "name": name, "ports": list(ports)}, START_TIMEOUT_S)
+        self.endpoint = endpoint_from_json(line)
+        return self.endpoint
+
+    async def describe(self) -> dict[str, Any]:
+        description: dict[str, Any] = json.loads(await self._ask("describe", ANSWER_TIMEOUT_S))
+        return description
+
+    async def wait_until_warm(self) -> None:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            assert self.process.stdout is not None
+            assert await self.process.stdout.readline() == b'"warm"\n', self.log.read_text()
+
+    async def kill(self) -> None:
+        """`kill -9`; nothing of it is left when this returns."""
+        self.process.kill()
+        await self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    async def _ask(self, question: object, timeout_s: float) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        async with self._asking, asyncio.timeout(timeout_s):
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            line = await self.process.stdout.readline()
+        assert line, (
+            f"worker {self.process.pid} ended with {await self.process.wait()}:\n{self.log.read_text()}"
+        )
+        return line.decode()
+
+
+class FragileCluster:
+    """Workers by name, a gateway that learns of them as from a supervisor, and a spare process that is warm."""
+
+    def __init__(
+        self, config: BatonConfig, gateway: Gateway, client: GatewayClient, command: list[str], folder: Path
+    ) -> None:
+        """`command` starts a process of warm_worker.py; `folder` takes the logs."""
+        self.gateway = gateway
+        self.client = client
+        self.workers: dict[str, FragileWorker] = {}
+        self.processes: list[FragileWorker] = []
+        """All that were ever started."""
+        self._roles = dict(worker_names(config))
+        self._command = command
+        self._folder = folder
+        self._num_started = 0
+        self._spare: asyncio.Task[FragileWorker] | None = None
+
+    async def begin(self) -> None:
+        warm = await asyncio.gather(*[self.warm_up() for _ in self._roles])
+        self.workers = dict(zip(self._roles, warm, strict=True))
+        endpoints = [await worker.begin(self._roles[name], name) for name, worker in self.workers.items()]
+        for endpoint in endpoints:
+            self.gateway.add_worker(endpoint)
+        await asyncio.gather(*[self.gateway.wait_for_worker(name) for name in self._roles])
+
+    async def warm_up(self) -> FragileWorker:
+        """A process that has everything imported and waits for its orders."""
+        self._num_started += 1
+        log = self._folder / f"worker-{self._num_started}.log"
+        pipe = asyncio.subprocess.PIPE
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=pipe, stdout=pipe, stderr=stderr
+            )
+        worker = FragileWorker(process, log)
+        self.processes.append(worker)
+        await worker.wait_until_warm()
+        return worker
+
+    def prepare_spare(self) -> None:
+        if self._spare is None:
+            self._spare = asyncio.create_task(self.warm_up())
+
+    async def replace(self, name: str, ports: Sequence[int] = ()) -> None:
+        """A new life of a worker that was killed, and the gateway is told as a supervisor would tell it."""
+        self.prepare_spare()
+        spare, self._spare = self._spare, None
+        assert spare is not None
+        worker = await spare
+        endpoint = await worker.begin(self._roles[name], name, ports)
+        self.workers[name] = worker
+        self.gateway.add_worker(endpoint)
+        await self.gateway.wait_for_worker(name)
+
+    async def descriptions(self) -> dict[str, dict[str, Any]]:
+        """How every live worker stands, as it says itself."""
+        live = {name: worker for name, worker in self.workers.items() if worker.is_alive}
+        answers = await asyncio.gather(*[worker.describe() for worker in live.values()])
+        return dict(zip(live, answers, strict=True))
+
+    async def end(self) -> None:
+        if self._spare is not None:
+            self._spare.cancel()
+            await asyncio.gather(self._spare, return_exceptions=True)
+        for worker in self.processes:
+            if worker.is_alive:
+                worker.go_on()  # a stopped process does not even die
+                await worker.kill()
+
+
+def unrest(description: dict[str, Any]) -> list[str]:
+    """What keeps a worker from being at rest and well; empty if it is."""
+    blocks = description["kv_blocks"]
+    found = [f"{name} is missing" for name in sorted(THREADS - set(description["threads"]))]
+    if description["state"] != "ready":
+        found.append(f"it is {description['state']}")
+    if blocks["free"] != blocks["total"] or blocks["leased"] or blocks["quarantined"]:
+        found.append(f"blocks: {blocks}")
+    if any(description["requests"].values()):
+        found.append(f"requests: {description['requests']}")
+    if description["num_transfers"]:
+        found.append(f"{description['num_transfers']} hand-overs are not over")
+    return found
+
+
+@asynccontextmanager
+async def fragile_cluster(
+    config: BatonConfig, model_path: Path, *options: str
+) -> AsyncIterator[FragileCluster]:
+    """`cluster.prefill` + `cluster.decode` processes; `options` are those of warm_worker.py."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        values = config.model_dump()
+        values["model"]["path"] = str(model_path)
+        (folder / "baton.json").write_text(json.dumps(values))  # JSON is YAML
+        command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]
+        policy = config.kv_transfer.load_failure_policy
+        model, tokenizer = served_model(config, model_path), Tokenizer(model_path)
+        gateway = Gateway(
+            config.gateway, config.network, KEYS.request, policy, model, tokenizer, SystemClock()
+        )
+        await gateway.start()
+        async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
+            cluster = FragileCluster(config, gateway, client, [*command, *options], folder)
+            try:
+                await cluster.begin()
+                yield cluster
+            finally:
+                await gateway.stop(grace_s=1.0)
+                await cluster.end()

@@ -1,0 +1,102 @@
+"""A real worker for tests that break it: warm before it is needed, on given ports if asked, and open to questions.
+
+    python -m tests.factories.warm_worker --config FILE [--pool-idle-s S]
+
+One line of JSON each way: it says "warm" once everything is imported; is told `{"role", "name", "ports"}`, starts, and
+says its endpoint; from then on it answers every line with how it stands. It ends when its stdin does.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from baton.config import BatonConfig
+from baton.worker import WorkerRole
+from cluster.worker_process import build_worker, endpoint_to_json
+from engine.host import EngineHost
+from kv_transfer import remote_pools
+from tests.factories.security import KEYS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--pool-idle-s", type=float, default=remote_pools.IDLE_S)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    remote_pools.IDLE_S = options.pool_idle_s
+    config = BatonConfig.from_yaml(options.config)
+    say("warm")
+    if not (line := sys.stdin.readline()):
+        return
+    order = json.loads(line)
+    bind_to(order["ports"])
+    host = build_worker(config, KEYS, Path(config.model.path), WorkerRole(order["role"]), order["name"])
+    say(json.loads(endpoint_to_json(host.start())))
+    for _ in sys.stdin:
+        say(describe(host))
+    host.stop()
+
+
+def say(value: object) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def bind_to(ports: Sequence[int]) -> None:
+    """Workers bind to port 0, always. A restart that gets its predecessor's ports is chance; here it is arranged."""
+    if not ports:
+        return
+    left = iter(ports)
+
+    def bind(socket: "zmq.Socket[bytes]", address: str) -> int:
+        port = next(left)
+        socket.bind(f"{address}:{port}")
+        return port
+
+    zmq.Socket.bind_to_random_port = bind  # type: ignore[method-assign, assignment]
+
+
+def describe(host: EngineHost) -> dict[str, Any]:
+    """What a heartbeat says, and what only the process itself can see."""
+    status = host.status()
+    own = set(own_pools())
+    return {
+        "state": status.state.value,
+        "kv_blocks": asdict(status.kv_blocks),
+        "requests": asdict(status.requests),
+        "counters": status.counters,
+        "num_transfers": len(host._connector._agent._endpoint),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "own_pools": sorted(own),
+        "mapped_pools": sorted(set(mapped_pools()) - own),
+    }
+
+
+def own_pools() -> Iterator[int]:
+    """Inodes of KV pools that this process holds open: its own, since peers' are mapped and closed."""
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(fd).startswith("/memfd:baton-kv"):
+                yield os.stat(fd).st_ino
+        except FileNotFoundError:  # closed meanwhile
+            continue
+
+
+def mapped_pools() -> Iterator[int]:
+    """Inodes of KV pools in this process's address space."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:baton-kv" in line:
+            yield int(line.split()[4])
+
+
+if __name__ == "__main__":
+    main()
