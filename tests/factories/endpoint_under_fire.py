@@ -132,8 +132,10 @@ class EndpointUnderFire:
         self._channel = RecordingChannel()
         transport = rng.choice(("auto", "zmq_tcp", "shared_memory"))
         config = CONFIG.with_values("test", transport=transport, checksum=rng.choice(("auto", "on", "off")))
-        readers = make_readers(config, self._pool, memory)
-        self._peer_reach = make_reach(config, make_readers(config, self._pool, self._peers_memory))
+        readers = make_readers(config, self._pool, memory, self._clock)
+        self._peer_reach = make_reach(
+            config, make_readers(config, self._pool, self._peers_memory, self._clock)
+        )
         self.endpoint = make_endpoint(
             config,
             US,

@@ -17,6 +17,7 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet import served_model, worker_names
 from cluster.worker_process import endpoint_from_json
 from gateway import Gateway, GatewayClient, Tokenizer
+from tests.factories.security import KEYS
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 20.0
@@ -181,7 +182,9 @@ async def fragile_cluster(
         command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]
         policy = config.kv_transfer.load_failure_policy
         model, tokenizer = served_model(config, model_path), Tokenizer(model_path)
-        gateway = Gateway(config.gateway, config.network, policy, model, tokenizer, SystemClock())
+        gateway = Gateway(
+            config.gateway, config.network, KEYS.request, policy, model, tokenizer, SystemClock()
+        )
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
             cluster = FragileCluster(config, gateway, client, [*command, *options], folder)

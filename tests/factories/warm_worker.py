@@ -24,6 +24,7 @@ from baton.worker import WorkerRole
 from cluster.worker_process import build_worker, endpoint_to_json
 from engine.host import EngineHost
 from kv_transfer import remote_pools
+from tests.factories.security import KEYS
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
         return
     order = json.loads(line)
     bind_to(order["ports"])
-    host = build_worker(config, Path(config.model.path), WorkerRole(order["role"]), order["name"])
+    host = build_worker(config, KEYS, Path(config.model.path), WorkerRole(order["role"]), order["name"])
     say(json.loads(endpoint_to_json(host.start())))
     for _ in sys.stdin:
         say(describe(host))
