@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import msgpack
 
+from baton.errors import WireError
+from baton.wire import unpack
 from kv_transfer.protocol.transports import CUDA_IPC
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 from kv_transfer.transport.cuda_driver import HANDLE_BYTES, Address, CudaDriver
@@ -178,8 +180,8 @@ class CudaPool:
 def _parse(description: bytes) -> tuple[bytes, int]:
     """The handle, and the size of what it stands for."""
     try:
-        parts = msgpack.unpackb(description)
-    except Exception as error:  # msgpack raises ValueError, its own types and UnicodeDecodeError alike
+        parts = unpack(description)
+    except WireError as error:
         raise TransportError(f"not a description of device memory: {error}") from error
     is_valid = isinstance(parts, list) and [type(part) for part in parts] == [int, int, bytes, int]
     if not is_valid or parts[0] != FORMAT or len(parts[2]) != HANDLE_BYTES or parts[3] < 0:

@@ -5,8 +5,7 @@ pool has changed outside the blocks that a load may write.
 """
 
 import random
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +47,10 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     Unreadable,
 )
-from kv_transfer.transport.base import Arrival, Bytes
+from kv_transfer.transport.base import Arrival
 from kv_transfer.transport.choice import make_reach, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory, host_id
+from tests.factories.recording_channel import RecordingChannel
 from tests.factories.wire_values import hostile_frame, integer, kinds_of, maker
 
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
@@ -65,37 +65,6 @@ RARELY = 0.06
 
 END_S = 200.0
 """Virtual seconds after which nothing may be left."""
-
-
-class RecordingChannel:
-    """Keeps the last of what is sent; whoever it is for must be able to read it."""
-
-    address = "tcp://us:1"
-    num_dropped = 0
-
-    def __init__(self) -> None:
-        self.payload: deque[Bytes] = deque()
-        self.seen: deque[TransferKey] = deque(maxlen=40)
-        """Keys that were said on the wire: what an eavesdropper knows."""
-        self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
-
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        codec: Any = TO_PRODUCER if isinstance(peer, str) else TO_CONSUMER
-        message = codec.decode(header)
-        self.sent.append(message)
-        if not isinstance(message, Unreadable):
-            self.seen.append(message.key)
-
-    def read_payload(self, into: Bytes) -> bool:
-        if not self.payload:
-            return False
-        frame = self.payload.popleft()
-        into[: len(frame)] = frame[: len(into)]
-        return len(frame) == len(into)
-
-    def skip_payload(self) -> None:
-        if self.payload:
-            self.payload.popleft()
 
 
 @dataclass(slots=True)

@@ -37,7 +37,8 @@ from kv_transfer.protocol.transports import ZMQ_TCP, Reach
 from kv_transfer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.transport.base import Arrival, Runs, TransportError
 from kv_transfer.transport.shared_memory import FORMAT, SharedMemory, SharedMemoryReader
-from tests.factories.endpoint_under_fire import BLOCK_NBYTES, RecordingChannel
+from tests.factories.endpoint_under_fire import BLOCK_NBYTES
+from tests.factories.recording_channel import RecordingChannel
 from tests.factories.transfer import FINGERPRINT, KEY, Wire, start
 from tests.factories.wire_values import seal
 

@@ -1,0 +1,47 @@
+"""A channel that leads nowhere: it remembers what is sent, and gives what a test says is received."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kv_transfer.protocol.effects import Peer
+from kv_transfer.protocol.messages import (
+    TO_CONSUMER,
+    TO_PRODUCER,
+    ToConsumer,
+    ToProducer,
+    TransferKey,
+    Unreadable,
+)
+from kv_transfer.transport.base import Bytes
+
+
+class RecordingChannel:
+    """Keeps the last of what is sent; whoever it is for must be able to read it."""
+
+    address = "tcp://us:1"
+    num_dropped = 0
+
+    def __init__(self) -> None:
+        self.payload: deque[Bytes] = deque()
+        self.seen: deque[TransferKey] = deque(maxlen=40)
+        """Keys that were said on the wire: what an eavesdropper knows."""
+        self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
+
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+        codec: Any = TO_PRODUCER if isinstance(peer, str) else TO_CONSUMER
+        message = codec.decode(header)
+        self.sent.append(message)
+        if not isinstance(message, Unreadable):
+            self.seen.append(message.key)
+
+    def read_payload(self, into: Bytes) -> bool:
+        if not self.payload:
+            return False
+        frame = self.payload.popleft()
+        into[: len(frame)] = frame[: len(into)]
+        return len(frame) == len(into)
+
+    def skip_payload(self) -> None:
+        if self.payload:
+            self.payload.popleft()
