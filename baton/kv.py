@@ -3,7 +3,12 @@
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from baton.errors import WireError
+
 PROTOCOL_VERSION = 2
+
+MAX_NAME_CHARS = 512
+"""Of anything that is named or described; what quotes a few of them still fits into a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,12 @@ class WorkerRef:
     """Where the KV plane of each of its tensor-parallel ranks listens."""
     block_size: int
     """Tokens in one of its KV blocks."""
+
+    def __post_init__(self) -> None:
+        if not self.kv_addresses or self.block_size < 1:
+            num_ranks = len(self.kv_addresses)
+            raise WireError(f"a worker of {num_ranks} ranks and blocks of {self.block_size} tokens")
+        check_names(self.name, self.incarnation, *self.kv_addresses)
 
 
 class TransferRole(Enum):
@@ -51,6 +62,9 @@ class KVTransferParams:
     peer: WorkerRef
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     """For a consumer whose prompt does not arrive."""
+
+    def __post_init__(self) -> None:
+        check_names(self.transfer_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +115,10 @@ class BlocksCleared:
 
 KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
 """What changed in a worker's prefix cache. Replayed in order, events give exactly the set of hashes it holds."""
+
+
+def check_names(*names: str) -> None:
+    """WireError if one is so long that an answer which quotes it might be too large to be sent."""
+    longest = max(map(len, names))
+    if longest > MAX_NAME_CHARS:
+        raise WireError(f"a name of {longest} characters; at most {MAX_NAME_CHARS} are allowed")

@@ -23,16 +23,13 @@ from typing import Generic, TypeVar
 import xxhash
 
 from baton.errors import WireError
-from baton.kv import KVFingerprint
+from baton.kv import KVFingerprint, check_names
 from baton.request import FirstToken
 from baton.wire import Codec
 
 MAX_HEADER_BYTES = 1024 * 1024
 SEAL_BYTES = 8
 MAX_PIECES_PER_MESSAGE = 1024
-MAX_NAME_CHARS = 512
-"""Of anything that is named or described; what quotes a few of them still fits into a message."""
-
 MAX_TRANSPORTS = 16
 MAX_REASON_CHARS = 1000
 
@@ -49,7 +46,7 @@ class TransferKey:
     consumer_rank: int = 0
 
     def __post_init__(self) -> None:
-        _check_names(self.transfer_id, self.producer, self.consumer)
+        check_names(self.transfer_id, self.producer, self.consumer)
 
 
 class ChecksumPolicy(Enum):
@@ -92,7 +89,7 @@ class Open:
         if len(self.transports) > MAX_TRANSPORTS:
             raise WireError(f"{len(self.transports)} transports")
         named = self.fingerprint
-        _check_names(self.host, named.model, named.dtype, named.layout, *self.transports)
+        check_names(self.host, named.model, named.dtype, named.layout, *self.transports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +188,6 @@ class Unreadable:
 
     def __post_init__(self) -> None:
         _cut_reason(self)
-
-
-def _check_names(*names: str) -> None:
-    """A longer one would come back in an answer that is too large to be sent."""
-    longest = max(map(len, names))
-    if longest > MAX_NAME_CHARS:
-        raise WireError(f"a name of {longest} characters; at most {MAX_NAME_CHARS} are allowed")
 
 
 def _cut_reason(message: Refused | Cancel | Aborted | Unreadable) -> None:

@@ -18,6 +18,9 @@ MAX_QUEUED_FRAMES = 10_000
 MAX_PEERS = 256
 """Connections kept open; past this the one unused for longest is closed, and opened again when needed."""
 
+UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT}
+"""Its queue is full, its peer is gone, or its address, which another process gave us, is none."""
+
 MAX_ARRIVALS_PER_TURN = 64
 """A peer that never stops sending must not keep orders and deadlines waiting."""
 
@@ -78,17 +81,13 @@ class ZmqChannel:
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
         """Queues a header, and a frame for each piece of payload. The bytes are copied, so they may change at once."""
         frames: list[bytes | memoryview] = [header, *(piece.data for piece in payload)]
-        if isinstance(peer, bytes):
-            socket = self._router
-            frames.insert(0, peer)
-        else:
-            socket = self._dealer(peer)
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            self.num_dropped += 1
+            if isinstance(peer, bytes):
+                self._router.send_multipart([peer, *frames], zmq.NOBLOCK)
+            else:
+                self._dealer(peer).send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in UNDELIVERABLE:
                 raise
             self.num_dropped += 1
 
@@ -103,7 +102,11 @@ class ZmqChannel:
         if dealer is None:
             dealer = self._configured(zmq.DEALER)
             secure_client(dealer, self._keys)
-            dealer.connect(address)
+            try:
+                dealer.connect(address)
+            except zmq.ZMQError:
+                dealer.close()
+                raise
             self._poller.register(dealer, zmq.POLLIN)
         self._dealers[address] = dealer  # last in the dict: the most recently used
         if len(self._dealers) > MAX_PEERS:

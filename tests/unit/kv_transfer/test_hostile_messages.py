@@ -37,6 +37,7 @@ from kv_transfer.protocol.transports import ZMQ_TCP, Reach
 from kv_transfer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.transport.base import Arrival, Runs, TransportError
 from kv_transfer.transport.shared_memory import FORMAT, SharedMemory, SharedMemoryReader
+from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.endpoint_under_fire import BLOCK_NBYTES
 from tests.factories.recording_channel import RecordingChannel
 from tests.factories.transfer import FINGERPRINT, KEY, Wire, start
@@ -192,3 +193,31 @@ def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later()
     clock.advance(deadline - clock.now())
     pools.close_unused(set[str]().__contains__)
     assert pools.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("addresses", "block_size", "incarnation"),
+    [
+        ((), 16, "i"),
+        (("tcp://d",), 0, "i"),
+        (("tcp://d",), -16, "i"),
+        (("tcp://d",), 16, LONG),
+        ((LONG,), 16, "i"),
+    ],
+)
+def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
+    addresses: tuple[str, ...], block_size: int, incarnation: str
+) -> None:
+    """In a leg that a gateway sends; the order to exchange KV with it ended the transfer thread."""
+    with pytest.raises(WireError):
+        WorkerRef("d0", incarnation, addresses, block_size)
+
+
+@pytest.mark.parametrize("address", ["garbage", "tcp://nohost:", "foo://x"])
+def test_a_message_to_an_address_that_is_none_is_dropped(address: str) -> None:
+    channel = ZmqChannel("127.0.0.1", BLOCK_NBYTES, None)
+    try:
+        channel.send(address, b"header")
+        assert channel.num_dropped == 1
+    finally:
+        channel.close()
