@@ -111,6 +111,10 @@ class TakingEnd:
     def close(self) -> None:
         self._pools.close()
 
+    def check_integrity(self) -> None:
+        """See TransferEndpoint."""
+        self._consumer.check_integrity()
+
     def __len__(self) -> int:
         return max(len(self._consumer), len(self._legs))
 

@@ -204,6 +204,12 @@ class Producer:
     def num_by_state(self) -> Counter[str]:
         return Counter(transfer.state.name for transfer in self._transfers.values())
 
+    def check_integrity(self) -> None:
+        """Asserts that legs, early ones and keys tell the same story."""
+        num_early = sum(transfer.leg is None for transfer in self._transfers.values())
+        assert num_early == self._num_early
+        assert len(self._keys) + num_early == len(self._transfers)
+
     def _of(self, leg: Leg) -> Outgoing | None:
         """The transfer of a leg; None if another request had claimed its key before."""
         key = self._keys.get(leg)
