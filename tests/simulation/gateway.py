@@ -223,8 +223,8 @@ class SimGateway:
         attempt = request.attempt
         assert attempt is not None
         is_prefill = worker == attempt.placement.prefill
-        if is_prefill and attempt.decoder_copes:
-            attempt.open_legs.discard(worker)
+        attempt.open_legs.discard(worker)
+        if is_prefill and attempt.decoder_copes and attempt.open_legs:
             return
         raise AttemptFailed(worker, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
 
@@ -240,7 +240,8 @@ class SimGateway:
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            if is_prefill and news.error_kind is ErrorKind.INTERNAL and attempt.decoder_copes:
+            copes = attempt.decoder_copes and attempt.open_legs
+            if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return
             raise _failure(placement, is_prefill, news)
         self._note_path(request, is_prefill, news)

@@ -1,6 +1,7 @@
 """Plays a seed: from its first event, through its faults, to rest. The same seed is the same run, byte for byte."""
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from tests.simulation.gateway import SimGateway
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Network
 from tests.simulation.reading import SharedPools
-from tests.simulation.scenario import Scenario, make_scenario
+from tests.simulation.scenario import LEASE_S, Scenario, make_scenario
 from tests.simulation.worker import Site
 from tests.simulation.world import Violation, World
 
@@ -64,10 +65,10 @@ def _play(scenario: Scenario, world: World) -> Fleet:
             leaves_at = spec.arrives_at + spec.leaves_after_s
             world.at(leaves_at, lambda spec=spec: gateway.leave(spec.request_id), is_plane=False)
     try:
-        faults_end = max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)])
+        faults_end = math.ceil(max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)]))
         world.run(until=faults_end)
         world.is_calm = True
-        _come_to_rest(world, fleet, gateway)
+        _come_to_rest(world, scenario, fleet, gateway)
         invariants.check_rest()
         world.run(until=world.now + IDLE_S)
         invariants.check_rest()
@@ -77,10 +78,12 @@ def _play(scenario: Scenario, world: World) -> Fleet:
     return fleet
 
 
-def _come_to_rest(world: World, fleet: Fleet, gateway: SimGateway) -> None:
+def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:
     end = world.now + MAX_CALM_S
     while world.now < end and not _is_quiet(fleet, gateway):
         world.run(until=world.now + CALM_STEP_S)
+    # What is still on its way may open a leg for one lease more.
+    world.run(until=world.now + scenario.network.max_lateness_s + LEASE_S + CALM_STEP_S)
 
 
 def _is_quiet(fleet: Fleet, gateway: SimGateway) -> bool:

@@ -180,7 +180,7 @@ def _faults(rng: random.Random, duration_s: float) -> tuple[Fault, ...]:
         at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
         longest_s = rng.choice([0.1, 1.5, LEASE_S * 2])
         faults.append(
-            Fault(kind, at, worker, rng.choice(peers), rng.uniform(0.0, longest_s), rng.random() < 0.5)
+            Fault(kind, at, worker, rng.choice(peers), int(rng.uniform(0.0, longest_s) * 1024) / 1024, rng.random() < 0.5)
         )
     return tuple(faults)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import math
 import random
 import traceback
 from collections import Counter
@@ -94,7 +95,8 @@ class World:
 
         Events of the planes (messages, reads, timers, devices) go on while an engine waits for its device in mid-step.
         """
-        self._push(max(when, self.now), Event(action, process, is_plane))
+        whole = math.ceil(when / TICK_S) * TICK_S
+        self._push(max(whole, self.now), Event(action, process, is_plane))
 
     def after(
         self,
