@@ -1,14 +1,13 @@
 """The command: one seed with its log, or many on all cores with a summary of what they went through."""
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 from tests.simulation.run import Result, play
+from tests.simulation.runs import results
 
 SECONDS_PER_REPORT = 30.0
 
@@ -57,15 +56,6 @@ def play_many(first: int, num_seeds: int, num_jobs: int) -> int:
         f"({num_played / elapsed_s:.0f} seeds a second): {len(broken)} broke a promise"
     )
     return 1 if broken else 0
-
-
-def results(seeds: range, num_jobs: int) -> Iterator[Result]:
-    """In the order of the seeds, from as many processes."""
-    if num_jobs == 1:
-        yield from map(play, seeds)
-        return
-    with multiprocessing.get_context("fork").Pool(num_jobs) as pool:
-        yield from pool.imap(play, seeds, chunksize=16)
 
 
 if __name__ == "__main__":

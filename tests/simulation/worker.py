@@ -65,6 +65,7 @@ class Worker(Process):
         self._commands: list[Callable[[], None]] = []
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
+        self.num_turns = 0
         self.request_ids: set[str] = set()
         """Of the gateway's, those that have not ended here."""
         config = spec.scheduler
@@ -132,6 +133,7 @@ class Worker(Process):
             command()
         self._end_overdue()
         self._deliver(self.core.step())
+        self.num_turns += 1
         self._world.counts["engine steps"] += 1
         if self.core.may_progress:
             self._run_engine_at(self._world.now)

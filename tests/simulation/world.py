@@ -22,8 +22,11 @@ class Violation(Exception):
     """A promise was broken; `invariant` names it."""
 
     def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(f"{invariant}: {message}")
+        super().__init__(invariant, message)
         self.invariant = invariant
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.args[1]}"
 
 
 class Process:

@@ -1,0 +1,23 @@
+"""Many seeds on all cores; see `results`."""
+
+import multiprocessing
+from collections.abc import Generator
+
+from tests.simulation.run import Result, play
+
+SEEDS_PER_JOB = 8
+JOBS_AHEAD = 4
+"""For each process: so that whoever stops early has not ordered much in vain."""
+
+
+def results(seeds: range, num_jobs: int) -> Generator[Result, None, None]:
+    """Every seed's result, in their order. Processes are forked, so what is patched here is patched there."""
+    if num_jobs == 1:
+        yield from map(play, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(num_jobs) as pool:
+        chunk = SEEDS_PER_JOB * JOBS_AHEAD * num_jobs
+        ahead = pool.imap(play, seeds[:chunk], SEEDS_PER_JOB)
+        for start in range(chunk, len(seeds) + chunk, chunk):
+            behind, ahead = ahead, pool.imap(play, seeds[start : start + chunk], SEEDS_PER_JOB)
+            yield from behind
