@@ -240,8 +240,10 @@ def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResul
         return StepResult(None, error)
 
 
-def random_prompt(rng: random.Random, stems: Sequence[tuple[int, ...]], max_len: int) -> tuple[int, ...]:
+def random_prompt(
+    rng: random.Random, stems: Sequence[tuple[int, ...]], min_len: int, max_len: int
+) -> tuple[int, ...]:
     """A stem that others may share, and a tail of its own."""
     stem = rng.choice(stems)
-    tail = tuple(rng.randrange(1_000, 2_000) for _ in range(rng.randrange(1, max(2, max_len - len(stem)))))
-    return (*stem, *tail)
+    length = rng.randrange(max(min_len, len(stem) + 1), max_len)
+    return (*stem, *(rng.randrange(1_000, 2_000) for _ in range(length - len(stem))))

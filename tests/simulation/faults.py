@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tests.simulation.gateway import SimGateway
-from tests.simulation.scenario import PEER_TIMEOUT_S, Fault, WorkerSpec
+from tests.simulation.scenario import Fault, WorkerSpec
 from tests.simulation.worker import Site, Worker
 
 
@@ -15,6 +15,7 @@ class Fleet:
         self._world = site.world
         self._gateway = gateway
         self._specs = {spec.name: spec for spec in site.scenario.workers}
+        self._peer_timeout_s = site.scenario.transfer.peer_timeout_s
         self.lives: list[Worker] = []
         self.workers: dict[str, Worker] = {}
         for spec in site.scenario.workers:
@@ -50,8 +51,8 @@ class Fleet:
             return
         worker.paused_until = self._world.now + fault.duration_s
         worker.paused_s += fault.duration_s
-        if fault.duration_s > PEER_TIMEOUT_S:
-            self._later(PEER_TIMEOUT_S, lambda: self._gateway.note_silence(name))
+        if fault.duration_s > self._peer_timeout_s:
+            self._later(self._peer_timeout_s, lambda: self._gateway.note_silence(name))
             self._later(fault.duration_s, lambda: self._gateway.hear_again(name))
 
     def _crash(self, fault: Fault) -> None:
@@ -60,7 +61,7 @@ class Fleet:
         if worker.is_dead:
             return
         worker.is_dead = True
-        noticed_s = self._world.between(0.0, PEER_TIMEOUT_S)
+        noticed_s = self._world.between(0.0, self._peer_timeout_s)
         self._later(min(noticed_s, fault.duration_s), lambda: self._gateway.lose(fault.worker, "killed"))
         self._later(fault.duration_s, lambda: self._start(self._specs[fault.worker]))
 

@@ -3,7 +3,7 @@
 from kv_transfer.taking import READ_TIMEOUT_S
 from tests.simulation.faults import Fleet
 from tests.simulation.gateway import SimGateway
-from tests.simulation.scenario import LEASE_S, LOAD_TIMEOUT_S, Scenario
+from tests.simulation.scenario import Scenario
 from tests.simulation.worker import Worker
 from tests.simulation.world import Violation, World
 
@@ -20,6 +20,7 @@ class Invariants:
         self._world = world
         self._fleet = fleet
         self._gateway = gateway
+        self._transfer = scenario.transfer
         self._max_lateness_s = scenario.network.max_lateness_s
         self._unread_since: dict[tuple[str, str], float] = {}
         """Since when nobody keeps a lease alive any more."""
@@ -93,9 +94,9 @@ class Invariants:
             if self._has_reader(worker, request_id):
                 self._unread_since.pop(place, None)
                 return
-            since, longest_s = self._unread_since.setdefault(place, now), LEASE_S + self._max_lateness_s
+            since, longest_s = self._unread_since.setdefault(place, now), self._transfer.lease_s + self._max_lateness_s
         elif hold.kind == "loading":
-            since, longest_s = hold.since, LOAD_TIMEOUT_S + READ_TIMEOUT_S
+            since, longest_s = hold.since, self._transfer.load_timeout_s + READ_TIMEOUT_S
         elif hold.kind == "quarantined":
             since, longest_s = hold.since, READ_TIMEOUT_S
         else:

@@ -10,7 +10,7 @@ from tests.simulation.gateway import SimGateway
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Network
 from tests.simulation.reading import SharedPools
-from tests.simulation.scenario import LEASE_S, Scenario, make_scenario
+from tests.simulation.scenario import Scenario, make_scenario
 from tests.simulation.worker import Site
 from tests.simulation.world import Violation, World
 
@@ -83,7 +83,7 @@ def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateway: SimGa
     while world.now < end and not _is_quiet(fleet, gateway):
         world.run(until=world.now + CALM_STEP_S)
     # What is still on its way may open a leg for one lease more.
-    world.run(until=world.now + scenario.network.max_lateness_s + LEASE_S + CALM_STEP_S)
+    world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
 
 
 def _is_quiet(fleet: Fleet, gateway: SimGateway) -> bool:

@@ -11,9 +11,6 @@ from tests.simulation.device import random_prompt
 from tests.simulation.network import NetworkFaults
 from tests.simulation.reading import ReadFaults
 
-LEASE_S = 2.0
-PEER_TIMEOUT_S = 1.0
-LOAD_TIMEOUT_S = 4.0
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
@@ -78,35 +75,41 @@ class Scenario:
 
 
 def make_scenario(seed: int) -> Scenario:
-    """One seed in eight has no fault at all; in the others each kind is there or not."""
+    """One seed in eight has no fault at all; in the others each kind is there or not.
+
+    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another.
+    """
     rng = random.Random(seed)
-    is_quiet = rng.random() < 0.125
+    is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
     duration_s = rng.choice([0.2, 1.0, 3.0])
+    lease_s = rng.choice([0.25, 0.25, 2.0])
     transfer = KVTransferConfig(
-        lease_s=LEASE_S,
-        peer_timeout_s=PEER_TIMEOUT_S,
-        load_timeout_s=LOAD_TIMEOUT_S,
+        lease_s=lease_s,
+        peer_timeout_s=lease_s / 2,
+        load_timeout_s=rng.choice([1.0, 4.0]),
         checksum=rng.choice(["auto", "auto", "on", "off"]),
     )
     transports = rng.choice(
         [(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (SHARED_MEMORY, ZMQ_TCP), (NIXL, ZMQ_TCP), (NIXL,)]
     )
     has_one_host = rng.random() < 0.7
-    workers = _workers(rng, transports, has_one_host)
+    workers = _workers(rng, transports, has_one_host, is_tight)
     return Scenario(
         seed,
         transfer,
         rng.choice(["retry", "recompute", "fail"]),
         workers,
-        _requests(rng, duration_s),
-        () if is_quiet else _faults(rng, duration_s),
-        NetworkFaults() if is_quiet else _network_faults(rng, transfer.checksum, has_one_host),
-        ReadFaults() if is_quiet else _read_faults(rng),
+        _requests(rng, duration_s, is_tight),
+        () if is_quiet else _faults(rng, duration_s, lease_s),
+        NetworkFaults() if is_quiet else _network_faults(rng, transfer, has_one_host),
+        ReadFaults() if is_quiet else _read_faults(rng, lease_s),
         duration_s,
     )
 
 
-def _workers(rng: random.Random, transports: tuple[str, ...], has_one_host: bool) -> tuple[WorkerSpec, ...]:
+def _workers(
+    rng: random.Random, transports: tuple[str, ...], has_one_host: bool, is_tight: bool
+) -> tuple[WorkerSpec, ...]:
     block_sizes = rng.choice([(4, 4), (4, 4), (2, 4), (4, 2), (2, 8), (8, 4)])
     is_misfit_there = rng.random() < 0.03
     specs = []
@@ -115,7 +118,7 @@ def _workers(rng: random.Random, transports: tuple[str, ...], has_one_host: bool
         specs.append(
             WorkerSpec(
                 name,
-                _scheduler(rng, block_size),
+                _scheduler(rng, block_size, is_tight and name in PREFILL),
                 "host" if has_one_host else name,
                 transports,
                 rng.choice([2**26, 2**26, 100, 400]),
@@ -130,7 +133,7 @@ def _workers(rng: random.Random, transports: tuple[str, ...], has_one_host: bool
     return tuple(specs)
 
 
-def _scheduler(rng: random.Random, block_size: int) -> SchedulerConfig:
+def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> SchedulerConfig:
     """A pool that holds one request of full length, and not many more."""
     preemption = rng.choice(["recompute", "recompute", "swap", "auto"])
     policy = rng.choice(["fcfs", "priority"])
@@ -147,17 +150,20 @@ def _scheduler(rng: random.Random, block_size: int) -> SchedulerConfig:
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 12]),
         "watermark": rng.choice([0.0, 0.0, 0.1]),
     }
+    if is_tight:
+        values |= {"num_blocks": 2 + MAX_MODEL_LEN // block_size, "max_num_seqs": 8, "max_num_batched_tokens": 8}
     return SchedulerConfig(**values)
 
 
-def _requests(rng: random.Random, duration_s: float) -> tuple[RequestSpec, ...]:
+def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[RequestSpec, ...]:
     stems: list[tuple[int, ...]] = [()]
     stems += [tuple(rng.randrange(1_000) for _ in range(rng.randrange(1, 20))) for _ in range(2)]
     spread_s = rng.choice([0.0, duration_s / 4, duration_s])
+    num_requests = rng.randrange(5, 11) if is_tight else rng.randrange(2, 9)
     return tuple(
         RequestSpec(
             request_id=f"r{number}",
-            prompt=random_prompt(rng, stems, 34),
+            prompt=random_prompt(rng, stems, 20 if is_tight else 1, 34),
             max_tokens=rng.choice([1, 3, 6, 10]),
             arrives_at=rng.uniform(0.0, spread_s),
             mode=rng.choice([None, None, None, None, Mode.DISAGGREGATED, Mode.LOCAL]),
@@ -166,11 +172,11 @@ def _requests(rng: random.Random, duration_s: float) -> tuple[RequestSpec, ...]:
             cache_salt=rng.choice([None, None, "salt"]),
             priority=rng.randrange(2),
         )
-        for number in range(rng.randrange(2, 9))
+        for number in range(num_requests)
     )
 
 
-def _faults(rng: random.Random, duration_s: float) -> tuple[Fault, ...]:
+def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Fault, ...]:
     kinds: list[FaultKind] = ["pause", "crash", "partition", "partition", "disconnect", "device", "reset"]
     wanted = [kind for kind in kinds if rng.random() < 0.35]
     faults = []
@@ -178,16 +184,16 @@ def _faults(rng: random.Random, duration_s: float) -> tuple[Fault, ...]:
         worker = rng.choice(PREFILL + DECODE)
         peers = [name for name in PREFILL + DECODE if name != worker]
         at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
-        longest_s = rng.choice([0.1, 1.5, LEASE_S * 2])
+        longest_s = rng.choice([0.1, lease_s * 0.75, lease_s * 2])
         faults.append(
             Fault(kind, at, worker, rng.choice(peers), int(rng.uniform(0.0, longest_s) * 1024) / 1024, rng.random() < 0.5)
         )
     return tuple(faults)
 
 
-def _network_faults(rng: random.Random, checksum: str, has_one_host: bool) -> NetworkFaults:
+def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:
     """Bytes are damaged only where checksums are promised: always, or between hosts."""
-    is_checked = checksum == "on" or (checksum == "auto" and not has_one_host)
+    is_checked = transfer.checksum == "on" or (transfer.checksum == "auto" and not has_one_host)
 
     def some(highest: float) -> float:
         return rng.choice([0.0, 0.0, highest / 4, highest])
@@ -198,13 +204,13 @@ def _network_faults(rng: random.Random, checksum: str, has_one_host: bool) -> Ne
         header_damage=some(0.1),
         payload_damage=some(0.3) if is_checked else 0.0,
         lateness=some(0.2),
-        max_lateness_s=rng.choice([0.02, 0.5, LEASE_S * 1.5]),
+        max_lateness_s=rng.choice([0.02, 0.5, transfer.lease_s * 1.5]),
         is_ordered=rng.random() < 0.4,
         max_delay_s=rng.choice([0.0005, 0.004, 0.02]),
     )
 
 
-def _read_faults(rng: random.Random) -> ReadFaults:
+def _read_faults(rng: random.Random, lease_s: float) -> ReadFaults:
     def some(highest: float) -> float:
         return rng.choice([0.0, 0.0, highest / 4, highest])
 
@@ -215,5 +221,5 @@ def _read_faults(rng: random.Random) -> ReadFaults:
         refusal=some(0.3),
         max_duration_s=rng.choice([0.0005, 0.01, 0.05]),
         slowness=some(0.3),
-        max_slow_s=rng.choice([0.05, LEASE_S * 2]),
+        max_slow_s=rng.choice([0.05, lease_s, lease_s * 2]),
     )
