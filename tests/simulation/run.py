@@ -51,7 +51,7 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
 
 def _play(scenario: Scenario, world: World) -> Fleet:
     site = Site(
-        world, scenario, Network(world, scenario.network), SharedPools(world, scenario.reads)
+        world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults)
     )
     gateway = SimGateway(world, scenario.policy)
     fleet = Fleet(site, gateway)

@@ -69,9 +69,27 @@ class Scenario:
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
     network: NetworkFaults
-    reads: ReadFaults
+    read_faults: ReadFaults
     calm_from: float
     """When faults stop, and partitions, pauses and crashes are over."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Checksums are compared wherever bytes go: what is damaged must be noticed."""
+        has_one_host = len({worker.host for worker in self.workers}) == 1
+        return self.transfer.checksum == "on" or (self.transfer.checksum == "auto" and not has_one_host)
+
+    @property
+    def caches_on_decode(self) -> bool:
+        """What was read once may be hit again."""
+        return all(
+            worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE
+        )
+
+    @property
+    def reads(self) -> bool:
+        """Consumers read by themselves, and it takes time."""
+        return self.workers[0].transports != (ZMQ_TCP,)
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -85,7 +103,7 @@ def make_scenario(seed: int) -> Scenario:
     lease_s = rng.choice([0.25, 0.25, 2.0])
     transfer = KVTransferConfig(
         lease_s=lease_s,
-        peer_timeout_s=lease_s / 2,
+        peer_timeout_s=lease_s * rng.choice([0.5, 0.5, 2.0]),
         load_timeout_s=rng.choice([1.0, 4.0]),
         checksum=rng.choice(["auto", "auto", "on", "off"]),
     )
@@ -143,7 +161,7 @@ def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> Scheduler
         "max_num_seqs": rng.choice([1, 3, 8]),
         "max_num_batched_tokens": rng.choice([3, 8, 64]),
         "max_model_len": MAX_MODEL_LEN,
-        "enable_prefix_caching": rng.random() < 0.6,
+        "enable_prefix_caching": rng.random() < 0.75,
         "async_scheduling": rng.random() < 0.5,
         "policy": policy,
         "preemption": preemption,
@@ -177,14 +195,14 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
 
 
 def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Fault, ...]:
-    kinds: list[FaultKind] = ["pause", "crash", "partition", "partition", "disconnect", "device", "reset"]
+    kinds: list[FaultKind] = ["pause", "pause", "crash", "partition", "partition", "disconnect", "device", "reset"]
     wanted = [kind for kind in kinds if rng.random() < 0.35]
     faults = []
     for kind in wanted:
         worker = rng.choice(PREFILL + DECODE)
-        peers = [name for name in PREFILL + DECODE if name != worker]
+        peers = PREFILL if worker in DECODE else DECODE
         at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
-        longest_s = rng.choice([0.1, lease_s * 0.75, lease_s * 2])
+        longest_s = rng.choice([0.1, lease_s * 1.25, lease_s * 3])
         faults.append(
             Fault(kind, at, worker, rng.choice(peers), int(rng.uniform(0.0, longest_s) * 1024) / 1024, rng.random() < 0.5)
         )
@@ -220,6 +238,6 @@ def _read_faults(rng: random.Random, lease_s: float) -> ReadFaults:
         damage=some(0.2),
         refusal=some(0.3),
         max_duration_s=rng.choice([0.0005, 0.01, 0.05]),
-        slowness=some(0.3),
-        max_slow_s=rng.choice([0.05, lease_s, lease_s * 2]),
+        slowness=some(0.6),
+        max_slow_s=rng.choice([0.05, lease_s, lease_s * 3]),
     )

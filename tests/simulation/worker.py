@@ -192,8 +192,6 @@ class Worker(Process):
         return InlinePipeline(SlowRunner(self._world, self.runner))
 
     def _make_readers(self, site: Site) -> dict[str, SimReader]:
-        checksum = site.scenario.transfer.checksum
-        is_one_host = len({spec.host for spec in site.scenario.workers}) == 1
         return {
             name: SimReader(
                 name,
@@ -203,7 +201,7 @@ class Worker(Process):
                 self,
                 lambda: self.connector.wake_up(),
                 is_instant=self.spec.reads_at_once,
-                may_damage=checksum == "on" or (checksum == "auto" and not is_one_host),
+                may_damage=site.scenario.is_checked,
             )
             for name in self.spec.transports
             if name != ZMQ_TCP
