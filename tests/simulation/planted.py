@@ -172,8 +172,8 @@ def go_on_before_blocks_are_given_back() -> Patch:
 
     def post(self: SimConnector, orders: Sequence[Any]) -> None:
         self._orders += orders
-        is_withdrawn = any(isinstance(order, WithdrawBlocks) for order in orders)
-        self._world.after(0.02 if is_withdrawn else 0.0, self._obey, self._process)
+        is_withdrawn = any(isinstance(order, WithdrawBlocks) for order in self._orders)
+        self._world.after(0.05 if is_withdrawn else 0.0, self._obey, self._process)
 
     return patch.object(SimConnector, "_post", post)
 
@@ -225,7 +225,8 @@ def seeds_for(plant: Callable[[], Patch]) -> Iterator[int]:
             scenario = make_scenario(seed)
             if scenario.is_checked or not scenario.reads:
                 continue
-            if plant is keep_what_was_read_without_proof and not scenario.caches_on_decode:
+            is_hit_again = scenario.caches_on_decode and scenario.policy == "recompute"
+            if plant is keep_what_was_read_without_proof and not is_hit_again:
                 continue
         yield seed
 
@@ -245,6 +246,7 @@ def hunt(plant: Callable[[], Patch], num_jobs: int, time_limit_s: float = TIME_L
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.planted")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT_S, help="seconds for each bug")
     parser.add_argument("--only", default="", help="bugs whose name contains this")
     args = parser.parse_args()
     num_survivors = 0
@@ -252,7 +254,7 @@ def main() -> int:
     for name, plant in PLANTED.items():
         if args.only not in name:
             continue
-        outcome = hunt(plant, args.jobs)
+        outcome = hunt(plant, args.jobs, args.limit)
         violation = outcome.found.violation if outcome.found else None
         found_by = violation.invariant if violation else "NOBODY"
         print(f"{name:<38} | {outcome.num_seeds:>6} | {outcome.elapsed_s:>7.1f} | {found_by}", flush=True)
