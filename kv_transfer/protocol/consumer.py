@@ -277,7 +277,9 @@ class Consumer:
         counts = self._counters
         ended = counts["kv_loads_received"] + counts["kv_loads_failed"] + counts["kv_loads_aborted"]
         num_loading = self.num_by_state[State.LOADING.name]
-        assert counts["kv_loads_started"] == ended + num_loading, f"{ended} ended, {num_loading} load: {counts}"
+        assert counts["kv_loads_started"] == ended + num_loading, (
+            f"{ended} ended, {num_loading} load: {counts}"
+        )
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
     def _transports_to(self, key: TransferKey) -> tuple[str, ...]:

@@ -290,6 +290,22 @@ def test_an_id_in_use_and_a_full_house_are_refused(folder: Path) -> None:
     run(test())
 
 
+def test_c51_a_request_ends_if_its_decode_leg_ended_before_its_prefill_leg(folder: Path) -> None:
+    def aborting(request: EngineRequest) -> list[RequestOutput]:
+        return outputs_of(request, [0], finish=FinishReason.ABORT)
+
+    async def test() -> None:
+        workers: Any = ({"p0": silent}, {"d0": aborting})
+        async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
+            call = asyncio.create_task(refusal(under_test))
+            leg = await under_test.workers["p0"].next_leg()
+            await asyncio.sleep(NETWORK.heartbeat_interval_s)
+            under_test.workers["p0"].say(leg, aborting(leg))
+            assert (await call).code == "UNAVAILABLE"
+
+    run(test())
+
+
 def test_without_workers_a_request_is_unavailable_and_says_why(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {"p0": silent}, {}) as under_test:

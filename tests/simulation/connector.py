@@ -7,6 +7,7 @@ after a moment; only orders that take blocks back are waited for. News wait in a
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 from baton.kv import KVTransferParams
 from baton.step import KVConnectorOutput
@@ -102,7 +103,9 @@ class SimConnector:
 
     def _post(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            self._world.log(self._name, f"order {type(order).__name__} {order.request_id}", lambda o=order: o)
+            self._world.log(
+                self._name, f"order {type(order).__name__} {order.request_id}", partial(repr, order)
+            )
             self._orders.append(order)
         if any(isinstance(order, WithdrawBlocks) for order in orders):
             self._world.counts["orders taken back"] += 1

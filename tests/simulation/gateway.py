@@ -3,10 +3,11 @@
 Real: the router. It checks what a client may rely on: every token right, each position once and in order, one end.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 
 from baton.errors import WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
@@ -152,7 +153,7 @@ class SimGateway:
         self._world.log("gateway", f"lost {worker} {reason}")
         for request in list(self._by_attempt.values()):
             if request.attempt is not None and worker in request.attempt.open_legs and request.end is None:
-                self._try(request, lambda r=request: self._take_loss(r, worker, reason))
+                self._try(request, partial(self._take_loss, request, worker, reason))
 
     # one request
 
@@ -161,19 +162,27 @@ class SimGateway:
         while True:
             try:
                 action()
-                return
             except AttemptFailed as failure:
                 self._world.counts["path attempt failed"] += 1
                 self._close(request)
                 request.failed[failure.worker] = failure
-                if self._time_left(request) == 0.0:
-                    return self._fail(request, "the request's deadline passed")
-                is_final = failure.is_prompt_lost and self._policy == "fail"
-                if is_final or request.num_attempts >= MAX_ATTEMPTS:
-                    return self._fail(request, f"gave up: {failure}")
-                action = lambda: self._attempt(request)  # noqa: E731
+                if error := self._reason_to_give_up(request, failure):
+                    self._finish(request, End.ERROR, error)
+                    return
+                action = partial(self._attempt, request)
             except (WorkerUnavailable, RequestFailed) as error:
-                return self._fail(request, str(error))
+                self._finish(request, End.ERROR, str(error))
+                return
+            else:
+                return
+
+    def _reason_to_give_up(self, request: ClientRequest, failure: AttemptFailed) -> str | None:
+        if self._time_left(request) == 0.0:
+            return "the request's deadline passed"
+        is_final = failure.is_prompt_lost and self._policy == "fail"
+        if is_final or request.num_attempts >= MAX_ATTEMPTS:
+            return f"gave up: {failure}"
+        return None
 
     def _attempt(self, request: ClientRequest) -> None:
         spec = request.spec
@@ -288,9 +297,6 @@ class SimGateway:
             self._world.violate("success is whole", f"{request.spec.request_id}: {request.tokens}")
         self._close(request)
 
-    def _fail(self, request: ClientRequest, error: str) -> None:
-        self._finish(request, End.ERROR, error)
-
     def _close(self, request: ClientRequest) -> None:
         """Ends what is left of the attempt on its workers."""
         attempt, request.attempt = request.attempt, None
@@ -299,11 +305,8 @@ class SimGateway:
         self._by_attempt.pop(attempt.engine_request_id, None)
         for name in sorted(attempt.open_legs):
             if worker := self._workers.get(name):
-                self._send(
-                    "gateway",
-                    name,
-                    lambda w=worker: self._reach(w, lambda: w.abort((attempt.engine_request_id,))),
-                )
+                abort = partial(worker.abort, (attempt.engine_request_id,))
+                self._send("gateway", name, partial(self._reach, worker, abort))
         attempt.open_legs.clear()
 
     # the request plane: in order and reliable, except that it can be cut

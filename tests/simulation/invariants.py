@@ -75,7 +75,9 @@ class Invariants:
         gateway = self._gateway
         num_known = gateway.num_open + gateway.ended.total()
         if num_known != len(gateway.requests):
-            raise Violation("conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known")
+            raise Violation(
+                "conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known"
+            )
 
     def _check_transfers(self, worker: Worker) -> None:
         try:
@@ -94,7 +96,10 @@ class Invariants:
             if self._has_reader(worker, request_id):
                 self._unread_since.pop(place, None)
                 return
-            since, longest_s = self._unread_since.setdefault(place, now), self._transfer.lease_s + self._max_lateness_s
+            since, longest_s = (
+                self._unread_since.setdefault(place, now),
+                self._transfer.lease_s + self._max_lateness_s,
+            )
         elif hold.kind == "loading":
             since, longest_s = hold.since, self._transfer.load_timeout_s + READ_TIMEOUT_S
         elif hold.kind == "quarantined":

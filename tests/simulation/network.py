@@ -179,4 +179,4 @@ def kind_of(header: bytes) -> str:
 def describe(header: bytes) -> object:
     """The whole message, for people."""
     codec = TO_PRODUCER if kind_of(header) in ("Hold", "Open", "Ack", "Release", "Cancel") else TO_CONSUMER
-    return codec.decode(header)  # type: ignore[attr-defined]
+    return codec.decode(header)

@@ -1,6 +1,6 @@
 """Bugs put in on purpose, one at a time: the simulation has to find each within a minute, or it proves nothing.
 
-    python -m tests.simulation.planted          # a table; exit code 1 if one survives
+python -m tests.simulation.planted          # a table; exit code 1 if one survives
 """
 
 import argparse

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from tests.simulation.faults import Fleet
 from tests.simulation.gateway import SimGateway
@@ -38,10 +39,9 @@ class Result:
 def play(seed: int, *, is_verbose: bool = False) -> Result:
     scenario, world = make_scenario(seed), World(seed, is_verbose)
     logging.disable(logging.CRITICAL)
-    fleet: Fleet | None = None
+    violation: Violation | None = None
     try:
-        fleet = _play(scenario, world)
-        violation = None
+        _play(scenario, world)
     except Violation as broken:
         violation = broken
     finally:
@@ -49,10 +49,8 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
     return Result(seed, world.digest(), world.num_events, world.counts, violation)
 
 
-def _play(scenario: Scenario, world: World) -> Fleet:
-    site = Site(
-        world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults)
-    )
+def _play(scenario: Scenario, world: World) -> None:
+    site = Site(world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults))
     gateway = SimGateway(world, scenario.policy)
     fleet = Fleet(site, gateway)
     invariants = Invariants(world, scenario, fleet, gateway)
@@ -60,12 +58,14 @@ def _play(scenario: Scenario, world: World) -> Fleet:
     for fault in scenario.faults:
         fleet.plan(fault)
     for spec in scenario.requests:
-        world.at(spec.arrives_at, lambda spec=spec: gateway.arrive(spec), is_plane=False)
+        world.at(spec.arrives_at, partial(gateway.arrive, spec), is_plane=False)
         if spec.leaves_after_s is not None:
             leaves_at = spec.arrives_at + spec.leaves_after_s
-            world.at(leaves_at, lambda spec=spec: gateway.leave(spec.request_id), is_plane=False)
+            world.at(leaves_at, partial(gateway.leave, spec.request_id), is_plane=False)
     try:
-        faults_end = math.ceil(max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)]))
+        faults_end = math.ceil(
+            max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)])
+        )
         world.run(until=faults_end)
         world.is_calm = True
         _come_to_rest(world, scenario, fleet, gateway)
@@ -75,7 +75,6 @@ def _play(scenario: Scenario, world: World) -> Fleet:
         invariants.check_idle()
     finally:
         _count(world, fleet, gateway)
-    return fleet
 
 
 def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:

@@ -82,9 +82,7 @@ class Scenario:
     @property
     def caches_on_decode(self) -> bool:
         """What was read once may be hit again."""
-        return all(
-            worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE
-        )
+        return all(worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE)
 
     @property
     def reads(self) -> bool:
@@ -169,7 +167,11 @@ def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> Scheduler
         "watermark": rng.choice([0.0, 0.0, 0.1]),
     }
     if is_tight:
-        values |= {"num_blocks": 2 + MAX_MODEL_LEN // block_size, "max_num_seqs": 8, "max_num_batched_tokens": 8}
+        values |= {
+            "num_blocks": 2 + MAX_MODEL_LEN // block_size,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 8,
+        }
     return SchedulerConfig(**values)
 
 
@@ -195,7 +197,16 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
 
 
 def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Fault, ...]:
-    kinds: list[FaultKind] = ["pause", "pause", "crash", "partition", "partition", "disconnect", "device", "reset"]
+    kinds: list[FaultKind] = [
+        "pause",
+        "pause",
+        "crash",
+        "partition",
+        "partition",
+        "disconnect",
+        "device",
+        "reset",
+    ]
     wanted = [kind for kind in kinds if rng.random() < 0.35]
     faults = []
     for kind in wanted:
@@ -204,7 +215,14 @@ def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Faul
         at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
         longest_s = rng.choice([0.1, lease_s * 1.25, lease_s * 3])
         faults.append(
-            Fault(kind, at, worker, rng.choice(peers), int(rng.uniform(0.0, longest_s) * 1024) / 1024, rng.random() < 0.5)
+            Fault(
+                kind,
+                at,
+                worker,
+                rng.choice(peers),
+                int(rng.uniform(0.0, longest_s) * 1024) / 1024,
+                rng.random() < 0.5,
+            )
         )
     return tuple(faults)
 

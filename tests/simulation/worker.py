@@ -111,7 +111,8 @@ class Worker(Process):
         self.wake()
 
     def reset_prefix_cache(self) -> None:
-        self._commands.append(lambda: None if self.scheduler.reset_prefix_cache(force=True) else None)
+        """Preempts everybody who runs."""
+        self._commands.append(self._reset_prefix_cache)
         self.wake()
 
     def wake(self) -> None:
@@ -170,12 +171,17 @@ class Worker(Process):
                 )
             )
 
+    def _reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache(force=True)
+
     def _deliver(self, news: ClientOutputs) -> None:
         for outputs in news.values():
             for output in outputs:
                 if output.finish_reason is not None:
                     if output.request_id not in self.request_ids:
-                        self._world.violate("ends once", f"{self.incarnation}: {output.request_id} ends again")
+                        self._world.violate(
+                            "ends once", f"{self.incarnation}: {output.request_id} ends again"
+                        )
                     self.request_ids.discard(output.request_id)
             self._outbox(self, outputs)
         if not self.request_ids:

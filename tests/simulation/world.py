@@ -64,7 +64,7 @@ class World:
     _heap: list[tuple[float, int, Event]] = field(default_factory=list)
     _num_made: int = 0
     _is_nested: bool = False
-    _log: "hashlib._Hash" = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+    _log: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
