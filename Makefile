@@ -13,7 +13,7 @@ FUZZ_SECONDS ?= 600
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-scheduler break-workers fuzz-wire gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-faults simulate-scheduler break-workers fuzz-wire gpu-check format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -53,6 +53,9 @@ bench: $(INSTALLED) ## The published numbers: scheduler, engine speed and hand-o
 coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
 	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property
 	$(PYTHON_IN_VENV) -m coverage report
+
+simulate-faults: $(INSTALLED) ## SEEDS runs of the whole hand-over with seeded faults, on all cores
+	$(PYTHON_IN_VENV) -m tests.simulation --seeds $(SEEDS)
 
 simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler in every mode (10,000: seven minutes)
 	$(PYTHON_IN_VENV) -m tests.property.workloads --seeds $(SEEDS)

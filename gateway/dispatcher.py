@@ -276,8 +276,8 @@ class Dispatcher:
             # What a prefill worker has handed over does not need it any more.
             if worker not in attempt.open_legs:
                 return None
-            if is_prefill and attempt.decoder_copes:
-                self._close_leg(worker, attempt)
+            self._close_leg(worker, attempt)
+            if is_prefill and attempt.decoder_copes and attempt.open_legs:
                 return None
             raise _AttemptFailed(worker, f"the worker was lost: {news.reason}", is_prompt_lost=is_prefill)
         if news.request_id != attempt.engine_request_id:
@@ -287,7 +287,8 @@ class Dispatcher:
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            if is_prefill and news.error_kind is ErrorKind.INTERNAL and attempt.decoder_copes:
+            copes = attempt.decoder_copes and attempt.open_legs  # unless the decode leg has ended before
+            if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return None
             raise _failure(placement, is_prefill, news)
         has_decoded = not is_prefill and placement.prefill is not None and news.stage_times is not None

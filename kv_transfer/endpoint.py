@@ -114,6 +114,11 @@ class TransferEndpoint:
     def close(self) -> None:
         self._taking.close()
 
+    def check_integrity(self) -> None:
+        """Asserts that the counters and what is under way tell the same story; cheap enough for an idle moment."""
+        self._giving.check_integrity()
+        self._taking.check_integrity()
+
     def __len__(self) -> int:
         """Hand-overs that are not over."""
         return len(self._giving) + len(self._taking)

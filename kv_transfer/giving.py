@@ -76,6 +76,10 @@ class GivingEnd:
     def next_deadline(self) -> float | None:
         return self._producer.next_deadline()
 
+    def check_integrity(self) -> None:
+        """See TransferEndpoint."""
+        self._producer.check_integrity()
+
     def __len__(self) -> int:
         return max(len(self._producer), len(self._legs))
 

@@ -105,7 +105,7 @@ class TakingEnd:
         for transport, done in self._pools.poll():
             read = self._reads.pop((transport, done.number))
             if done.error is None:
-                self._arrived(read.message, read.wanted, ())
+                self._arrived(read.message, read.wanted, (), transport)
             else:
                 self._unread(read, done.error)
 
@@ -118,6 +118,10 @@ class TakingEnd:
 
     def close(self) -> None:
         self._pools.close()
+
+    def check_integrity(self) -> None:
+        """See TransferEndpoint."""
+        self._consumer.check_integrity()
 
     def __len__(self) -> int:
         return max(len(self._consumer), len(self._legs))
@@ -163,7 +167,7 @@ class TakingEnd:
             return
         transport = self._consumer.transport_of(message.key)
         if transport in SENDS_BYTES:
-            self._receive(message, wanted)
+            self._receive(message, wanted, transport)
             return
         read = _Read(_pool_key(message.key, transport), message, wanted, now)
         view = self._legs.at(message.key).view
@@ -178,7 +182,7 @@ class TakingEnd:
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 
-    def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...]) -> None:
+    def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...], transport: str) -> None:
         """The bytes follow the header, a frame for each announced piece."""
         view = self._legs.at(message.key).view
         by_position = {piece.position: piece for piece in wanted}
@@ -193,9 +197,11 @@ class TakingEnd:
                 view.store(piece.piece_id, buffer)
             else:
                 missing.add(piece.index)
-        self._arrived(message, wanted, missing)
+        self._arrived(message, wanted, missing, transport)
 
-    def _arrived(self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int]) -> None:
+    def _arrived(
+        self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int], transport: str
+    ) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
         key, end = message.key, self._legs.at(message.key)
         view = end.view
@@ -211,7 +217,7 @@ class TakingEnd:
                 damaged.add(piece.index)
         num_bytes = num_arrived * view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
-        self._metrics.moved(TransferRole.CONSUMER, end.peer, self._consumer.transport_of(key), num_bytes)
+        self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
         valid = [piece.index for piece in wanted if piece.index not in damaged]
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 

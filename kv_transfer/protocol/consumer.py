@@ -277,6 +277,14 @@ class Consumer:
     def num_by_state(self) -> Counter[str]:
         return Counter(transfer.state.name for transfer in self._transfers.values())
 
+    def check_integrity(self) -> None:
+        """Asserts that every load that was started is under way, or ended once."""
+        counts = self._counters
+        ended = counts["kv_loads_received"] + counts["kv_loads_failed"] + counts["kv_loads_aborted"]
+        num_loading = self.num_by_state[State.LOADING.name]
+        assert counts["kv_loads_started"] == ended + num_loading, f"{num_loading} load: {counts}"
+        assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
+
     def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
         unreachable = self._unreachable.get((key.producer, key.producer_rank), set())
         return tuple(name for name in self._identity.reach.transports if name not in unreachable)

@@ -48,6 +48,9 @@ MAX_EARLY = 1024
 MAX_ENDED = 4096
 """Legs whose end is remembered."""
 
+ENDS = ("sends_done", "sends_aborted", "sends_cancelled", "sends_refused", "lease_expiries")
+"""How a hand-over that our engine began may end; each counts one of these."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
@@ -97,6 +100,7 @@ class Producer:
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._keys[leg] = key
         self._counters["kv_sends_started"] += 1
+        self._counters["kv_sends_cancelled"] += transfer.state is State.CANCELLED
         if transfer.state is State.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
@@ -138,7 +142,9 @@ class Producer:
         farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, farewell)]
-        self._counters["kv_sends_aborted"] += 1
+        self._counters["kv_sends_aborted"] += (
+            transfer.state is not State.CANCELLED
+        )  # else it is counted as that
         self._remember(farewell)
         return told + self._forget(transfer)
 
@@ -166,12 +172,16 @@ class Producer:
             case Ack():
                 return self._on_ack(transfer, message)
             case Release():
-                self._counters["kv_sends_done"] += 1
+                self._counters["kv_sends_done"] += (
+                    transfer.leg is not None
+                )  # else it is of a leg that is over
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
             case Cancel():
-                self._counters["kv_sends_cancelled"] += 1
+                self._counters["kv_sends_cancelled"] += (
+                    transfer.leg is not None
+                )  # else when our engine begins it
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
@@ -182,7 +192,7 @@ class Producer:
             reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
             if transfer.leg is None:
                 reason = "the prefill worker was not asked for this prompt"
-            self._counters["kv_lease_expiries"] += 1
+            self._counters["kv_lease_expiries"] += transfer.leg is not None
             farewell = Aborted(key, reason, is_cancelled=False)
             self._remember(farewell)
             if transfer.peer:
@@ -199,6 +209,16 @@ class Producer:
     @property
     def num_by_state(self) -> Counter[str]:
         return Counter(transfer.state.name for transfer in self._transfers.values())
+
+    def check_integrity(self) -> None:
+        """Asserts that every hand-over that was started is under way, or ended once."""
+        known = [transfer for transfer in self._transfers.values() if transfer.leg is not None]
+        assert len(known) == len(self._keys) == len(self._transfers) - self._num_early
+        num_ended = sum(self._counters[f"kv_{end}"] for end in ENDS)
+        num_open = sum(transfer.state is not State.CANCELLED for transfer in known)
+        assert self._counters["kv_sends_started"] == num_ended + num_open, (
+            f"{num_open} open: {self._counters}"
+        )
 
     def _of(self, leg: Leg) -> Outgoing | None:
         """The transfer of a leg; None if another request had claimed its key before."""

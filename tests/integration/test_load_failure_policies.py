@@ -10,7 +10,7 @@ import pytest
 from baton.kv import OnLoadFailure, TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from gateway import GatewayError
-from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of, silent
+from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
@@ -181,5 +181,22 @@ def test_c34_fail_tells_the_client(folder: Path) -> None:
         ) as under_test:
             with pytest.raises(GatewayError, match=r"gave up after 1 attempt.*the prefill worker was silent"):
                 await answer(under_test)
+
+    run(test)
+
+
+def test_c51_a_request_ends_if_its_decode_leg_ended_before_its_prefill_leg(folder: Path) -> None:
+    def ended(request: EngineRequest) -> list[RequestOutput]:
+        return outputs_of(request, [0], finish=FinishReason.ABORT)
+
+    async def test() -> None:
+        workers = ({"p0": silent}, {"d0": ended})
+        async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
+            call = asyncio.create_task(answer(under_test))
+            leg = await under_test.workers["p0"].next_leg()
+            await asyncio.sleep(NETWORK.heartbeat_interval_s)
+            under_test.workers["p0"].say(leg, ended(leg))
+            with pytest.raises(GatewayError, match="UNAVAILABLE"):
+                await call
 
     run(test)

@@ -1,0 +1,182 @@
+"""SimConnector: the connector's worker half without a thread, and a ledger of everything it holds and since when.
+
+As kv_transfer/connector_worker.py and agent.py do it: orders wait in a queue for the transfer thread, which takes them
+after a moment; only orders that take blocks back are waited for. News wait in a queue for the engine.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+
+from baton.kv import KVTransferParams
+from baton.step import KVConnectorOutput
+from baton.worker import KVPeerCounts
+from kv_transfer import KVConnectorMetadata
+from kv_transfer.endpoint import Order, TransferEndpoint
+from kv_transfer.orders import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    WithdrawBlocks,
+)
+from kv_transfer.transport.base import Arrival
+from tests.simulation.network import SimChannel
+from tests.simulation.world import Process, World
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks that a transfer holds, or a load that waits for room."""
+
+    kind: str
+    """sending (the prompt is being computed), leased, waiting (for room), loading, quarantined."""
+    since: float
+    transfer: KVTransferParams
+
+
+class SimConnector:
+    """Belongs to one life of a worker; `wake` tells its engine of news."""
+
+    def __init__(self, world: World, process: Process, name: str, wake: Callable[[], None]) -> None:
+        self._world = world
+        self._process = process
+        self._name = name
+        self._wake = wake
+        self._orders: deque[Order] = deque()
+        self._news = KVConnectorOutput()
+        self._timer: float | None = None
+        self._is_turning = False
+        self.endpoint: TransferEndpoint
+        self.counts: Counter[str] = Counter()
+        self.holds: dict[str, Hold] = {}
+        self.max_order_delay_s = 0.0
+
+    def attach(self, endpoint: TransferEndpoint, channel: SimChannel, counters: "Counter[str]") -> None:
+        self.endpoint = endpoint
+        self.counts = counters
+        channel.take = self._on_arrival
+
+    # the engine's calls, as engine/core.py makes them
+
+    def get_finished(self) -> KVConnectorOutput:
+        news, self._news = self._news, KVConnectorOutput()
+        return news
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        if metadata is not None and metadata.at_once:
+            self._post(metadata.at_once)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        if metadata is not None and metadata.loads:
+            self._post(metadata.loads)
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        if metadata is not None:
+            self._post(tuple(order for order in metadata.after if order.request_id not in lost))
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        return self.endpoint.metrics.snapshot()
+
+    # the transfer thread's part
+
+    def turn(self) -> None:
+        """After whatever happened: does what is due, and tells the news."""
+        self.endpoint.on_time()
+        news = self.endpoint.take_news()
+        if news:
+            self._end_holds(news)
+            self._news += news
+            self._wake()
+        self._set_timer()
+
+    def wake_up(self) -> None:
+        """A read ended, and the transport says so."""
+        self._world.after(0.0, self.turn, self._process)
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        self._world.log(self._name, f"<- {arrival.peer!r} {arrival.header[:8].hex()}")
+        self.endpoint.take(arrival)
+        self.turn()
+
+    def _post(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._world.log(
+                self._name, f"order {type(order).__name__} {order.request_id}", partial(repr, order)
+            )
+            self._orders.append(order)
+        if any(isinstance(order, WithdrawBlocks) for order in orders):
+            self._world.counts["orders taken back"] += 1
+            self._obey()
+        elif orders:
+            delay_s = self._world.between(0.0, self.max_order_delay_s)
+            if delay_s > 0.0:
+                self._world.after(delay_s, self._obey, self._process)
+            else:
+                self._obey()
+
+    def _obey(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            self._note_hold(order)
+            self.endpoint.obey(order)
+        self.turn()
+
+    def _set_timer(self) -> None:
+        """Wakes up at the next deadline; an earlier one moves it, a later one lets it come in vain."""
+        deadline = self.endpoint.next_deadline()
+        if deadline is None:
+            return
+        when = max(self._world.now, self._world.now + deadline - self._process_now())
+        if self._timer is None or when < self._timer:
+            self._timer = when
+            self._world.at(when, lambda: self._on_timer(when), self._process)
+
+    def _on_timer(self, when: float) -> None:
+        if self._timer == when:
+            self._timer = None
+            self.turn()
+
+    def _process_now(self) -> float:
+        return self._process.clock.now()  # type: ignore[attr-defined, no-any-return]
+
+    # the ledger
+
+    def _note_hold(self, order: Order) -> None:
+        now, request_id = self._world.now, order.request_id
+        match order:
+            case BeginSend(transfer=transfer):
+                self.holds[request_id] = Hold("sending", now, transfer)
+            case BeginLoad(transfer=transfer):
+                self.holds[request_id] = Hold("waiting", now, transfer)
+            case FinishSend():
+                self._become(request_id, "leased")
+            case AbortSend(is_held=is_held):
+                self._become(request_id, "leased" if is_held else None)
+            case LoadBlocks():
+                self._become(request_id, "loading")
+            case AbortLoad():
+                is_loading = self.holds[request_id].kind == "loading" if request_id in self.holds else False
+                self._become(request_id, "quarantined" if is_loading else None)
+
+    def _become(self, request_id: str, kind: str | None) -> None:
+        hold = self.holds.pop(request_id, None)
+        if hold is not None and kind is not None:
+            self.holds[request_id] = Hold(kind, self._world.now, hold.transfer)
+
+    def _end_holds(self, news: KVConnectorOutput) -> None:
+        ended = [
+            *news.finished_sending,
+            *(load.request_id for load in news.finished_recving),
+            *(load.request_id for load in news.failed_recving),
+            *news.quiesced,
+        ]
+        for request_id in ended:
+            self._world.log(self._name, f"news {request_id}")
+            self.holds.pop(request_id, None)

@@ -1,0 +1,143 @@
+"""What must hold after every event, and what at rest. A breach is a `Violation` that names the promise."""
+
+from kv_transfer.taking import READ_TIMEOUT_S
+from tests.simulation.faults import Fleet
+from tests.simulation.gateway import SimGateway
+from tests.simulation.scenario import Scenario
+from tests.simulation.worker import Worker
+from tests.simulation.world import Violation, World
+
+EVENTS_PER_DEAR_CHECK = 8
+TURNS_PER_DEAR_CHECK = 4
+SLACK_S = 1.0
+"""For steps, wake-ups and ordinary delays between a cause and its effect."""
+
+
+class Invariants:
+    """Call it after every event; `check_rest` when everything is over."""
+
+    def __init__(self, world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:
+        self._world = world
+        self._fleet = fleet
+        self._gateway = gateway
+        self._transfer = scenario.transfer
+        self._max_lateness_s = scenario.network.max_lateness_s
+        self._unread_since: dict[tuple[str, str], float] = {}
+        """Since when nobody keeps a lease alive any more."""
+        self._num_calls = 0
+        self._num_turns: dict[str, int] = {}
+        """Turns of each engine that were looked at: nothing else changes a scheduler."""
+
+    def __call__(self) -> None:
+        self._num_calls += 1
+        self._check_gateway()
+        is_dear = self._num_calls % EVENTS_PER_DEAR_CHECK == 0
+        for worker in self._fleet.workers.values():
+            if worker.is_dead:
+                continue
+            if self._num_turns.get(worker.incarnation) != worker.num_turns:
+                self._num_turns[worker.incarnation] = worker.num_turns
+                _check_scheduler(worker, is_dear=worker.num_turns % TURNS_PER_DEAR_CHECK == 0)
+            if is_dear:
+                self._check_transfers(worker)
+
+    def check_rest(self) -> None:
+        """Faults have stopped, time has run on: nobody waits, nothing is held, every block is free."""
+        for request in self._gateway.requests.values():
+            if request.end is None:
+                raise Violation("every request ends", f"{request.spec.request_id} has not")
+        for worker in self._fleet.workers.values():
+            _check_scheduler(worker, is_dear=True)
+            self._check_transfers(worker)
+            blocks, name = worker.scheduler.kv_block_counts(), worker.incarnation
+            expect("rest: no request is left", not worker.scheduler.has_requests(), name)
+            expect("rest: all blocks are free", blocks.free == blocks.total, f"{name}: {blocks}")
+            held = {request_id: hold.kind for request_id, hold in worker.connector.holds.items()}
+            expect("rest: nothing is held", not held, f"{name}: {held}")
+            endpoint = worker.connector.endpoint
+            expect("rest: endpoints are empty", len(endpoint) == 0, f"{name}: {len(endpoint)} hand-overs")
+            for maps in (worker.connector_scheduler._sending, worker.connector_scheduler._loading):
+                expect("rest: connectors are empty", not maps, f"{name}: {maps}")
+
+    def check_idle(self) -> None:
+        """A while later: nobody maps anybody's memory, and no timer is left."""
+        for worker in self._fleet.workers.values():
+            for reader in worker.readers.values():
+                expect(
+                    "idle: no pool is open",
+                    reader.num_open == 0,
+                    f"{worker.incarnation}: {reader.num_open} of {reader.name}",
+                )
+            deadline = worker.connector.endpoint.next_deadline()
+            expect("idle: no timer is set", deadline is None, f"{worker.incarnation}: {deadline}")
+
+    def _check_gateway(self) -> None:
+        gateway = self._gateway
+        num_known = gateway.num_open + gateway.ended.total()
+        if num_known != len(gateway.requests):
+            raise Violation(
+                "conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known"
+            )
+
+    def _check_transfers(self, worker: Worker) -> None:
+        try:
+            worker.connector.endpoint.check_integrity()
+        except AssertionError as error:
+            raise Violation("integrity of transfers", f"{worker.incarnation}: {error}") from error
+        for request_id in worker.connector.holds:
+            self._check_hold(worker, request_id)
+
+    def _check_hold(self, worker: Worker, request_id: str) -> None:
+        """Nothing is held for longer than its cause lasts, and what may pass until that is noticed."""
+        hold, now = worker.connector.holds[request_id], self._world.now
+        extra_s = worker.paused_s + SLACK_S
+        if hold.kind == "leased":
+            place = worker.incarnation, request_id
+            if self._has_reader(worker, request_id):
+                self._unread_since.pop(place, None)
+                return
+            since, longest_s = (
+                self._unread_since.setdefault(place, now),
+                self._transfer.lease_s + self._max_lateness_s,
+            )
+        elif hold.kind == "loading":
+            since, longest_s = hold.since, self._transfer.load_timeout_s + READ_TIMEOUT_S
+        elif hold.kind == "quarantined":
+            since, longest_s = hold.since, READ_TIMEOUT_S
+        else:
+            return
+        if now - since > longest_s + extra_s:
+            held = f"{worker.incarnation}: {request_id} is {hold.kind} for {now - since:.3f} s"
+            raise Violation("nothing is held too long", held)
+
+    def _has_reader(self, producer: Worker, request_id: str) -> bool:
+        """Whether a consumer that lives still takes part in this hand-over."""
+        transfer = producer.connector.holds[request_id].transfer
+        consumer = self._fleet.workers[transfer.peer.name]
+        if consumer.is_dead or consumer.incarnation != transfer.peer.incarnation:
+            return False
+        return any(
+            theirs.transfer.transfer_id == transfer.transfer_id
+            and theirs.transfer.peer.incarnation == producer.incarnation
+            for theirs in consumer.connector.holds.values()
+        )
+
+
+def expect(invariant: str, holds: bool, message: str) -> None:
+    if not holds:
+        raise Violation(invariant, message)
+
+
+def _check_scheduler(worker: Worker, *, is_dear: bool) -> None:
+    """Blocks and requests are conserved; dearly, each of them is accounted for."""
+    blocks = worker.scheduler.kv_block_counts()
+    if min(blocks.referenced, blocks.free, blocks.leased, blocks.quarantined) < 0:
+        raise Violation("conservation of blocks", f"{worker.incarnation}: {blocks}")
+    known = worker.scheduler.request_ids
+    if len(known) != len(worker.request_ids) or not worker.request_ids.issuperset(known):
+        raise Violation("conservation at a worker", f"{worker.incarnation}: {known} != {worker.request_ids}")
+    if is_dear:
+        try:
+            worker.scheduler.check_integrity()
+        except AssertionError as error:
+            raise Violation("integrity of the scheduler", f"{worker.incarnation}: {error}") from error

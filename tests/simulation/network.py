@@ -1,0 +1,182 @@
+"""Network: carries the KV plane's messages as badly as the scenario says; each worker's life has a SimChannel on it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.protocol.effects import Peer
+from kv_transfer.protocol.messages import SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
+from kv_transfer.transport.base import Arrival, Bytes
+from tests.simulation.world import Process, World
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFaults:
+    """How often what happens to a message."""
+
+    loss: float = 0.0
+    doubling: float = 0.0
+    header_damage: float = 0.0
+    payload_damage: float = 0.0
+    """Only where checksums promise to notice."""
+    lateness: float = 0.0
+    """Messages that take up to `max_lateness_s` instead of milliseconds."""
+    max_lateness_s: float = 0.5
+    is_ordered: bool = False
+    """Messages of one worker to another do not overtake one another, as over one TCP connection."""
+    max_delay_s: float = 0.004
+
+
+@dataclass(slots=True)
+class Network:
+    """Who listens where, who is cut off from whom, and what is on its way."""
+
+    world: World
+    faults: NetworkFaults
+    listening: dict[str, "SimChannel"] = field(default_factory=dict)
+    """Whose life listens at each address at present."""
+    partitions: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Until when nothing gets from one worker to another."""
+    _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def post(
+        self, source: str, target: str, header: bytes, payload: list[bytes], arrive: Callable[..., None]
+    ) -> None:
+        """`arrive(header, payload)` will be called once, never or twice; it looks for its reader itself."""
+        world, faults = self.world, self.faults
+        kind = kind_of(header)
+        world.counts[f"message {kind}"] += 1
+        world.log(source, f"-> {target} {kind} {header[:SEAL_BYTES].hex()}", lambda: describe(header))
+        if self.partitions.get((source, target), 0.0) > world.now:
+            world.counts["fault partitioned"] += 1
+            return
+        if world.is_calm:
+            self._carry(source, target, header, payload, arrive)
+            return
+        if world.chance(faults.loss):
+            world.counts["fault lost"] += 1
+            return
+        if world.chance(faults.header_damage):
+            world.counts["fault header damaged"] += 1
+            header = flip_bit(header, world.rng.randrange(len(header) * 8))
+        if payload and world.chance(faults.payload_damage):
+            world.counts["fault payload damaged"] += 1
+            place = world.rng.randrange(len(payload))
+            damaged = flip_bit(payload[place], world.rng.randrange(len(payload[place]) * 8))
+            payload = [*payload[:place], damaged, *payload[place + 1 :]]
+        self._carry(source, target, header, payload, arrive)
+        if world.chance(faults.doubling):
+            world.counts["fault doubled"] += 1
+            self._carry(source, target, header, payload, arrive)
+
+    def _carry(
+        self, source: str, target: str, header: bytes, payload: list[bytes], arrive: Callable[..., None]
+    ) -> None:
+        world, faults = self.world, self.faults
+        delay_s = world.between(0.0001, faults.max_delay_s)
+        if not world.is_calm and world.chance(faults.lateness):
+            world.counts["fault late"] += 1
+            delay_s = world.between(0.0, faults.max_lateness_s)
+        when, last = world.now + delay_s, self._last_arrival.get((source, target), 0.0)
+        if when < last:
+            if faults.is_ordered:
+                when = last
+            else:
+                world.counts["fault overtaken"] += 1
+        self._last_arrival[source, target] = max(when, last)
+        world.at(when, lambda: arrive(header, payload))
+
+
+class SimChannel:
+    """One life's sockets: a ROUTER that others connect to, and a DEALER to each worker it talks to."""
+
+    def __init__(self, network: Network, name: str, process: Process) -> None:
+        self._network = network
+        self._process = process
+        self.name = name
+        self.address = f"sim://{name}"
+        self.num_dropped = 0
+        self.take: Callable[[Arrival], None] = lambda _: None
+        self._peers: dict[bytes, SimChannel] = {}
+        """Who is behind each identity that connected to our ROUTER."""
+        self._payload: list[bytes] = []
+        network.listening[self.address] = self
+
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+        network, copies = self._network, [piece.tobytes() for piece in payload]
+        if isinstance(peer, str):
+            network.post(
+                self.name,
+                peer.removeprefix("sim://"),
+                header,
+                copies,
+                lambda header, payload: self._reach_listener(peer, header, payload),
+            )
+        elif target := self._peers.get(peer):
+            network.post(
+                self.name,
+                target.name,
+                header,
+                copies,
+                lambda header, payload: target.receive(
+                    Arrival(self.address, is_from_producer=True, header=header), payload
+                ),
+            )
+        else:
+            self.num_dropped += 1
+
+    def read_payload(self, into: Bytes) -> bool:
+        if not self._payload:
+            return False
+        frame = self._payload.pop(0)
+        if len(frame) != into.nbytes:
+            return False
+        into[:] = memoryview(frame)
+        return True
+
+    def skip_payload(self) -> None:
+        if self._payload:
+            self._payload.pop(0)
+
+    def receive(self, arrival: Arrival, payload: list[bytes]) -> None:
+        """What came out of the network; a process that is stopped reads it when it goes on, a dead one never."""
+        if self._process.is_dead:
+            return
+        if self._process.paused_until > self._network.world.now:
+            world = self._network.world
+            world.at(self._process.paused_until, lambda: self.receive(arrival, payload), self._process)
+            return
+        self._payload = list(payload)
+        self.take(arrival)
+        self._payload = []
+
+    def _reach_listener(self, address: str, header: bytes, payload: list[bytes]) -> None:
+        """Whoever listens at the address by now, even if that is a later life than the one that was meant."""
+        listener = self._network.listening.get(address)
+        if listener is None:
+            return
+        identity = f"{id_of(self)}>{id_of(listener)}".encode()
+        listener._peers[identity] = self
+        listener.receive(Arrival(identity, is_from_producer=False, header=header), payload)
+
+
+def id_of(channel: SimChannel) -> str:
+    """Which life of which worker."""
+    return f"{channel.name}{getattr(channel._process, 'incarnation', '')}"
+
+
+def flip_bit(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << (bit % 8)
+    return bytes(changed)
+
+
+def kind_of(header: bytes) -> str:
+    """The kind of message in an undamaged header: msgpack's array and short string, behind the seal."""
+    start = SEAL_BYTES + 2
+    return header[start : start + (header[start - 1] & 31)].decode()
+
+
+def describe(header: bytes) -> object:
+    """The whole message, for people."""
+    codec = TO_PRODUCER if kind_of(header) in ("Hold", "Open", "Ack", "Release", "Cancel") else TO_CONSUMER
+    return codec.decode(header)

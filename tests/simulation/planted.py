@@ -1,0 +1,266 @@
+"""Bugs put in on purpose, one at a time: the simulation has to find each within a minute, or it proves nothing.
+
+python -m tests.simulation.planted          # a table; exit code 1 if one survives
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from baton.request import FirstToken
+from kv_transfer import KVConnectorScheduler, taking
+from kv_transfer.orders import WithdrawBlocks
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.effects import Effect, Send
+from kv_transfer.protocol.incoming import Incoming
+from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
+from kv_transfer.protocol.outgoing import Outgoing
+from kv_transfer.protocol.producer import Producer
+from kv_transfer.remote_pools import PoolKey
+from scheduler.kv_cache import KVCache
+from scheduler.request import Request
+from tests.simulation.connector import SimConnector
+from tests.simulation.run import Result
+from tests.simulation.runs import results
+from tests.simulation.scenario import make_scenario
+
+TIME_LIMIT_S = 60.0
+
+Patch = AbstractContextManager[Any]
+
+
+def free_consumers_blocks_on_abort() -> Patch:
+    """The scheduler does not wait until a load that was given up is quiet."""
+    original = KVConnectorScheduler.request_finished
+
+    def request_finished(self: KVConnectorScheduler, request: Any, block_ids: tuple[int, ...]) -> bool:
+        return original(self, request, block_ids) and bool(request.is_producer)
+
+    return patch.object(KVConnectorScheduler, "request_finished", request_finished)
+
+
+def free_producers_blocks_at_the_end() -> Patch:
+    """The scheduler does not wait until the blocks are read."""
+    original = KVConnectorScheduler.request_finished
+
+    def request_finished(self: KVConnectorScheduler, request: Any, block_ids: tuple[int, ...]) -> bool:
+        return original(self, request, block_ids) and not request.is_producer
+
+    return patch.object(KVConnectorScheduler, "request_finished", request_finished)
+
+
+def ignore_incarnations() -> Patch:
+    """A pool that is open is taken for that of whoever has the same name now."""
+
+    def pool_key(key: TransferKey, transport: str) -> PoolKey:
+        return key.producer.partition("-life")[0], key.producer_rank, transport
+
+    return patch.object(taking, "_pool_key", pool_key)
+
+
+def skip_the_checksum() -> Patch:
+    return patch.object(Consumer, "wants_checksums", lambda _self, _key: False)
+
+
+def let_no_lease_end() -> Patch:
+    original = Producer.__init__
+
+    def init(self: Producer, identity: Any, lease_s: float, *args: Any) -> None:
+        original(self, identity, lease_s * 1_000, *args)
+
+    return patch.object(Producer, "__init__", init)
+
+
+def complete_twice() -> Patch:
+    """A load that has arrived is not forgotten."""
+    original = Consumer._complete
+
+    def complete(self: Consumer, transfer: Incoming, now: float) -> list[Effect]:
+        effects = original(self, transfer, now)
+        if effects:
+            self._transfers[transfer.key] = transfer
+            self._keys[transfer.leg] = transfer.key
+            self._num_by_producer[transfer.key.producer] += 1
+            self._last_heard.setdefault(transfer.key.producer, now)
+        return effects
+
+    return patch.object(Consumer, "_complete", complete)
+
+
+def offer_withdrawn_blocks() -> Patch:
+    def withdraw(self: Outgoing) -> None:
+        self.version += 1
+
+    return patch.object(Outgoing, "withdraw", withdraw)
+
+
+def trust_acks_of_older_versions() -> Patch:
+    original = Producer._on_ack
+
+    def on_ack(self: Producer, transfer: Outgoing, message: Ack) -> list[Effect]:
+        return original(self, transfer, replace(message, version=transfer.version))
+
+    return patch.object(Producer, "_on_ack", on_ack)
+
+
+def trust_opens_of_older_versions() -> Patch:
+    original = Outgoing.reopen
+
+    def reopen(self: Outgoing, message: Open, peer: Any, transport: str) -> None:
+        versions = (self.version,) * len(message.received)
+        original(self, replace(message, received_versions=versions), peer, transport)
+
+    return patch.object(Outgoing, "reopen", reopen)
+
+
+def say_end_before_the_last_ack() -> Patch:
+    """Where the consumer reads by itself, nobody knows yet whether it did so in time."""
+
+    def end(self: Producer, transfer: Outgoing) -> list[Effect]:
+        if transfer.first_token is None or transfer.is_end_sent:
+            return []
+        transfer.is_end_sent = True
+        return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
+
+    return patch.object(Producer, "_end", end)
+
+
+def keep_what_was_read_without_proof() -> Patch:
+    """Of a failed load, pieces that nothing vouches for go into the prefix cache."""
+    return patch.object(Consumer, "_num_valid_tokens", lambda _self, transfer: transfer.num_valid_tokens)
+
+
+def hand_over_another_token() -> Patch:
+    """Token 0 is not the one that was sampled."""
+    original = Producer.finish
+
+    def finish(self: Producer, leg: Any, first_token: FirstToken, now: float) -> list[Effect]:
+        return original(self, leg, FirstToken(first_token.token_id + 1, None), now)
+
+    return patch.object(Producer, "finish", finish)
+
+
+def hit_blocks_before_they_arrive() -> Patch:
+    original = KVCache.open_table
+
+    def open_table(self: KVCache, request: Request, num_tokens: int, *args: Any, **options: Any) -> bool:
+        return original(self, request, num_tokens, *args, **{**options, "cache_up_to": None})
+
+    return patch.object(KVCache, "open_table", open_table)
+
+
+def end_a_lease_twice() -> Patch:
+    def end_hold(self: KVCache, request_id: str) -> bool:
+        blocks = self._leased.get(request_id) or self._quarantined.pop(request_id, None)
+        if blocks is None:
+            return False
+        self._pool.free(reversed(blocks))
+        return True
+
+    return patch.object(KVCache, "end_hold", end_hold)
+
+
+def go_on_before_blocks_are_given_back() -> Patch:
+    """The engine does not wait until withdrawn blocks are not sent any more."""
+
+    def post(self: SimConnector, orders: Sequence[Any]) -> None:
+        self._orders += orders
+        is_withdrawn = any(isinstance(order, WithdrawBlocks) for order in self._orders)
+        self._world.after(0.05 if is_withdrawn else 0.0, self._obey, self._process)
+
+    return patch.object(SimConnector, "_post", post)
+
+
+PLANTED: dict[str, Callable[[], Patch]] = {
+    plant.__name__.replace("_", " "): plant
+    for plant in (
+        free_consumers_blocks_on_abort,
+        free_producers_blocks_at_the_end,
+        ignore_incarnations,
+        skip_the_checksum,
+        let_no_lease_end,
+        complete_twice,
+        offer_withdrawn_blocks,
+        trust_acks_of_older_versions,
+        trust_opens_of_older_versions,
+        say_end_before_the_last_ack,
+        keep_what_was_read_without_proof,
+        hand_over_another_token,
+        hit_blocks_before_they_arrive,
+        end_a_lease_twice,
+        go_on_before_blocks_are_given_back,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """How long it took to find a bug; `found` is None if it survived."""
+
+    num_seeds: int
+    elapsed_s: float
+    found: Result | None
+
+
+UNCHECKED_READS = {
+    say_end_before_the_last_ack,
+    trust_opens_of_older_versions,
+    trust_acks_of_older_versions,
+    keep_what_was_read_without_proof,
+}
+"""Bugs of consumers that read by themselves and compare no checksums; other seeds cannot find them."""
+
+
+def seeds_for(plant: Callable[[], Patch]) -> Iterator[int]:
+    """All seeds, except those that cannot have to do with the bug."""
+    for seed in count():
+        if plant in UNCHECKED_READS:
+            scenario = make_scenario(seed)
+            if scenario.is_checked or not scenario.reads:
+                continue
+            is_hit_again = scenario.caches_on_decode and scenario.policy == "recompute"
+            if plant is keep_what_was_read_without_proof and not is_hit_again:
+                continue
+        yield seed
+
+
+def hunt(plant: Callable[[], Patch], num_jobs: int, time_limit_s: float = TIME_LIMIT_S) -> Hunt:
+    """Plays seeds from 0 on with the bug in place."""
+    begun, num_seeds = time.monotonic(), 0
+    with plant(), closing(results(seeds_for(plant), num_jobs)) as played:
+        for result in played:
+            num_seeds += 1
+            elapsed_s = time.monotonic() - begun
+            if result.violation is not None or elapsed_s > time_limit_s:
+                return Hunt(num_seeds, elapsed_s, result if result.violation is not None else None)
+    raise AssertionError("there is always another seed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.planted")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT_S, help="seconds for each bug")
+    parser.add_argument("--only", default="", help="bugs whose name contains this")
+    args = parser.parse_args()
+    num_survivors = 0
+    print(f"{'bug':<38} | {'seeds':>6} | {'seconds':>7} | found by")
+    for name, plant in PLANTED.items():
+        if args.only not in name:
+            continue
+        outcome = hunt(plant, args.jobs, args.limit)
+        violation = outcome.found.violation if outcome.found else None
+        found_by = violation.invariant if violation else "NOBODY"
+        print(f"{name:<38} | {outcome.num_seeds:>6} | {outcome.elapsed_s:>7.1f} | {found_by}", flush=True)
+        num_survivors += violation is None
+    return 1 if num_survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""SimReader: one-sided reads of a peer's pool; they take time, and may be torn, fail, or never end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
+from tests.simulation.world import Process, World
+
+POLL_INTERVAL_S = 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFaults:
+    """How often what happens to a read."""
+
+    failure: float = 0.0
+    hang: float = 0.0
+    damage: float = 0.0
+    """Only where checksums promise to notice."""
+    refusal: float = 0.0
+    """Pools that cannot be opened."""
+    max_duration_s: float = 0.01
+    slowness: float = 0.0
+    """Reads that take up to `max_slow_s`, which is longer than a lease."""
+    max_slow_s: float = 4.0
+
+
+@dataclass(slots=True)
+class SharedPools:
+    """Every pool that can be read, by the life it belongs to. Memory outlives its process while somebody maps it."""
+
+    world: World
+    faults: ReadFaults
+    pools: dict[bytes, tuple[Process, Bytes]] = field(default_factory=dict)
+
+
+class SimReader:
+    """A transport that reads; with `is_instant`, reads are over as soon as they are begun."""
+
+    def __init__(
+        self,
+        name: str,
+        pools: SharedPools,
+        incarnation: str,
+        pool: Bytes,
+        process: Process,
+        on_done: Callable[[], None],
+        *,
+        is_instant: bool,
+        may_damage: bool,
+    ) -> None:
+        self.name = name
+        self.poll_interval_s = None if is_instant else POLL_INTERVAL_S
+        self.pools = pools
+        self.pool = pool.reshape(-1)
+        self.process = process
+        self.on_done = on_done
+        self.is_instant = is_instant
+        self.may_damage = may_damage
+        self.num_open = 0
+        self.num_reads = 0
+        self._description = f"{name} {incarnation}".encode()
+        self._done: list[ReadDone] = []
+        pools.pools[self._description] = (process, self.pool)
+
+    def describe(self) -> bytes | None:
+        return self._description
+
+    def open(self, description: bytes) -> "SimPool":
+        world = self.pools.world
+        owner = self.pools.pools.get(description)
+        if owner is None or owner[0].is_dead:
+            raise TransportError("that process is gone")
+        if not world.is_calm and world.chance(self.pools.faults.refusal):
+            world.counts["fault pool out of reach"] += 1
+            raise TransportError("the pool cannot be opened")
+        self.num_open += 1
+        return SimPool(self, owner[1])
+
+    def poll(self) -> list[ReadDone]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Nothing that outlives the process."""
+
+    def done(self, number: int, error: str | None) -> None:
+        self._done.append(ReadDone(number, error))
+
+
+@dataclass(slots=True)
+class SimPool:
+    """A peer's pool, mapped. Every read copies what stands there when the read ends, or half of it a moment before."""
+
+    reader: SimReader
+    source: Bytes
+    is_open: bool = True
+    under_way: dict[int, Runs] = field(default_factory=dict)
+
+    def read(self, runs: Runs) -> int:
+        if not self.is_open:
+            raise TransportError("the pool is closed")
+        reader = self.reader
+        world, faults = reader.pools.world, reader.pools.faults
+        runs.check_within(self.source.nbytes, reader.pool.nbytes)
+        reader.num_reads += 1
+        number = reader.num_reads
+        world.counts["reads"] += 1
+        self.under_way[number] = runs
+        if reader.is_instant:
+            self._end(number)
+            return number
+        duration_s = world.between(0.0, faults.max_duration_s)
+        if not world.is_calm:
+            if world.chance(faults.hang):
+                world.counts["fault read hangs"] += 1
+                return number
+            if world.chance(faults.slowness):
+                world.counts["fault read slow"] += 1
+                duration_s = world.between(0.0, faults.max_slow_s)
+        if world.chance(0.3):
+            half_s = world.between(0.0, duration_s)
+            world.after(half_s, lambda: self._copy(number, slice(None, None, 2)))
+        world.after(duration_s, lambda: self._end(number))
+        return number
+
+    def close(self) -> None:
+        """Ends what is under way: nothing of it is written any more."""
+        if self.is_open:
+            self.is_open = False
+            self.reader.num_open -= 1
+            for number in self.under_way:
+                self.reader.done(number, "the pool was closed")
+            self.under_way.clear()
+
+    def _end(self, number: int) -> None:
+        reader = self.reader
+        if number not in self.under_way or reader.process.is_dead:
+            return
+        world, faults = reader.pools.world, reader.pools.faults
+        if not world.is_calm and world.chance(faults.failure):
+            world.counts["fault read failed"] += 1
+            self._copy(number, slice(None, None, 2))
+            del self.under_way[number]
+            reader.done(number, "the connection broke")
+        else:
+            self._copy(number, slice(None))
+            runs = self.under_way.pop(number)
+            if reader.may_damage and not world.is_calm and world.chance(faults.damage):
+                world.counts["fault read damaged"] += 1
+                reader.pool[int(world.rng.choice(runs.local.tolist()))] ^= np.uint8(1)
+            reader.done(number, None)
+        world.log("read", f"{number} of {reader.name} ended")
+        if not reader.is_instant and world.chance(0.5):
+            reader.on_done()  # some transports wake whoever waits, others are only polled
+
+    def _copy(self, number: int, part: slice) -> None:
+        runs = self.under_way.get(number)
+        if runs is None or self.reader.process.is_dead:
+            return
+        pool = self.reader.pool
+        for remote, local, length in zip(
+            runs.remote[part].tolist(), runs.local[part].tolist(), runs.lengths[part].tolist(), strict=True
+        ):
+            pool[local : local + length] = self.source[remote : remote + length]

@@ -1,0 +1,102 @@
+"""Plays a seed: from its first event, through its faults, to rest. The same seed is the same run, byte for byte."""
+
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from tests.simulation.faults import Fleet
+from tests.simulation.gateway import SimGateway
+from tests.simulation.invariants import Invariants
+from tests.simulation.network import Network
+from tests.simulation.reading import SharedPools
+from tests.simulation.scenario import Scenario, make_scenario
+from tests.simulation.worker import Site
+from tests.simulation.world import Violation, World
+
+MAX_CALM_S = 120.0
+"""Time enough for every deadline to pass, one after the other."""
+CALM_STEP_S = 1.0
+IDLE_S = 32.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a seed; `violation` is None if every promise was kept."""
+
+    seed: int
+    digest: str
+    num_events: int
+    counts: "Counter[str]"
+    violation: Violation | None
+
+    @property
+    def replay(self) -> str:
+        return f"python -m tests.simulation --seed {self.seed} --verbose"
+
+
+def play(seed: int, *, is_verbose: bool = False) -> Result:
+    scenario, world = make_scenario(seed), World(seed, is_verbose)
+    logging.disable(logging.CRITICAL)
+    violation: Violation | None = None
+    try:
+        _play(scenario, world)
+    except Violation as broken:
+        violation = broken
+    finally:
+        logging.disable(logging.NOTSET)
+    return Result(seed, world.digest(), world.num_events, world.counts, violation)
+
+
+def _play(scenario: Scenario, world: World) -> None:
+    site = Site(world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults))
+    gateway = SimGateway(world, scenario.policy)
+    fleet = Fleet(site, gateway)
+    invariants = Invariants(world, scenario, fleet, gateway)
+    world.after_event = invariants
+    for fault in scenario.faults:
+        fleet.plan(fault)
+    for spec in scenario.requests:
+        world.at(spec.arrives_at, partial(gateway.arrive, spec), is_plane=False)
+        if spec.leaves_after_s is not None:
+            leaves_at = spec.arrives_at + spec.leaves_after_s
+            world.at(leaves_at, partial(gateway.leave, spec.request_id), is_plane=False)
+    try:
+        faults_end = math.ceil(
+            max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)])
+        )
+        world.run(until=faults_end)
+        world.is_calm = True
+        _come_to_rest(world, scenario, fleet, gateway)
+        invariants.check_rest()
+        world.run(until=world.now + IDLE_S)
+        invariants.check_rest()
+        invariants.check_idle()
+    finally:
+        _count(world, fleet, gateway)
+
+
+def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:
+    end = world.now + MAX_CALM_S
+    while world.now < end and not _is_quiet(fleet, gateway):
+        world.run(until=world.now + CALM_STEP_S)
+    # What is still on its way may open a leg for one lease more.
+    world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
+
+
+def _is_quiet(fleet: Fleet, gateway: SimGateway) -> bool:
+    return gateway.num_open == 0 and all(
+        len(worker.connector.endpoint) == 0 and not worker.connector.holds and not worker.request_ids
+        for worker in fleet.workers.values()
+    )
+
+
+def _count(world: World, fleet: Fleet, gateway: SimGateway) -> None:
+    """What really happened, of all lives."""
+    for worker in fleet.lives:
+        for name, count in worker.core.counters().items():
+            if count and not name.endswith(("_us", "_bytes")):
+                world.counts[f"counter {name}"] += count
+    for end, count in gateway.ended.items():
+        world.counts[f"request {end.value}"] += count

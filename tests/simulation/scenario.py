@@ -1,0 +1,261 @@
+"""What a seed is: workers, requests, a network, and which faults come when. Drawn once, then a value."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from baton.config import KVTransferConfig, SchedulerConfig
+from gateway.router import Mode
+from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
+from tests.simulation.device import random_prompt
+from tests.simulation.network import NetworkFaults
+from tests.simulation.reading import ReadFaults
+
+MAX_MODEL_LEN = 48
+PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
+
+Policy = Literal["retry", "recompute", "fail"]
+FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker, whatever becomes of its lives."""
+
+    name: str
+    scheduler: SchedulerConfig
+    host: str
+    transports: tuple[str, ...]
+    window_bytes: int
+    model: str
+    step_s: tuple[float, float]
+    max_order_delay_s: float
+    max_waiting: int
+    clock_offset_s: float
+    reads_at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A client's request, and when the client leaves, if it does."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives_at: float
+    mode: Mode | None
+    timeout_s: float | None
+    leaves_after_s: float | None
+    cache_salt: str | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    at: float
+    worker: str
+    peer: str
+    duration_s: float
+    is_mutual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    transfer: KVTransferConfig
+    policy: Policy
+    workers: tuple[WorkerSpec, ...]
+    requests: tuple[RequestSpec, ...]
+    faults: tuple[Fault, ...]
+    network: NetworkFaults
+    read_faults: ReadFaults
+    calm_from: float
+    """When faults stop, and partitions, pauses and crashes are over."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Checksums are compared wherever bytes go: what is damaged must be noticed."""
+        has_one_host = len({worker.host for worker in self.workers}) == 1
+        return self.transfer.checksum == "on" or (self.transfer.checksum == "auto" and not has_one_host)
+
+    @property
+    def caches_on_decode(self) -> bool:
+        """What was read once may be hit again."""
+        return all(worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE)
+
+    @property
+    def reads(self) -> bool:
+        """Consumers read by themselves, and it takes time."""
+        return self.workers[0].transports != (ZMQ_TCP,)
+
+
+def make_scenario(seed: int) -> Scenario:
+    """One seed in eight has no fault at all; in the others each kind is there or not.
+
+    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another.
+    """
+    rng = random.Random(seed)
+    is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
+    duration_s = rng.choice([0.2, 1.0, 3.0])
+    lease_s = rng.choice([0.25, 0.25, 2.0])
+    transfer = KVTransferConfig(
+        lease_s=lease_s,
+        peer_timeout_s=lease_s * rng.choice([0.5, 0.5, 2.0]),
+        load_timeout_s=rng.choice([1.0, 4.0]),
+        checksum=rng.choice(["auto", "auto", "on", "off"]),
+    )
+    transports = rng.choice(
+        [(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (SHARED_MEMORY, ZMQ_TCP), (NIXL, ZMQ_TCP), (NIXL,)]
+    )
+    has_one_host = rng.random() < 0.7
+    workers = _workers(rng, transports, has_one_host, is_tight)
+    return Scenario(
+        seed,
+        transfer,
+        rng.choice(["retry", "recompute", "fail"]),
+        workers,
+        _requests(rng, duration_s, is_tight),
+        () if is_quiet else _faults(rng, duration_s, lease_s),
+        NetworkFaults() if is_quiet else _network_faults(rng, transfer, has_one_host),
+        ReadFaults() if is_quiet else _read_faults(rng, lease_s),
+        duration_s,
+    )
+
+
+def _workers(
+    rng: random.Random, transports: tuple[str, ...], has_one_host: bool, is_tight: bool
+) -> tuple[WorkerSpec, ...]:
+    block_sizes = rng.choice([(4, 4), (4, 4), (2, 4), (4, 2), (2, 8), (8, 4)])
+    is_misfit_there = rng.random() < 0.03
+    specs = []
+    for name in PREFILL + DECODE:
+        block_size = block_sizes[name in DECODE]
+        specs.append(
+            WorkerSpec(
+                name,
+                _scheduler(rng, block_size, is_tight and name in PREFILL),
+                "host" if has_one_host else name,
+                transports,
+                rng.choice([2**26, 2**26, 100, 400]),
+                "another model" if is_misfit_there and name == "p1" else "model",
+                rng.choice([(0.001, 0.004), (0.001, 0.004), (0.01, 0.05)]),
+                rng.choice([0.0, 0.0, 0.002]),
+                rng.choice([100, 100, 2]),
+                rng.choice([0.0, 1_000.0, 65_536.5]),
+                rng.random() < 0.2,
+            )
+        )
+    return tuple(specs)
+
+
+def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> SchedulerConfig:
+    """A pool that holds one request of full length, and not many more."""
+    preemption = rng.choice(["recompute", "recompute", "swap", "auto"])
+    policy = rng.choice(["fcfs", "priority"])
+    values: dict[str, Any] = {
+        "num_blocks": 1 + rng.choice([1, 1, 2, 4]) * (MAX_MODEL_LEN // block_size) + rng.randrange(3),
+        "block_size": block_size,
+        "max_num_seqs": rng.choice([1, 3, 8]),
+        "max_num_batched_tokens": rng.choice([3, 8, 64]),
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_prefix_caching": rng.random() < 0.75,
+        "async_scheduling": rng.random() < 0.5,
+        "policy": policy,
+        "preemption": preemption,
+        "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 12]),
+        "watermark": rng.choice([0.0, 0.0, 0.1]),
+    }
+    if is_tight:
+        values |= {
+            "num_blocks": 2 + MAX_MODEL_LEN // block_size,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 8,
+        }
+    return SchedulerConfig(**values)
+
+
+def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[RequestSpec, ...]:
+    stems: list[tuple[int, ...]] = [()]
+    stems += [tuple(rng.randrange(1_000) for _ in range(rng.randrange(1, 20))) for _ in range(2)]
+    spread_s = rng.choice([0.0, duration_s / 4, duration_s])
+    num_requests = rng.randrange(5, 11) if is_tight else rng.randrange(2, 9)
+    return tuple(
+        RequestSpec(
+            request_id=f"r{number}",
+            prompt=random_prompt(rng, stems, 20 if is_tight else 1, 34),
+            max_tokens=rng.choice([1, 3, 6, 10]),
+            arrives_at=rng.uniform(0.0, spread_s),
+            mode=rng.choice([None, None, None, None, Mode.DISAGGREGATED, Mode.LOCAL]),
+            timeout_s=rng.choice([None, None, None, 0.25, 2.0]),
+            leaves_after_s=rng.uniform(0.0, 0.3) if rng.random() < 0.2 else None,
+            cache_salt=rng.choice([None, None, "salt"]),
+            priority=rng.randrange(2),
+        )
+        for number in range(num_requests)
+    )
+
+
+def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Fault, ...]:
+    kinds: list[FaultKind] = [
+        "pause",
+        "pause",
+        "crash",
+        "partition",
+        "partition",
+        "disconnect",
+        "device",
+        "reset",
+    ]
+    wanted = [kind for kind in kinds if rng.random() < 0.35]
+    faults = []
+    for kind in wanted:
+        worker = rng.choice(PREFILL + DECODE)
+        peers = PREFILL if worker in DECODE else DECODE
+        at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
+        longest_s = rng.choice([0.1, lease_s * 1.25, lease_s * 3])
+        faults.append(
+            Fault(
+                kind,
+                at,
+                worker,
+                rng.choice(peers),
+                int(rng.uniform(0.0, longest_s) * 1024) / 1024,
+                rng.random() < 0.5,
+            )
+        )
+    return tuple(faults)
+
+
+def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:
+    """Bytes are damaged only where checksums are promised: always, or between hosts."""
+    is_checked = transfer.checksum == "on" or (transfer.checksum == "auto" and not has_one_host)
+
+    def some(highest: float) -> float:
+        return rng.choice([0.0, 0.0, highest / 4, highest])
+
+    return NetworkFaults(
+        loss=some(0.2),
+        doubling=some(0.2),
+        header_damage=some(0.1),
+        payload_damage=some(0.3) if is_checked else 0.0,
+        lateness=some(0.2),
+        max_lateness_s=rng.choice([0.02, 0.5, transfer.lease_s * 1.5]),
+        is_ordered=rng.random() < 0.4,
+        max_delay_s=rng.choice([0.0005, 0.004, 0.02]),
+    )
+
+
+def _read_faults(rng: random.Random, lease_s: float) -> ReadFaults:
+    def some(highest: float) -> float:
+        return rng.choice([0.0, 0.0, highest / 4, highest])
+
+    return ReadFaults(
+        failure=some(0.1),
+        hang=some(0.05),
+        damage=some(0.2),
+        refusal=some(0.3),
+        max_duration_s=rng.choice([0.0005, 0.01, 0.05]),
+        slowness=some(0.6),
+        max_slow_s=rng.choice([0.05, lease_s, lease_s * 3]),
+    )

@@ -1,0 +1,252 @@
+"""Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role.
+
+Stand-ins: the loop's thread (engine/loop.py, line by line without its queue), the request plane, the device.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from baton.errors import InvalidRequest, Overloaded, RequestError
+from baton.kv import KVFingerprint, WorkerRef
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.worker import WorkerRole
+from decode_worker import DecodeWorker
+from engine.core import ClientOutputs, EngineCore
+from engine.grammar import GrammarCompiler
+from engine.pipeline import InlinePipeline, Pipeline
+from engine.role import Role
+from kv_transfer import KVConnectorScheduler
+from kv_transfer.endpoint import COUNTERS, make_endpoint
+from kv_transfer.pool import KVBytes
+from kv_transfer.protocol.transports import ZMQ_TCP, Reach
+from kv_transfer.transport.base import Bytes
+from prefill_worker import PrefillWorker
+from scheduler import RequestStatus, Scheduler
+from tests.simulation.connector import SimConnector
+from tests.simulation.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from tests.simulation.network import Network, SimChannel
+from tests.simulation.reading import SharedPools, SimReader
+from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
+from tests.simulation.world import Process, World
+
+CLIENT = "gateway"
+MAX_WAKE_DELAY_S = 0.001
+
+Outbox = Callable[["Worker", list[RequestOutput]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where all workers live."""
+
+    world: World
+    scenario: Scenario
+    network: Network
+    pools: SharedPools
+
+
+class Worker(Process):
+    """From its start until it is killed. Whatever happens to it, happens by events."""
+
+    def __init__(self, site: Site, spec: WorkerSpec, number: int, outbox: Outbox) -> None:
+        world = site.world
+        self.spec = spec
+        self.name = spec.name
+        self.incarnation = f"{spec.name}-life-{number}"
+        self.is_decode = spec.name in DECODE
+        self.clock = world.clock(spec.clock_offset_s)
+        self._world = world
+        self._outbox = outbox
+        self._commands: list[Callable[[], None]] = []
+        self._deadlines: list[tuple[float, str]] = []
+        self._engine_timer: float | None = None
+        self.num_turns = 0
+        self.request_ids: set[str] = set()
+        """Of the gateway's, those that have not ended here."""
+        config = spec.scheduler
+        assert config.num_blocks is not None
+        shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
+        # What stood in this memory before is nobody's KV.
+        self._pool: Bytes = np.full(shape, world.rng.randrange(256), np.uint8)
+        self.runner = SimRunner(
+            world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
+        )
+        self.connector = SimConnector(world, self, self.incarnation, self.wake)
+        self.connector.max_order_delay_s = spec.max_order_delay_s
+        self.channel = SimChannel(site.network, spec.name, self)
+        self.readers = self._make_readers(site)
+        self._attach_endpoint(site)
+        self.connector_scheduler = KVConnectorScheduler(config.block_size)
+        self.scheduler = Scheduler(config, self.connector_scheduler, hash_key=b"simulated" + b"-" * 16)
+        self.core = EngineCore(
+            self.scheduler, self._make_pipeline(), self.connector, _grammars(), (EOS,), self.clock
+        )
+        self.role: Role = (
+            DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
+        )
+        self.ref = WorkerRef(spec.name, self.incarnation, (self.channel.address,), config.block_size)
+
+    @property
+    def kind(self) -> WorkerRole:
+        return self.role.kind
+
+    # what the request plane brings
+
+    def submit(self, request: EngineRequest) -> None:
+        self._commands.append(lambda: self._admit(request))
+        self.wake()
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        self._commands.append(lambda: self._abort(request_ids))
+        self.wake()
+
+    def abort_client(self) -> None:
+        """The gateway was not heard of for too long."""
+        self._commands.append(lambda: self._abort(tuple(self.request_ids)))
+        self.wake()
+
+    def reset_prefix_cache(self) -> None:
+        """Preempts everybody who runs."""
+        self._commands.append(self._reset_prefix_cache)
+        self.wake()
+
+    def wake(self) -> None:
+        self._run_engine_at(self._world.now + self._world.between(0.0, MAX_WAKE_DELAY_S))
+
+    # the engine's thread
+
+    def _run_engine_at(self, when: float) -> None:
+        if self._engine_timer is None or when < self._engine_timer:
+            self._engine_timer = when
+            self._world.at(when, lambda: self._engine_turn(when), self, is_plane=False)
+
+    def _engine_turn(self, when: float) -> None:
+        if self._engine_timer != when:
+            return
+        self._engine_timer = None
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        self._end_overdue()
+        self._deliver(self.core.step())
+        self.num_turns += 1
+        self._world.counts["engine steps"] += 1
+        if self.core.may_progress:
+            self._run_engine_at(self._world.now)
+        elif self._deadlines:
+            self._run_engine_at(self._world.now + max(0.0, self._deadlines[0][0] - self.clock.now()))
+
+    def _admit(self, request: EngineRequest) -> None:
+        try:
+            if request.request_id in self.request_ids:
+                raise InvalidRequest("request_id", f"{request.request_id} is in use")
+            self.role.admit(request, self.core.request_counts())
+            self.core.add_request(request, CLIENT)
+        except RequestError as error:
+            self._world.counts[f"path {type(error).__name__}"] += 1
+            self._outbox(self, [_refusal(request.request_id, error)])
+            return
+        self.request_ids.add(request.request_id)
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (self.clock.now() + request.timeout_s, request.request_id))
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        own = [request_id for request_id in sorted(request_ids) if request_id in self.request_ids]
+        self._deliver(self.core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
+
+    def _end_overdue(self) -> None:
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= self.clock.now():
+            overdue.append(heapq.heappop(self._deadlines)[1])
+        if overdue:
+            self._world.counts["path deadline passed"] += 1
+            self._deliver(
+                self.core.finish_requests(
+                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
+                )
+            )
+
+    def _reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache(force=True)
+
+    def _deliver(self, news: ClientOutputs) -> None:
+        for outputs in news.values():
+            for output in outputs:
+                if output.finish_reason is not None:
+                    if output.request_id not in self.request_ids:
+                        self._world.violate(
+                            "ends once", f"{self.incarnation}: {output.request_id} ends again"
+                        )
+                    self.request_ids.discard(output.request_id)
+            self._outbox(self, outputs)
+        if not self.request_ids:
+            self._deadlines.clear()
+
+    def _step_duration_s(self) -> float:
+        return self._world.between(*self.spec.step_s)
+
+    # composition, as engine/host.py does it
+
+    def _make_pipeline(self) -> Pipeline:
+        if self.spec.scheduler.async_scheduling:
+            return AsyncDevice(self._world, self.runner, self)
+        return InlinePipeline(SlowRunner(self._world, self.runner))
+
+    def _make_readers(self, site: Site) -> dict[str, SimReader]:
+        return {
+            name: SimReader(
+                name,
+                site.pools,
+                self.incarnation,
+                self._pool.reshape(len(self._pool), -1),
+                self,
+                lambda: self.connector.wake_up(),
+                is_instant=self.spec.reads_at_once,
+                may_damage=site.scenario.is_checked,
+            )
+            for name in self.spec.transports
+            if name != ZMQ_TCP
+        }
+
+    def _attach_endpoint(self, site: Site) -> None:
+        spec, block_size = self.spec, self.spec.scheduler.block_size
+        fingerprint = KVFingerprint(
+            2, spec.model, "float32", "LKHTD", NUM_PLANES // 2, NUM_HEADS, CELL_BYTES // 4, block_size, 1
+        )
+        counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        pools = {name: reader.describe() or b"" for name, reader in self.readers.items()}
+        endpoint = make_endpoint(
+            site.scenario.transfer,
+            self.incarnation,
+            fingerprint,
+            KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
+            self.channel,
+            self.readers,
+            Reach(spec.host, spec.transports, pools),
+            counters,
+            self.clock,
+        )
+        # Configuration counts in MiB, and a pool of this size would never fill a window.
+        endpoint._giving._producer._window._max_bytes = spec.window_bytes
+        self.connector.attach(endpoint, self.channel, counters)
+
+
+def _grammars() -> GrammarCompiler:
+    """Nobody asks for a structured output."""
+    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+
+
+def _refusal(request_id: str, error: RequestError) -> RequestOutput:
+    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
+    return RequestOutput(
+        request_id=request_id,
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
+    )
