@@ -28,6 +28,8 @@ class Legs:
     def __init__(self, incarnation: str, pool: KVPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
+        self._views: dict[RankLayout, PieceView] = {}
+        """By the peer's rank; there are as few of them as there are kinds of workers."""
         self._by_request: dict[str, tuple[LegEnd, ...]] = {}
         self._refusals: dict[str, str] = {}
         self._by_key: dict[TransferKey, LegEnd] = {}
@@ -42,7 +44,7 @@ class Legs:
             num_peers = 0
         for rank in peers_of(ours.rank, ours.num_ranks, num_peers) if num_peers else ():
             key = self._key(transfer, rank)
-            view = self._pool.pieces(RankLayout(peer.block_size, num_peers, rank))
+            view = self._view(RankLayout(peer.block_size, num_peers, rank))
             end = LegEnd(Leg(request_id, rank), key, peer.name, peer.kv_addresses[rank], view)
             self._by_key.setdefault(key, end)
             ends.append(end)
@@ -74,6 +76,11 @@ class Legs:
 
     def __len__(self) -> int:
         return len(self._by_request)
+
+    def _view(self, theirs: RankLayout) -> PieceView:
+        if theirs not in self._views:
+            self._views[theirs] = self._pool.pieces(theirs)
+        return self._views[theirs]
 
     def _key(self, transfer: KVTransferParams, peer_rank: int) -> TransferKey:
         ours, theirs = (self._incarnation, self._pool.layout.rank), (transfer.peer.incarnation, peer_rank)

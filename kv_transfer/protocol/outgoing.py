@@ -14,8 +14,8 @@ from kv_transfer.protocol.transports import SENDS_BYTES
 BYTES_PER_TURN = 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
 
-BYTES_PER_TURN_READ = 8 * 1024 * 1024
-"""Likewise where the consumer reads: offering costs nothing by the byte, and copying this much takes less than 1 ms."""
+BYTES_PER_TURN_READ = 32 * 1024 * 1024
+"""Likewise where the consumer reads: an offer costs nothing by the byte, and copying this much takes 3 ms."""
 
 
 class State(Enum):
