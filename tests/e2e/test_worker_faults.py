@@ -39,7 +39,10 @@ def test_c44_c51_c52_no_fault_of_a_worker_costs_a_token_or_a_block(
         folder, rng = make_model_dir(tmp_path / "model"), random.Random(SEED)
         options = ("--pool-idle-s", str(POOL_IDLE_S))
         async with broken_cluster(transport, folder, SEED, *options) as (cluster, questions):
-            assert used(await cluster.descriptions()) == {transport}
+            descriptions = await cluster.descriptions()
+            assert used(descriptions) == {transport}
+            is_mapped = any(about["mapped_pools"] for about in descriptions.values())
+            assert is_mapped == (transport == "shared_memory")
             for fault, role in ROWS:
                 tally = await break_workers(cluster, fault, role, questions, NUM_TRANSFERS, rng)
                 assert tally.wrong == [], f"{fault} {role}"

@@ -25,7 +25,7 @@ from tests.factories.fragile_cluster import FragileCluster, fragile_cluster, unr
 from tests.factories.models import make_model_dir
 
 LEASE_S = 1.0
-STANDSTILL_S = 2.5 * LEASE_S
+STANDSTILL_S = 2.0 * LEASE_S
 NUM_AT_ONCE = 12
 TRANSFERS_PER_FAULT = 50
 REQUEST_TIMEOUT_S = 60.0

@@ -9,10 +9,9 @@ says its endpoint; from then on it answers every line with how it stands. It end
 import argparse
 import json
 import logging
-import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def bind_to(ports: Sequence[int]) -> None:
 def describe(host: EngineHost) -> dict[str, Any]:
     """What a heartbeat says, and what only the process itself can see."""
     status = host.status()
-    own = set(own_pools())
     return {
         "state": status.state.value,
         "kv_blocks": asdict(status.kv_blocks),
@@ -77,26 +75,15 @@ def describe(host: EngineHost) -> dict[str, Any]:
         "transports": sorted({peer.transport for peer in status.kv_peers if peer.done}),
         "num_transfers": len(host._connector._agent._endpoint),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "own_pools": sorted(own),
-        "mapped_pools": sorted(set(mapped_pools()) - own),
+        "own_pools": pools("rw-s"),
+        "mapped_pools": pools("r--s"),
     }
 
 
-def own_pools() -> Iterator[int]:
-    """Inodes of KV pools that this process holds open: its own, since peers' are mapped and closed."""
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            if os.readlink(fd).startswith("/memfd:baton-kv"):
-                yield os.stat(fd).st_ino
-        except FileNotFoundError:  # closed meanwhile
-            continue
-
-
-def mapped_pools() -> Iterator[int]:
-    """Inodes of KV pools in this process's address space."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/memfd:baton-kv" in line:
-            yield int(line.split()[4])
+def pools(permissions: str) -> list[int]:
+    """Inodes of the KV pools in this process's address space: it may write its own, and only read its peers'."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return sorted({int(line[4]) for line in lines if line[1] == permissions and "/memfd:baton-kv" in line})
 
 
 if __name__ == "__main__":
