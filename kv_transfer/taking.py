@@ -17,7 +17,7 @@ from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
-from kv_transfer.protocol.incoming import WantedPiece
+from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
@@ -38,7 +38,7 @@ class _Read:
 
     pool: PoolKey
     message: Pieces
-    wanted: tuple[WantedPiece, ...]
+    wanted: WantedPieces
     begun_at: float
 
 
@@ -162,7 +162,7 @@ class TakingEnd:
 
     def _take_pieces(self, message: Pieces) -> None:
         now = self._clock.now()
-        wanted = tuple(self._consumer.wanted(message, now))
+        wanted = self._consumer.wanted(message, now)
         if not wanted:
             return
         transport = self._consumer.transport_of(message.key)
@@ -172,8 +172,8 @@ class TakingEnd:
         read = _Read(_pool_key(message.key, transport), message, wanted, now)
         view = self._legs.at(message.key).view
         try:
-            peers = [message.piece_ids[piece.position] for piece in wanted]
-            runs = view.runs(peers, [piece.piece_id for piece in wanted])
+            peers = [message.piece_ids[position] for position in wanted.positions]
+            runs = view.runs(peers, wanted.piece_ids)
             number = self._pools.read(read.pool, runs)
         except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
             self._unread(read, str(error))
@@ -182,50 +182,44 @@ class TakingEnd:
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 
-    def _receive(self, message: Pieces, wanted: tuple[WantedPiece, ...], transport: str) -> None:
+    def _receive(self, message: Pieces, wanted: WantedPieces, transport: str) -> None:
         """The bytes follow the header, a frame for each announced piece."""
         view = self._legs.at(message.key).view
-        by_position = {piece.position: piece for piece in wanted}
+        places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
         missing = set()
-        for position in range(len(message.indices)):
-            piece = by_position.get(position)
-            if piece is None:
+        for position, index in enumerate(message.indices):
+            piece_id = places.get(position)
+            if piece_id is None:
                 self._channel.skip_payload()
                 continue
-            buffer = view.buffer_for(piece.piece_id)
+            buffer = view.buffer_for(piece_id)
             if self._channel.read_payload(buffer):
-                view.store(piece.piece_id, buffer)
+                view.store(piece_id, buffer)
             else:
-                missing.add(piece.index)
+                missing.add(index)
         self._arrived(message, wanted, missing, transport)
 
-    def _arrived(
-        self, message: Pieces, wanted: Iterable[WantedPiece], missing: Iterable[int], transport: str
-    ) -> None:
+    def _arrived(self, message: Pieces, wanted: WantedPieces, missing: Iterable[int], transport: str) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
         key, end = message.key, self._legs.at(message.key)
-        view = end.view
-        has_checksums, damaged = self._consumer.wants_checksums(key), set(missing)
-        num_arrived = 0
-        for piece in wanted:
-            num_arrived += 1
-            if (
-                has_checksums
-                and piece.index not in damaged
-                and view.checksum(piece.piece_id) != piece.checksum
+        view, damaged = end.view, set(missing)
+        if self._consumer.wants_checksums(key):
+            checksums = message.checksums or (None,) * len(message.indices)
+            for position, index, piece_id in zip(
+                wanted.positions, wanted.indices, wanted.piece_ids, strict=True
             ):
-                damaged.add(piece.index)
-        num_bytes = num_arrived * view.nbytes
+                if index not in damaged and view.checksum(piece_id) != checksums[position]:
+                    damaged.add(index)
+        num_bytes = len(wanted.indices) * view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
-        valid = [piece.index for piece in wanted if piece.index not in damaged]
+        valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
     def _unread(self, read: _Read, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
-        indices = [piece.index for piece in read.wanted]
-        transport = read.pool[2]
-        self._do(self._consumer.on_unread(read.message.key, transport, indices, error, self._clock.now()))
+        key, transport, now = read.message.key, read.pool[2], self._clock.now()
+        self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:

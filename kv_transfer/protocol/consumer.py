@@ -30,7 +30,7 @@ from kv_transfer.protocol.effects import (
     Send,
 )
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPiece
+from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPieces
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
@@ -163,7 +163,7 @@ class Consumer:
             case Pieces():
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
-    def wanted(self, message: Pieces, now: float) -> list[WantedPiece]:
+    def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
 
         The others are late, doubled, foreign, or were announced before the way to read them was agreed upon.
@@ -171,20 +171,13 @@ class Consumer:
         transfer = self._transfers.get(message.key)
         if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
-            return []
+            return WantedPieces([], [], [])
         self._last_heard[message.key.producer] = now
         if transfer.first_piece_at is None:
             transfer.first_piece_at = now
-        checksums: Sequence[int | None] = message.checksums or [None] * len(message.indices)
-        pieces = []
-        for position, (index, checksum) in enumerate(zip(message.indices, checksums, strict=True)):
-            if transfer.wants(index, message.version):
-                transfer.verified.pop(index, None)  # an older version is about to be overwritten
-                transfer.arriving[index] = message.version
-                pieces.append(WantedPiece(position, index, transfer.piece_id(index), checksum))
-            else:
-                self._counters["kv_duplicate_messages"] += 1
-        return pieces
+        wanted = transfer.claim(message.indices, message.version)
+        self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
+        return wanted
 
     def transport_of(self, key: TransferKey) -> str:
         """How the bytes of a leg come, which wants some of them."""

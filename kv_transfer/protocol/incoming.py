@@ -34,13 +34,17 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedPiece:
-    """One of the pieces that a message announced: its place there, its checksum, and where it goes."""
+class WantedPieces:
+    """Some of the pieces that a message announced, as parallel lists."""
 
-    position: int
-    index: int
-    piece_id: int
-    checksum: int | None
+    positions: list[int]
+    """Where they stand in the message."""
+    indices: list[int]
+    piece_ids: list[int]
+    """Where they go."""
+
+    def __bool__(self) -> bool:
+        return bool(self.indices)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +84,28 @@ class Incoming:
         self.num_pieces = self.shape.num_pieces_for(self.num_prompt_tokens) - self.first_piece
         self.block_ids = block_ids
 
-    def piece_id(self, index: int) -> int:
-        """Where in our pool piece `index` of the prompt belongs."""
-        block, part = divmod(index - self.first_piece, self.shape.pieces_per_block)
-        return self.shape.pieces_of(self.block_ids[block])[part]
+    def piece_ids(self, indices: list[int]) -> list[int]:
+        """Where in our pool these pieces of the prompt belong."""
+        first, num_parts, block_ids = self.first_piece, self.shape.pieces_per_block, self.block_ids
+        if num_parts == 1:
+            return [block_ids[index - first] for index in indices]
+        places = (divmod(index - first, num_parts) for index in indices)
+        return [block_ids[block] * num_parts + part for block, part in places]
 
-    def wants(self, index: int, version: int) -> bool:
-        """Neither here, nor on its way in, nor beyond what was asked for."""
-        is_ours = 0 <= index - self.first_piece < self.num_pieces
-        return is_ours and index not in self.arriving and self.verified.get(index, -1) < version
+    def claim(self, indices: tuple[int, ...], version: int) -> WantedPieces:
+        """Those that are neither here, nor on their way, nor beyond what was asked for: they are on their way now."""
+        arriving, verified = self.arriving, self.verified
+        first, last = self.first_piece, self.first_piece + self.num_pieces
+        positions = [
+            position
+            for position, index in enumerate(indices)
+            if first <= index < last and index not in arriving and verified.get(index, -1) < version
+        ]
+        wanted = [indices[position] for position in positions]
+        arriving.update(dict.fromkeys(wanted, version))
+        for index in verified.keys() & wanted:  # an older version is about to be overwritten
+            del verified[index]
+        return WantedPieces(positions, wanted, self.piece_ids(wanted))
 
     @property
     def is_complete(self) -> bool:

@@ -142,9 +142,8 @@ class Producer:
         farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, farewell)]
-        self._counters["kv_sends_aborted"] += (
-            transfer.state is not State.CANCELLED
-        )  # else it is counted as that
+        if transfer.state is not State.CANCELLED:  # else it is counted as that
+            self._counters["kv_sends_aborted"] += 1
         self._remember(farewell)
         return told + self._forget(transfer)
 
@@ -172,16 +171,14 @@ class Producer:
             case Ack():
                 return self._on_ack(transfer, message)
             case Release():
-                self._counters["kv_sends_done"] += (
-                    transfer.leg is not None
-                )  # else it is of a leg that is over
+                if transfer.leg is not None:  # else it is of a leg that is over
+                    self._counters["kv_sends_done"] += 1
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
             case Cancel():
-                self._counters["kv_sends_cancelled"] += (
-                    transfer.leg is not None
-                )  # else when our engine begins it
+                if transfer.leg is not None:  # else it counts when our engine begins it
+                    self._counters["kv_sends_cancelled"] += 1
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:

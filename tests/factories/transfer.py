@@ -22,7 +22,7 @@ from kv_transfer.protocol.effects import (
     SendPieces,
 )
 from kv_transfer.protocol.geometry import PieceShape, RankLayout
-from kv_transfer.protocol.incoming import WantedPiece
+from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import ChecksumPolicy, Pieces, ToConsumer, ToProducer, TransferKey
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
@@ -110,7 +110,7 @@ class Wire:
         self.sent: list[Frame] = []
         self.news: list[Freed | Received | Failed | Quiesced] = []
         self.opened_pools: list[OpenPool] = []
-        self.reads: list[tuple[Pieces, list[WantedPiece]]] = []
+        self.reads: list[tuple[Pieces, WantedPieces]] = []
         self.reads_at_once = True
 
     def do(self, effects: list[Effect], source: str) -> None:
@@ -189,7 +189,7 @@ class Wire:
         """Every read under way copies what is in the producer's blocks now."""
         reads, self.reads = self.reads, []
         for message, wanted in reads:
-            contents = [self.source_blocks[message.piece_ids[piece.position]] for piece in wanted]
+            contents = [self.source_blocks[message.piece_ids[position]] for position in wanted.positions]
             self._write(message, wanted, contents)
 
     def received_blocks(self) -> dict[int, int]:
@@ -212,20 +212,21 @@ class Wire:
             self.at_consumer(self.consumer.on_message(frame.message, now))  # type: ignore[arg-type]
         elif wanted := self.consumer.wanted(frame.message, now):
             if self.consumer.transport_of(frame.message.key) in SENDS_BYTES:
-                self._write(frame.message, wanted, [frame.payload[piece.position] for piece in wanted])
+                self._write(frame.message, wanted, [frame.payload[position] for position in wanted.positions])
                 return
             self.reads.append((frame.message, wanted))
             if self.reads_at_once:
                 self.finish_reads()
 
-    def _write(self, message: Pieces, wanted: list[WantedPiece], contents: list[int]) -> None:
+    def _write(self, message: Pieces, wanted: WantedPieces, contents: list[int]) -> None:
         has_checksums = self.consumer.wants_checksums(message.key)
         valid: list[int] = []
         damaged: list[int] = []
-        for piece, content in zip(wanted, contents, strict=True):
-            self.target_blocks[piece.piece_id] = content
-            is_valid = content == piece.checksum or not has_checksums
-            (valid if is_valid else damaged).append(piece.index)
+        columns = zip(wanted.positions, wanted.indices, wanted.piece_ids, contents, strict=True)
+        for position, index, piece_id, content in columns:
+            self.target_blocks[piece_id] = content
+            is_valid = content == message.checksums[position] or not has_checksums
+            (valid if is_valid else damaged).append(index)
         now = self.clock.now()
         self.at_consumer(self.consumer.on_arrived(message.key, message.version, valid, damaged, now))
 

@@ -175,9 +175,8 @@ def test_a_read_that_fails_is_tried_in_the_next_best_way() -> None:
     wire.finish_send()
     wire.deliver()
     for message, wanted in wire.reads:
-        indices = [piece.index for piece in wanted]
-        now = wire.clock.now()
-        wire.at_consumer(wire.consumer.on_unread(message.key, SHARED_MEMORY, indices, "it is gone", now))
+        key, now = message.key, wire.clock.now()
+        wire.at_consumer(wire.consumer.on_unread(key, SHARED_MEMORY, wanted.indices, "it is gone", now))
         wire.deliver()
     assert wire.received_blocks() == TRUTH
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (
