@@ -1,9 +1,9 @@
-"""Two workers' connectors over real sockets: blocks arrive where they should, and no end of one harms the other."""
+"""Two workers' connectors over real sockets, by every transport: blocks arrive, and no end of one harms the other."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from baton.curve import secure_client
 from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
-from kv_transfer import KVConnectorMetadata, KVConnectorWorker
+from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
 from kv_transfer.orders import (
     AbortLoad,
     AbortSend,
@@ -27,12 +27,13 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.security import KEYS
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 TOKEN = FirstToken(7, None)
-CONFIG = KVTransferConfig(lease_s=1.0, load_timeout_s=4.0, peer_timeout_s=1.0)
+CONFIG = KVTransferConfig(lease_s=1.0, load_timeout_s=4.0, peer_timeout_s=1.0, checksum="on")
 
 T = TypeVar("T")
 
@@ -40,13 +41,17 @@ T = TypeVar("T")
 class Worker:
     """A connector with a pool of its own; `pool` starts with contents that differ from every other worker's."""
 
-    def __init__(self, name: str, incarnation: str, config: KVTransferConfig = CONFIG) -> None:
+    transport: ClassVar[str] = "auto"
+
+    def __init__(self, name: str, incarnation: str) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
-        self.pool = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
+        memory = SharedMemory(64 * BLOCK_BYTES)
+        self.pool = memory.array.reshape(64, BLOCK_BYTES)
+        self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
         self._has_news = threading.Event()
         self._news: list[KVConnectorOutput] = []
         self.connector = KVConnectorWorker(
-            config,
+            CONFIG.with_values("test", transport=self.transport),
             "127.0.0.1",
             KEYS.kv,
             incarnation,
@@ -54,6 +59,7 @@ class Worker:
             self.pool,
             FINGERPRINT,
             self._has_news.set,
+            memory=memory,
         )
         self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
@@ -80,6 +86,13 @@ class Worker:
 
     def stop(self) -> None:
         self.connector.shutdown()
+
+
+@pytest.fixture(autouse=True, params=["zmq_tcp", "shared_memory", "nixl"])
+def _transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "nixl" and not nixl_is_available():
+        pytest.skip("nixl cannot run here: pip install 'baton[nixl]'")
+    monkeypatch.setattr(Worker, "transport", request.param)
 
 
 @pytest.fixture
