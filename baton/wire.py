@@ -168,7 +168,7 @@ def _sequence_decoder(item: Any) -> Convert:
     def decode(values: Any) -> tuple[Any, ...]:
         if not isinstance(values, list):
             raise WireError(f": expected an array, got {_brief(values)}")
-        if item is int and all(type(value) is int for value in values):
+        if item is int and set(map(type, values)) <= {int}:
             return tuple(values)
         return tuple([decode_item(value) for value in values])
 
