@@ -85,9 +85,10 @@ class Scenario:
         return all(worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE)
 
     @property
-    def reads(self) -> bool:
-        """Consumers read by themselves, and it takes time."""
-        return self.workers[0].transports != (ZMQ_TCP,)
+    def reads_outlive_leases(self) -> bool:
+        """Consumers read by themselves, and some reads take long enough to be torn."""
+        is_slow = self.read_faults.slowness > 0.0 and self.read_faults.max_slow_s >= self.transfer.lease_s
+        return is_slow and self.workers[0].transports != (ZMQ_TCP,)
 
 
 def make_scenario(seed: int) -> Scenario:
