@@ -14,7 +14,7 @@ for a while, and told to a consumer that asks late. What comes for another incar
 
 Where the consumer reads our pool itself, it may still be reading when a preemption takes the blocks away. So only what
 it acknowledged before counts; everything else is offered anew, as another version. And the End, on which it relies,
-waits for its last acknowledgement.
+waits for its last acknowledgement, also where the leg goes on as bytes because one of several reads failed.
 """
 
 from collections import Counter
@@ -321,8 +321,8 @@ class Producer:
         """Everything ready was offered; if that was all there will be, says so once."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
-        if transfer.unacked and not transfer.has_payload:
-            return []  # it still reads, and only its word shows that it did so in time
+        if transfer.unacked and transfer.is_read:
+            return []  # it may still read, and only its word shows that it did so in time
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 

@@ -295,8 +295,8 @@ def test_c51_a_request_ends_if_its_decode_leg_ended_before_its_prefill_leg(folde
         return outputs_of(request, [0], finish=FinishReason.ABORT)
 
     async def test() -> None:
-        workers: Any = ({"p0": silent}, {"d0": aborting})
-        async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
+        legs: Any = {"p0": silent}, {"d0": aborting}
+        async with gateway_with(folder, *legs, load_failure_policy="recompute") as under_test:
             call = asyncio.create_task(refusal(under_test))
             leg = await under_test.workers["p0"].next_leg()
             await asyncio.sleep(NETWORK.heartbeat_interval_s)
