@@ -246,7 +246,7 @@ def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaul
         return rng.choice([0.0, 0.0, highest / 4, highest])
 
     return ReadFaults(
-        failure=some(0.1),
+        failure=rng.choice([0.0, 0.1, 0.3]) if is_stale else some(0.1),
         hang=some(0.05),
         damage=some(0.2),
         refusal=some(0.3),
