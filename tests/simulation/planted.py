@@ -131,11 +131,6 @@ def say_end_before_the_last_ack() -> Patch:
     return patch.object(Producer, "_end", end)
 
 
-def keep_what_was_read_without_proof() -> Patch:
-    """Of a failed load, pieces that nothing vouches for go into the prefix cache."""
-    return patch.object(Consumer, "_num_valid_tokens", lambda _self, transfer: transfer.num_valid_tokens)
-
-
 def hand_over_another_token() -> Patch:
     """Token 0 is not the one that was sampled."""
     original = Producer.finish
@@ -190,7 +185,6 @@ PLANTED: dict[str, Callable[[], Patch]] = {
         trust_acks_of_older_versions,
         trust_opens_of_older_versions,
         say_end_before_the_last_ack,
-        keep_what_was_read_without_proof,
         hand_over_another_token,
         hit_blocks_before_they_arrive,
         end_a_lease_twice,

@@ -108,7 +108,7 @@ def make_scenario(seed: int) -> Scenario:
     return Scenario(
         seed,
         transfer,
-        rng.choice(["retry", "recompute", "fail"]),
+        rng.choice(["recompute", "retry"] if is_stale else ["retry", "recompute", "fail"]),
         workers,
         _requests(rng, duration_s, is_tight),
         () if is_quiet else _faults(rng, duration_s, lease_s, is_stale),
@@ -161,7 +161,7 @@ def _scheduler(rng: random.Random, block_size: int, is_tight: bool, *, is_prefil
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 12]),
         "watermark": rng.choice([0.0, 0.0, 0.1]),
     }
-    if is_tight and not is_prefill and rng.random() < 0.5:  # room for every load at once
+    if is_tight and not is_prefill and rng.random() < 0.3:  # room for every load at once
         values |= {"num_blocks": 2 + 4 * (MAX_MODEL_LEN // block_size), "max_num_seqs": 8}
     if is_tight and is_prefill:
         values |= {
@@ -185,7 +185,7 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
             arrives_at=rng.uniform(0.0, spread_s),
             mode=rng.choice([None, None, None, None, Mode.DISAGGREGATED, Mode.LOCAL]),
             timeout_s=rng.choice([None, None, None, 0.25, 2.0]),
-            leaves_after_s=rng.uniform(0.0, 0.3) if rng.random() < 0.2 else None,
+            leaves_after_s=rng.uniform(0.0, 0.3) if rng.random() < (0.4 if is_tight else 0.2) else None,
             cache_salt=rng.choice([None, None, "salt"]),
             priority=rng.randrange(2),
         )
@@ -201,7 +201,7 @@ def _faults(rng: random.Random, duration_s: float, lease_s: float, is_stale: boo
     wanted = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
     faults = [_fault(rng, kind, duration_s, lease_s) for kind in wanted]
     if is_stale:
-        faults += [_fault(rng, "break", 0.5, lease_s) for _ in range(4)]
+        faults += [_fault(rng, rng.choice(["break", "break", "crash"]), 0.5, lease_s) for _ in range(4)]
     return tuple(faults)
 
 
