@@ -30,6 +30,7 @@ class Fleet:
             "disconnect": self._disconnect,
             "device": self._fail_device,
             "reset": self._reset,
+            "break": self._break_reads,
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
@@ -89,6 +90,11 @@ class Fleet:
     def _reset(self, fault: Fault) -> None:
         """Preempts everybody who runs, and forgets what could be hit."""
         self.workers[fault.worker].reset_prefix_cache()
+
+    def _break_reads(self, fault: Fault) -> None:
+        """Some of the reads that are under way fail, and the others go on."""
+        for reader in self.workers[fault.worker].readers.values():
+            reader.break_reads()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._world.after(delay_s, action, is_plane=False)

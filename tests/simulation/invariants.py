@@ -65,8 +65,8 @@ class Invariants:
             for reader in worker.readers.values():
                 expect(
                     "idle: no pool is open",
-                    reader.num_open == 0,
-                    f"{worker.incarnation}: {reader.num_open} of {reader.name}",
+                    not reader.mapped,
+                    f"{worker.incarnation}: {len(reader.mapped)} of {reader.name}",
                 )
             deadline = worker.connector.endpoint.next_deadline()
             expect("idle: no timer is set", deadline is None, f"{worker.incarnation}: {deadline}")

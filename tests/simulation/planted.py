@@ -23,7 +23,6 @@ from kv_transfer.protocol.incoming import Incoming
 from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
 from kv_transfer.protocol.outgoing import Outgoing
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.remote_pools import PoolKey
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
@@ -132,33 +131,6 @@ def say_end_before_the_last_ack() -> Patch:
     return patch.object(Producer, "_end", end)
 
 
-def keep_what_was_read_without_proof() -> Patch:
-    """Of a failed load, pieces that nothing vouches for go into the prefix cache."""
-    return patch.object(Consumer, "_num_valid_tokens", lambda _self, transfer: transfer.num_valid_tokens)
-
-
-def forget_reads_that_go_on() -> Patch:
-    """Once a leg goes on as bytes, its End does not wait for reads that were begun before."""
-    original = Producer._end
-
-    def end(self: Producer, transfer: Outgoing) -> list[Effect]:
-        transfer.is_read = not transfer.has_payload
-        return original(self, transfer)
-
-    return patch.object(Producer, "_end", end)
-
-
-def forget_how_pieces_came() -> Patch:
-    """Once a leg goes on as bytes, pieces count as proven that were read before."""
-    original = Consumer._num_valid_tokens
-
-    def num_valid_tokens(self: Consumer, transfer: Incoming) -> int:
-        transfer.is_unproven &= transfer.transport not in SENDS_BYTES
-        return original(self, transfer)
-
-    return patch.object(Consumer, "_num_valid_tokens", num_valid_tokens)
-
-
 def hand_over_another_token() -> Patch:
     """Token 0 is not the one that was sampled."""
     original = Producer.finish
@@ -213,9 +185,6 @@ PLANTED: dict[str, Callable[[], Patch]] = {
         trust_acks_of_older_versions,
         trust_opens_of_older_versions,
         say_end_before_the_last_ack,
-        keep_what_was_read_without_proof,
-        forget_reads_that_go_on,
-        forget_how_pieces_came,
         hand_over_another_token,
         hit_blocks_before_they_arrive,
         end_a_lease_twice,

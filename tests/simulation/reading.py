@@ -59,8 +59,9 @@ class SimReader:
         self.on_done = on_done
         self.is_instant = is_instant
         self.may_damage = may_damage
-        self.num_open = 0
         self.num_reads = 0
+        self.mapped: list[SimPool] = []
+        """Peers' pools that are open."""
         self._description = f"{name} {incarnation}".encode()
         self._done: list[ReadDone] = []
         pools.pools[self._description] = (process, self.pool)
@@ -76,8 +77,9 @@ class SimReader:
         if not world.is_calm and world.chance(self.pools.faults.refusal):
             world.counts["fault pool out of reach"] += 1
             raise TransportError("the pool cannot be opened")
-        self.num_open += 1
-        return SimPool(self, owner[1])
+        pool = SimPool(self, owner[1])
+        self.mapped.append(pool)
+        return pool
 
     def poll(self) -> list[ReadDone]:
         done, self._done = self._done, []
@@ -86,11 +88,18 @@ class SimReader:
     def close(self) -> None:
         """Nothing that outlives the process."""
 
+    def break_reads(self) -> None:
+        """Half of what is under way fails at once."""
+        for pool in self.mapped:
+            for number in list(pool.under_way):
+                if self.pools.world.chance(0.5):
+                    pool.fail(number)
+
     def done(self, number: int, error: str | None) -> None:
         self._done.append(ReadDone(number, error))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SimPool:
     """A peer's pool, mapped. Every read copies what stands there when the read ends, or half of it a moment before."""
 
@@ -130,10 +139,17 @@ class SimPool:
         """Ends what is under way: nothing of it is written any more."""
         if self.is_open:
             self.is_open = False
-            self.reader.num_open -= 1
+            self.reader.mapped.remove(self)
             for number in self.under_way:
                 self.reader.done(number, "the pool was closed")
             self.under_way.clear()
+
+    def fail(self, number: int) -> None:
+        """After half of it was written."""
+        self.reader.pools.world.counts["fault read failed"] += 1
+        self._copy(number, slice(None, None, 2))
+        del self.under_way[number]
+        self.reader.done(number, "the connection broke")
 
     def _end(self, number: int) -> None:
         reader = self.reader
@@ -141,10 +157,7 @@ class SimPool:
             return
         world, faults = reader.pools.world, reader.pools.faults
         if not world.is_calm and world.chance(faults.failure):
-            world.counts["fault read failed"] += 1
-            self._copy(number, slice(None, None, 2))
-            del self.under_way[number]
-            reader.done(number, "the connection broke")
+            self.fail(number)
         else:
             self._copy(number, slice(None))
             runs = self.under_way.pop(number)

@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
 Policy = Literal["retry", "recompute", "fail"]
-FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset"]
+FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ def make_scenario(seed: int) -> Scenario:
     return Scenario(
         seed,
         transfer,
-        rng.choice(["retry", "recompute", "fail"]),
+        rng.choice(["recompute", "retry"] if is_stale else ["retry", "recompute", "fail"]),
         workers,
         _requests(rng, duration_s, is_tight),
-        () if is_quiet else _faults(rng, duration_s, lease_s),
+        () if is_quiet else _faults(rng, duration_s, lease_s, is_stale),
         NetworkFaults() if is_quiet else _network_faults(rng, transfer, has_one_host),
         ReadFaults() if is_quiet else _read_faults(rng, lease_s, is_stale),
         duration_s,
@@ -129,7 +129,7 @@ def _workers(
         specs.append(
             WorkerSpec(
                 name,
-                _scheduler(rng, block_size, is_tight and name in PREFILL),
+                _scheduler(rng, block_size, is_tight, is_prefill=name in PREFILL),
                 "host" if has_one_host else name,
                 transports,
                 rng.choice([2**26, 2**26, 100, 400]),
@@ -144,7 +144,7 @@ def _workers(
     return tuple(specs)
 
 
-def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> SchedulerConfig:
+def _scheduler(rng: random.Random, block_size: int, is_tight: bool, *, is_prefill: bool) -> SchedulerConfig:
     """A pool that holds one request of full length, and not many more."""
     preemption = rng.choice(["recompute", "recompute", "swap", "auto"])
     policy = rng.choice(["fcfs", "priority"])
@@ -161,7 +161,9 @@ def _scheduler(rng: random.Random, block_size: int, is_tight: bool) -> Scheduler
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 12]),
         "watermark": rng.choice([0.0, 0.0, 0.1]),
     }
-    if is_tight:
+    if is_tight and not is_prefill and rng.random() < 0.3:  # room for every load at once
+        values |= {"num_blocks": 2 + 4 * (MAX_MODEL_LEN // block_size), "max_num_seqs": 8}
+    if is_tight and is_prefill:
         values |= {
             "num_blocks": 2 + MAX_MODEL_LEN // block_size,
             "max_num_seqs": 8,
@@ -183,7 +185,7 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
             arrives_at=rng.uniform(0.0, spread_s),
             mode=rng.choice([None, None, None, None, Mode.DISAGGREGATED, Mode.LOCAL]),
             timeout_s=rng.choice([None, None, None, 0.25, 2.0]),
-            leaves_after_s=rng.uniform(0.0, 0.3) if rng.random() < 0.2 else None,
+            leaves_after_s=rng.uniform(0.0, 0.3) if rng.random() < (0.4 if is_tight else 0.2) else None,
             cache_salt=rng.choice([None, None, "salt"]),
             priority=rng.randrange(2),
         )
@@ -191,35 +193,29 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
     )
 
 
-def _faults(rng: random.Random, duration_s: float, lease_s: float) -> tuple[Fault, ...]:
-    kinds: list[FaultKind] = [
-        "pause",
-        "pause",
-        "crash",
-        "partition",
-        "partition",
-        "disconnect",
-        "device",
-        "reset",
-    ]
-    wanted = [kind for kind in kinds if rng.random() < 0.35]
-    faults = []
-    for kind in wanted:
-        worker = rng.choice(PREFILL + DECODE)
-        peers = PREFILL if worker in DECODE else DECODE
-        at = rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0])))
-        longest_s = rng.choice([0.1, lease_s * 1.25, lease_s * 3])
-        faults.append(
-            Fault(
-                kind,
-                at,
-                worker,
-                rng.choice(peers),
-                int(rng.uniform(0.0, longest_s) * 1024) / 1024,
-                rng.random() < 0.5,
-            )
-        )
+FAULT_KINDS: list[FaultKind] = ["pause", "pause", "crash", "partition", "partition", "disconnect"]
+FAULT_KINDS += ["device", "reset", "break"]
+
+
+def _faults(rng: random.Random, duration_s: float, lease_s: float, is_stale: bool) -> tuple[Fault, ...]:
+    wanted = [kind for kind in FAULT_KINDS if rng.random() < 0.35]
+    faults = [_fault(rng, kind, duration_s, lease_s) for kind in wanted]
+    if is_stale:
+        faults += [_fault(rng, rng.choice(["break", "break", "crash"]), 0.5, lease_s) for _ in range(4)]
     return tuple(faults)
+
+
+def _fault(rng: random.Random, kind: FaultKind, duration_s: float, lease_s: float) -> Fault:
+    worker = rng.choice(DECODE if kind == "break" else PREFILL + DECODE)
+    longest_s = rng.choice([0.1, lease_s * 1.25, lease_s * 3])
+    return Fault(
+        kind,
+        at=rng.uniform(0.0, min(duration_s, rng.choice([0.05, 0.2, 3.0]))),
+        worker=worker,
+        peer=rng.choice(PREFILL if worker in DECODE else DECODE),
+        duration_s=int(rng.uniform(0.0, longest_s) * 1024) / 1024,
+        is_mutual=rng.random() < 0.5,
+    )
 
 
 def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:
@@ -246,7 +242,7 @@ def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaul
         return rng.choice([0.0, 0.0, highest / 4, highest])
 
     return ReadFaults(
-        failure=rng.choice([0.0, 0.1, 0.3]) if is_stale else some(0.1),
+        failure=rng.choice([0.0, 0.02]) if is_stale else some(0.1),
         hang=some(0.05),
         damage=some(0.2),
         refusal=some(0.3),
