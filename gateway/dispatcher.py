@@ -276,8 +276,9 @@ class Dispatcher:
             # What a prefill worker has handed over does not need it any more.
             if worker not in attempt.open_legs:
                 return None
-            self._close_leg(worker, attempt)
-            if is_prefill and attempt.decoder_copes and attempt.open_legs:
+            is_decoding = attempt.open_legs != {worker}
+            if is_prefill and attempt.decoder_copes and is_decoding:
+                self._close_leg(worker, attempt)
                 return None
             raise _AttemptFailed(worker, f"the worker was lost: {news.reason}", is_prompt_lost=is_prefill)
         if news.request_id != attempt.engine_request_id:
@@ -287,7 +288,7 @@ class Dispatcher:
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            copes = attempt.decoder_copes and attempt.open_legs  # unless the decode leg has ended before
+            copes = attempt.decoder_copes and attempt.open_legs
             if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return None
             raise _failure(placement, is_prefill, news)

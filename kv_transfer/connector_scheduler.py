@@ -99,9 +99,7 @@ class KVConnectorScheduler:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
         """The orders since the last step, and the blocks that this one will fill."""
         preempted = scheduler_output.preempted_req_ids
-        for request_id in [
-            known for known in self._sending if known in preempted
-        ]:  # always in the same order
+        for request_id in [known for known in self._sending if known in preempted]:  # in order, unlike a set
             self._sending[request_id].num_sent = 0
             self._orders.append(WithdrawBlocks(request_id))
         after = self._blocks_filled_by(scheduler_output) if self._sending else []

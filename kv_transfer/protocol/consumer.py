@@ -177,6 +177,8 @@ class Consumer:
             transfer.first_piece_at = now
         wanted = transfer.claim(message.indices, message.version)
         self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
+        if wanted and transfer.transport not in SENDS_BYTES and not self.wants_checksums(message.key):
+            transfer.is_unproven = True
         return wanted
 
     def transport_of(self, key: TransferKey) -> str:
@@ -356,10 +358,7 @@ class Consumer:
 
     def _num_valid_tokens(self, transfer: Incoming) -> int:
         """Where we read without checksums, nothing but the producer's End says that it was still there to be read."""
-        if transfer.transport is None or transfer.producer_host is None:
-            return 0
-        is_certain = transfer.transport in SENDS_BYTES or self.wants_checksums(transfer.key)
-        return transfer.num_valid_tokens if is_certain else 0
+        return 0 if transfer.is_unproven else transfer.num_valid_tokens
 
     def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
         """The outcome is news as soon as nothing is being written."""

@@ -67,6 +67,8 @@ class Incoming:
     producer_host: str | None = None
     """Known once it answered an Open."""
     transport: str | None = None
+    is_unproven: bool = False
+    """Some pieces were read without checksums, in whatever way the others came."""
     end: End | None = None
     loss: Loss | None = None
     outcome: News | None = None

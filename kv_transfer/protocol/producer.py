@@ -14,7 +14,7 @@ for a while, and told to a consumer that asks late. What comes for another incar
 
 Where the consumer reads our pool itself, it may still be reading when a preemption takes the blocks away. So only what
 it acknowledged before counts; everything else is offered anew, as another version. And the End, on which it relies,
-waits for its last acknowledgement.
+waits for its last acknowledgement, also where the leg goes on as bytes because one of several reads failed.
 """
 
 from collections import Counter
@@ -48,8 +48,8 @@ MAX_EARLY = 1024
 MAX_ENDED = 4096
 """Legs whose end is remembered."""
 
-ENDS = ("sends_done", "sends_aborted", "sends_cancelled", "sends_refused", "lease_expiries")
-"""How a hand-over that our engine began may end; each counts one of these."""
+ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
+"""Counters of how hand-overs ended that our engine began; each is in one of them, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class Producer:
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._keys[leg] = key
         self._counters["kv_sends_started"] += 1
-        self._counters["kv_sends_cancelled"] += transfer.state is State.CANCELLED
+        if transfer.state is State.CANCELLED:  # before our engine knew of it
+            self._counters["kv_sends_cancelled"] += 1
         if transfer.state is State.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
@@ -142,8 +143,7 @@ class Producer:
         farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, farewell)]
-        if transfer.state is not State.CANCELLED:  # else it is counted as that
-            self._counters["kv_sends_aborted"] += 1
+        self._count_end(transfer, "kv_sends_aborted")
         self._remember(farewell)
         return told + self._forget(transfer)
 
@@ -171,14 +171,12 @@ class Producer:
             case Ack():
                 return self._on_ack(transfer, message)
             case Release():
-                if transfer.leg is not None:  # else it is of a leg that is over
-                    self._counters["kv_sends_done"] += 1
+                self._count_end(transfer, "kv_sends_done")
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
             case Cancel():
-                if transfer.leg is not None:  # else it counts when our engine begins it
-                    self._counters["kv_sends_cancelled"] += 1
+                self._count_end(transfer, "kv_sends_cancelled")
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
@@ -189,7 +187,7 @@ class Producer:
             reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
             if transfer.leg is None:
                 reason = "the prefill worker was not asked for this prompt"
-            self._counters["kv_lease_expiries"] += transfer.leg is not None
+            self._count_end(transfer, "kv_lease_expiries")
             farewell = Aborted(key, reason, is_cancelled=False)
             self._remember(farewell)
             if transfer.peer:
@@ -211,7 +209,7 @@ class Producer:
         """Asserts that every hand-over that was started is under way, or ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.leg is not None]
         assert len(known) == len(self._keys) == len(self._transfers) - self._num_early
-        num_ended = sum(self._counters[f"kv_{end}"] for end in ENDS)
+        num_ended = sum(self._counters[end] for end in ENDS)
         num_open = sum(transfer.state is not State.CANCELLED for transfer in known)
         assert self._counters["kv_sends_started"] == num_ended + num_open, (
             f"{num_open} open: {self._counters}"
@@ -257,7 +255,7 @@ class Producer:
         transport = self._identity.reach.choose(message.host, message.transports)
         reason = self._mismatch(transfer, message)
         if transport is None or reason is not None:
-            self._counters["kv_sends_refused"] += 1
+            self._count_end(transfer, "kv_sends_refused")
             refused = Refused(transfer.key, reason or self._no_transport(message))
             return [Send(peer, refused), *self._close(transfer)]
         if transfer.state is State.PREPARING:
@@ -319,10 +317,15 @@ class Producer:
         """Everything ready was offered; if that was all there will be, says so once."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
-        if transfer.unacked and not transfer.has_payload:
-            return []  # it still reads, and only its word shows that it did so in time
+        if transfer.unacked and transfer.is_read:
+            return []  # it may still read, and only its word shows that it did so in time
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
+
+    def _count_end(self, transfer: Outgoing, counter: str) -> None:
+        """Once: not what was counted as cancelled before, and not what our engine never began."""
+        if transfer.leg is not None and transfer.state is not State.CANCELLED:
+            self._counters[counter] += 1
 
     def _close(self, transfer: Outgoing) -> list[Effect]:
         """The consumer is done with it. If our engine still computes for it, the blocks stay until it hears."""

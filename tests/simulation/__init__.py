@@ -13,6 +13,6 @@ worker.py      one life of a worker: the real engine core, scheduler, endpoint a
 gateway.py     a stand-in for gateway/dispatcher.py: attempts, another worker, local at last
 faults.py      carries the scenario's faults out
 invariants.py  what must hold after every event, and at rest
-run.py         plays a seed
+run.py         plays a seed; runs.py: many, on all cores
 planted.py     bugs put in on purpose, to see that each is found
 """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
+from baton.clock import Clock
 from baton.kv import KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
@@ -41,15 +42,15 @@ class Hold:
 class SimConnector:
     """Belongs to one life of a worker; `wake` tells its engine of news."""
 
-    def __init__(self, world: World, process: Process, name: str, wake: Callable[[], None]) -> None:
+    def __init__(self, world: World, process: Process, clock: Clock, wake: Callable[[], None]) -> None:
         self._world = world
         self._process = process
-        self._name = name
+        self._clock = clock
+        self._name = process.incarnation
         self._wake = wake
         self._orders: deque[Order] = deque()
         self._news = KVConnectorOutput()
         self._timer: float | None = None
-        self._is_turning = False
         self.endpoint: TransferEndpoint
         self.counts: Counter[str] = Counter()
         self.holds: dict[str, Hold] = {}
@@ -133,7 +134,7 @@ class SimConnector:
         deadline = self.endpoint.next_deadline()
         if deadline is None:
             return
-        when = max(self._world.now, self._world.now + deadline - self._process_now())
+        when = max(self._world.now, self._world.now + deadline - self._clock.now())
         if self._timer is None or when < self._timer:
             self._timer = when
             self._world.at(when, lambda: self._on_timer(when), self._process)
@@ -142,9 +143,6 @@ class SimConnector:
         if self._timer == when:
             self._timer = None
             self.turn()
-
-    def _process_now(self) -> float:
-        return self._process.clock.now()  # type: ignore[attr-defined, no-any-return]
 
     # the ledger
 

@@ -232,8 +232,9 @@ class SimGateway:
         attempt = request.attempt
         assert attempt is not None
         is_prefill = worker == attempt.placement.prefill
-        attempt.open_legs.discard(worker)
-        if is_prefill and attempt.decoder_copes and attempt.open_legs:
+        is_decoding = attempt.open_legs != {worker}
+        if is_prefill and attempt.decoder_copes and is_decoding:
+            attempt.open_legs.discard(worker)
             return
         raise AttemptFailed(worker, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
 

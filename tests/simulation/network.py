@@ -161,7 +161,7 @@ class SimChannel:
 
 def id_of(channel: SimChannel) -> str:
     """Which life of which worker."""
-    return f"{channel.name}{getattr(channel._process, 'incarnation', '')}"
+    return channel._process.incarnation
 
 
 def flip_bit(data: bytes, bit: int) -> bytes:

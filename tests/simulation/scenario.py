@@ -79,24 +79,16 @@ class Scenario:
         has_one_host = len({worker.host for worker in self.workers}) == 1
         return self.transfer.checksum == "on" or (self.transfer.checksum == "auto" and not has_one_host)
 
-    @property
-    def caches_on_decode(self) -> bool:
-        """What was read once may be hit again."""
-        return all(worker.scheduler.enable_prefix_caching for worker in self.workers if worker.name in DECODE)
-
-    @property
-    def reads(self) -> bool:
-        """Consumers read by themselves, and it takes time."""
-        return self.workers[0].transports != (ZMQ_TCP,)
-
 
 def make_scenario(seed: int) -> Scenario:
     """One seed in eight has no fault at all; in the others each kind is there or not.
 
-    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another.
+    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another; in stale ones
+    of these, consumers also read slowly and compare nothing, which is where the protocol has to be most careful.
     """
     rng = random.Random(seed)
     is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
+    is_stale = is_tight and rng.random() < 0.5
     duration_s = rng.choice([0.2, 1.0, 3.0])
     lease_s = rng.choice([0.25, 0.25, 2.0])
     transfer = KVTransferConfig(
@@ -108,6 +100,9 @@ def make_scenario(seed: int) -> Scenario:
     transports = rng.choice(
         [(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (SHARED_MEMORY, ZMQ_TCP), (NIXL, ZMQ_TCP), (NIXL,)]
     )
+    if is_stale:
+        transfer = transfer.model_copy(update={"checksum": "off"})
+        transports = rng.choice([(SHARED_MEMORY, ZMQ_TCP), (NIXL, ZMQ_TCP)])
     has_one_host = rng.random() < 0.7
     workers = _workers(rng, transports, has_one_host, is_tight)
     return Scenario(
@@ -118,7 +113,7 @@ def make_scenario(seed: int) -> Scenario:
         _requests(rng, duration_s, is_tight),
         () if is_quiet else _faults(rng, duration_s, lease_s),
         NetworkFaults() if is_quiet else _network_faults(rng, transfer, has_one_host),
-        ReadFaults() if is_quiet else _read_faults(rng, lease_s),
+        ReadFaults() if is_quiet else _read_faults(rng, lease_s, is_stale),
         duration_s,
     )
 
@@ -246,16 +241,16 @@ def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host
     )
 
 
-def _read_faults(rng: random.Random, lease_s: float) -> ReadFaults:
+def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaults:
     def some(highest: float) -> float:
         return rng.choice([0.0, 0.0, highest / 4, highest])
 
     return ReadFaults(
-        failure=some(0.1),
+        failure=rng.choice([0.0, 0.1, 0.3]) if is_stale else some(0.1),
         hang=some(0.05),
         damage=some(0.2),
         refusal=some(0.3),
         max_duration_s=rng.choice([0.0005, 0.01, 0.05]),
-        slowness=some(0.6),
-        max_slow_s=rng.choice([0.05, lease_s, lease_s * 3]),
+        slowness=0.6 if is_stale else some(0.6),
+        max_slow_s=rng.choice([lease_s / 4, lease_s, lease_s * 3]),
     )

@@ -16,9 +16,10 @@ NUM_SEEDS = 1_500
 NUM_JOBS = min(2, os.cpu_count() or 1)
 
 REGRESSIONS = {
-    5: "a hand-over that the decode worker had cancelled was counted again when its engine ended it",
-    243: "a request whose decode leg ended before its prefill leg never ended at the gateway",
-    318: "a doubled Release, which came after a late Hold, counted as another hand-over that was done",
+    5: "a request whose decode leg ended before its prefill leg never ended at the gateway",
+    22: "a hand-over that was cancelled before the prefill worker knew of it was never counted, or twice",
+    16: "a hand-over that was cancelled by the one end and then ended by the other counted twice",
+    1279: "a doubled Release, which came after a late Hold, counted as another hand-over that was done",
 }
 """Seeds that broke a promise once, and how."""
 

@@ -76,7 +76,7 @@ class Worker(Process):
         self.runner = SimRunner(
             world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
         )
-        self.connector = SimConnector(world, self, self.incarnation, self.wake)
+        self.connector = SimConnector(world, self, self.clock, self.wake)
         self.connector.max_order_delay_s = spec.max_order_delay_s
         self.channel = SimChannel(site.network, spec.name, self)
         self.readers = self._make_readers(site)

@@ -32,6 +32,7 @@ class Violation(Exception):
 class Process:
     """Something that events happen to, and that can be stopped, or be gone when they come."""
 
+    incarnation = ""
     is_dead = False
     paused_until = 0.0
     paused_s = 0.0

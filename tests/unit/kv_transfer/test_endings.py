@@ -3,7 +3,8 @@
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
-from kv_transfer.protocol.messages import End, Hold, Pieces
+from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Release
+from kv_transfer.protocol.producer import ENDS
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -176,3 +177,41 @@ def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
     assert {type(news) for news in wire.news if news.leg.request_id == "second"} == {Failed, Freed}
     assert {type(news) for news in wire.news if news.leg.request_id == "r"} == {Received, Freed}
     wire.assert_at_rest()
+
+
+def num_ends(wire: Wire) -> dict[str, int]:
+    """Every end that the producer counted."""
+    wire.producer.check_integrity()
+    return {end: wire.producer_counters[end] for end in ENDS if wire.producer_counters[end]}
+
+
+def test_a_hand_over_that_both_ends_gave_up_counts_once() -> None:
+    wire = Wire()
+    start(wire)
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.deliver()
+    wire.at_producer(wire.producer.abort(Leg("r"), "the client left", True))
+    assert num_ends(wire) == {"kv_sends_cancelled": 1}
+
+
+def test_a_hand_over_that_was_cancelled_before_it_began_counts_once() -> None:
+    wire = Wire()
+    for _ in range(2):
+        wire.at_producer(wire.producer.on_message(b"consumer", Cancel(KEY, "the client left"), 0.0))
+    assert num_ends(wire) == {}
+    wire.begin_send(KEY, 16)
+    wire.finish_send()
+    assert num_ends(wire) == {"kv_sends_cancelled": 1}
+
+
+def test_late_messages_of_a_hand_over_that_is_done_end_no_other() -> None:
+    """A Hold that was overtaken announces the leg once more, and a doubled Release finds it."""
+    wire = Wire()
+    start(wire, num_blocks=1)
+    wire.ready(0, 1)
+    wire.finish_send()
+    wire.deliver()
+    for message in (Hold(KEY), Release(KEY)):
+        wire.at_producer(wire.producer.on_message(b"consumer", message, 0.0))
+    wire.advance(2 * LEASE_S)
+    assert num_ends(wire) == {"kv_sends_done": 1}

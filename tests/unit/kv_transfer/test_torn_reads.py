@@ -1,0 +1,69 @@
+"""Reads of a pool whose blocks may be taken back meanwhile: without checksums, only the protocol can tell."""
+
+from kv_transfer.protocol.effects import Failed, Leg, Received
+from kv_transfer.protocol.messages import ChecksumPolicy
+from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.transfer import HEARTBEAT_S, KEY, LOAD_TIMEOUT_S, Wire, start
+
+FOREIGN = 666
+"""What another request has written into a block that was taken back."""
+
+
+def begin_two_reads() -> Wire:
+    """Two blocks, a read for each, and both take their time."""
+    wire = Wire(transport=SHARED_MEMORY, checksums=ChecksumPolicy.OFF)
+    wire.reads_at_once = False
+    start(wire, num_blocks=2)
+    for index in range(2):
+        wire.ready(index, 1)
+        wire.deliver()
+    assert len(wire.reads) == 2
+    return wire
+
+
+def fail_read(wire: Wire, index: int) -> None:
+    """So that the rest of the leg comes another way: as bytes over the channel."""
+    message, wanted = wire.reads.pop(index)
+    key, now = message.key, wire.clock.now()
+    wire.at_consumer(wire.consumer.on_unread(key, SHARED_MEMORY, wanted.indices, "broken", now))
+
+
+def preempt(wire: Wire, block_id: int) -> None:
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.source_blocks[block_id] = FOREIGN
+
+
+def test_c35_a_torn_read_is_not_kept_because_another_one_failed() -> None:
+    """Pieces that nothing vouches for stay so when the leg goes on in a way that vouches for its own."""
+    wire = begin_two_reads()
+    preempt(wire, 100)
+    broken = wire.reads.pop(1)
+    wire.finish_reads()
+    wire.reads.append(broken)
+    fail_read(wire, 0)
+    wire.deliver()
+    assert wire.consumer.transport_of(KEY) != SHARED_MEMORY
+    wire.advance(LOAD_TIMEOUT_S)
+    assert wire.received_blocks()[0] == FOREIGN
+    assert [(type(news), getattr(news, "num_valid_tokens", None)) for news in wire.news] == [(Failed, 0)]
+
+
+def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> None:
+    """The producer's End waits for every read that was ever begun, whatever way the leg goes by then."""
+    wire = begin_two_reads()
+    fail_read(wire, 0)
+    wire.deliver()
+    preempt(wire, 101)
+    wire.ready(0, 2)
+    wire.finish_send()
+    wire.deliver()
+    wire.source_blocks[101] = (
+        FOREIGN  # where the slow read still looks; the block was computed again elsewhere
+    )
+    wire.finish_reads()
+    wire.source_blocks[101] = 101_000
+    wire.deliver()
+    assert wire.news == []
+    wire.advance(2 * HEARTBEAT_S)
+    assert isinstance(wire.news[0], Received)
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000}
