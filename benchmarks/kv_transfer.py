@@ -11,7 +11,8 @@ received. Beside it, in turn, in the same processes and pools and over blocks of
 
 Each measurement uses other blocks of the pool than the one before it, scattered in both pools (`--adjacent`: in order),
 so that only transfers as large as the pool meet bytes that are still in a cache. Figures are medians over rounds;
-`share` is the median over rounds of the baseline's time by the hand-over's.
+`share` is the median over rounds of the baseline's time by the hand-over's. `cpu` is what both processes spent, in
+nanoseconds a byte: it hardly depends on who else is on the machine.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from benchmarks.kv_transfer_giver import (
     Connect,
     End,
     Give,
+    Given,
     GiveRaw,
     Memory,
     Way,
@@ -84,13 +86,24 @@ class Row:
     transfer_mib: int
     us: float
     gb_per_s: float
+    cpu_ns_per_byte: float
     baseline: str
     baseline_gb_per_s: float
+    baseline_cpu_ns_per_byte: float
     share: float
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement."""
+
+    seconds: float
+    cpu_s: float
+    """Of both processes."""
+
+
 class Taker:
-    """The consuming process's side of everything that is measured; each call returns seconds."""
+    """The consuming process's side of everything that is measured."""
 
     def __init__(self, pipe: Connection, raw: socket.socket, memory: Memory, is_scattered: bool) -> None:
         self._pipe = pipe
@@ -117,7 +130,7 @@ class Taker:
         for way in range(len(ways)):
             self.hand_over(way, len(self._order))
 
-    def hand_over(self, way: int, num_blocks: int) -> float:
+    def hand_over(self, way: int, num_blocks: int) -> Sample:
         self._num_requests += 1
         request_id, end = f"r{self._num_requests}", self._ends[way]
         theirs, ours = self._pick(num_blocks)
@@ -127,31 +140,31 @@ class Taker:
         begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
         end.obey(begin, loads=(LoadBlocks(request_id, 0, ours),))
         time.sleep(SETTLE_S)
+        cpu_s = time.process_time()
         self._pipe.send(Give(way, request_id, theirs))
         end.until(lambda news: news.finished_recving)
-        ended_at = time.perf_counter()
-        return ended_at - self._begun_at()
+        return self._sample(cpu_s)
 
-    def memcpy(self, num_blocks: int) -> float:
+    def memcpy(self, num_blocks: int) -> Sample:
         theirs, ours = self._pick(num_blocks)
         source, target = self._theirs.reshape(-1, self._block_nbytes), self._blocks()
         pairs = [(target[a], source[b]) for a, b in zip(ours, theirs, strict=True)]
-        begun_at = time.perf_counter()
+        begun_at, cpu_s = time.perf_counter(), time.process_time()
         for to, of in pairs:
             np.copyto(to, of)
-        return time.perf_counter() - begun_at
+        return Sample(time.perf_counter() - begun_at, time.process_time() - cpu_s)
 
-    def socket(self, num_blocks: int) -> float:
+    def socket(self, num_blocks: int) -> Sample:
         theirs, ours = self._pick(num_blocks)
         blocks = self._blocks()
         spans = [blocks[block_id].data for block_id in ours]
+        cpu_s = time.process_time()
         self._pipe.send(GiveRaw(self._block_nbytes, theirs))
         for span in spans:
             rest = span
             while rest:
                 rest = rest[self._raw.recv_into(rest, 0, socket.MSG_WAITALL) :]
-        ended_at = time.perf_counter()
-        return ended_at - self._begun_at()
+        return self._sample(cpu_s)
 
     def checksum(self, num_blocks: int) -> float:
         """What one end computes for every block that is verified."""
@@ -165,10 +178,11 @@ class Taker:
         for end in self._ends:
             end.stop()
 
-    def _begun_at(self) -> float:
-        """When the giver began; the clock is one for all processes of a host."""
-        begun_at: float = _answer(self._pipe)
-        return begun_at
+    def _sample(self, cpu_s: float) -> Sample:
+        """From the giver's beginning to now; the clock is one for all processes of a host."""
+        ended_at, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        given: Given = _answer(self._pipe)
+        return Sample(ended_at - given.begun_at, cpu_s + given.cpu_s)
 
     def _blocks(self) -> Bytes:
         return self._memory.blocks(self._block_nbytes)
@@ -184,7 +198,7 @@ class Taker:
         return tuple(theirs), tuple(ours)
 
 
-Rounds = dict[str, list[float]]
+Rounds = dict[str, list[Sample]]
 
 
 def measure(
@@ -195,32 +209,43 @@ def measure(
     rows = []
     for transfer_nbytes in transfers:
         num_blocks = transfer_nbytes // block_nbytes
-        sides: dict[str, Callable[[int], float]] = {
+        sides: dict[str, Callable[[int], Sample]] = {
             name: partial(taker.hand_over, number) for number, name in enumerate(ways)
         }
         baselines = {"memcpy": taker.memcpy, "socket": taker.socket}
         sides |= {name: baselines[name] for name in sorted({way.baseline for way in ways.values()})}
-        seconds: Rounds = {name: [] for name in sides}
+        samples: Rounds = {name: [] for name in sides}
         names = list(sides)
         for number in range(num_rounds or min(MAX_ROUNDS, max(MIN_ROUNDS, ROUNDS_NBYTES // transfer_nbytes))):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                seconds[name].append(sides[name](num_blocks))
-        rows += [_row(name, way, block_nbytes, transfer_nbytes, seconds) for name, way in ways.items()]
+                samples[name].append(sides[name](num_blocks))
+        rows += [_row(name, way, block_nbytes, transfer_nbytes, samples) for name, way in ways.items()]
     return rows
 
 
-def _row(name: str, way: Way, block_nbytes: int, transfer_nbytes: int, seconds: Rounds) -> Row:
-    ours, baseline = seconds[name], seconds[way.baseline]
+def _row(name: str, way: Way, block_nbytes: int, transfer_nbytes: int, samples: Rounds) -> Row:
+    ours, baseline = samples[name], samples[way.baseline]
+    ours_s, baseline_s = _seconds(ours), _seconds(baseline)
     return Row(
         name,
         block_nbytes // KIB,
         transfer_nbytes // MIB,
-        us=median(ours) * 1e6,
-        gb_per_s=transfer_nbytes / median(ours) / 1e9,
+        us=ours_s * 1e6,
+        gb_per_s=transfer_nbytes / ours_s / 1e9,
+        cpu_ns_per_byte=_cpu_s(ours) * 1e9 / transfer_nbytes,
         baseline=way.baseline,
-        baseline_gb_per_s=transfer_nbytes / median(baseline) / 1e9,
-        share=median(theirs / its for its, theirs in zip(ours, baseline, strict=True)),
+        baseline_gb_per_s=transfer_nbytes / baseline_s / 1e9,
+        baseline_cpu_ns_per_byte=_cpu_s(baseline) * 1e9 / transfer_nbytes,
+        share=median(theirs.seconds / its.seconds for its, theirs in zip(ours, baseline, strict=True)),
     )
+
+
+def _seconds(samples: Sequence[Sample]) -> float:
+    return median(sample.seconds for sample in samples)
+
+
+def _cpu_s(samples: Sequence[Sample]) -> float:
+    return median(sample.cpu_s for sample in samples)
 
 
 @contextmanager
@@ -231,6 +256,7 @@ def two_processes(pool_nbytes: int, is_scattered: bool) -> Iterator[Taker]:
         port = server.getsockname()[1]
         giver = context.Process(target=run_giver, args=(theirs, pool_nbytes, port))
         giver.start()
+        server.settimeout(PATIENCE_S)
         raw, _ = server.accept()
     with raw:
         taker = Taker(ours, raw, Memory(pool_nbytes, seed=2), is_scattered)
@@ -255,7 +281,18 @@ def transfers_that_fit(wanted: Sequence[int]) -> list[int]:
 
 def show(rows: Sequence[Row], checksums: Mapping[int, float], console: Console) -> None:
     table = Table(title="KV hand-overs between two processes, medians", title_justify="left")
-    for name in ("transport", "block", "transfer", "latency", "speed", "baseline", "share"):
+    for name in (
+        "transport",
+        "block",
+        "transfer",
+        "latency",
+        "speed",
+        "cpu",
+        "baseline",
+        "speed",
+        "cpu",
+        "share",
+    ):
         table.add_column(name, justify="left" if name == "transport" else "right")
     for row in sorted(rows, key=lambda row: row.transport):
         table.add_row(
@@ -264,7 +301,10 @@ def show(rows: Sequence[Row], checksums: Mapping[int, float], console: Console) 
             f"{row.transfer_mib} MiB",
             f"{row.us:.0f} us",
             f"{row.gb_per_s:.2f} GB/s",
-            f"{row.baseline} {row.baseline_gb_per_s:.2f} GB/s",
+            f"{row.cpu_ns_per_byte:.2f}",
+            row.baseline,
+            f"{row.baseline_gb_per_s:.2f} GB/s",
+            f"{row.baseline_cpu_ns_per_byte:.2f}",
             f"{row.share:.2f}",
         )
     console.print(table)

@@ -71,7 +71,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """All its blocks are ready; answered by when that was, as soon as they are free again."""
+    """All its blocks are ready; answered by a Given, as soon as they are free again."""
 
     number: int
     request_id: str
@@ -80,10 +80,18 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class GiveRaw:
-    """The same blocks through a plain socket; answered by when that began."""
+    """The same blocks through a plain socket; answered by a Given."""
 
     block_nbytes: int
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """When it began, and what it cost this process."""
+
+    begun_at: float
+    cpu_s: float
 
 
 Command = Connect | Announce | Give | GiveRaw | None
@@ -187,16 +195,16 @@ def run_giver(pipe: Connection, num_bytes: int, port: int) -> None:
             end.stop()
 
 
-def _give(end: End, command: Give) -> float:
+def _give(end: End, command: Give) -> Given:
     finish = FinishSend(command.request_id, len(command.block_ids), (), FirstToken(7, None))
-    begun_at = time.perf_counter()
+    begun_at, cpu_s = time.perf_counter(), time.process_time()
     end.obey(finish, after=(SendBlocks(command.request_id, 0, command.block_ids),))
     end.until(lambda news: news.finished_sending)
-    return begun_at
+    return Given(begun_at, time.process_time() - cpu_s)
 
 
-def _give_raw(raw: socket.socket, spans: list[memoryview]) -> float:
-    begun_at = time.perf_counter()
+def _give_raw(raw: socket.socket, spans: list[memoryview]) -> Given:
+    begun_at, cpu_s = time.perf_counter(), time.process_time()
     first = 0
     while first < len(spans):
         num_sent = raw.sendmsg(spans[first : first + MAX_SPANS])
@@ -205,4 +213,4 @@ def _give_raw(raw: socket.socket, spans: list[memoryview]) -> float:
             first += 1
         if num_sent:
             spans[first] = spans[first][num_sent:]
-    return begun_at
+    return Given(begun_at, time.process_time() - cpu_s)
