@@ -124,8 +124,9 @@ async def measure(
                         if number > 0:
                             rounds[length].note_local(completion)
                         continue
-                    while (after := await handed_over(client)).num_done == before.num_done:
-                        await asyncio.sleep(0.05)  # noqa: ASYNC110 another process has no event to wait on
+                    # The prefill worker's word comes with its next status, not with an event.
+                    while (after := await handed_over(client)).num_done == before.num_done:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
                     if number > 0:
                         rounds[length].note(completion, after.exposed_s - before.exposed_s)
     return [Result.of(config.kv_transfer.transport, length, rounds[length]) for length in lengths]
