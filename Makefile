@@ -45,10 +45,11 @@ protos: $(INSTALLED) ## Regenerate baton/v1 from protos/
 protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
 
-bench: $(INSTALLED) ## The published numbers: scheduler, engine speed and hand-over cost
+bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports
 	$(PYTHON_IN_VENV) -m benchmarks.scheduler
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
+	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
 
 coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
 	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property

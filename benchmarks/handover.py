@@ -1,13 +1,15 @@
 """What a hand-over costs: the same prompts computed by a prefill worker and by the decode worker itself, in turn.
 
-    python -m benchmarks.handover [--model DIR] [--dtype bfloat16] [--json FILE]
+    python -m benchmarks.handover [--model DIR] [--dtype bfloat16] [--transports NAME ...] [--json FILE]
 
-Real worker processes, the real gateway, one host. Each figure is a median over alternating rounds:
+Real worker processes, the real gateway, one host; a cluster for each transport. Each figure is a median over
+alternating rounds:
 
     ttft        request to token 0, at the client; local and disaggregated, and their ratio
     gap         token 0 to token 1 at the gateway: the hand-over and the first decode step
     step        a decode step, the median of the later gaps of the same requests
     overhead    gap less step: what the client waits for the hand-over
+    exposed     end of the prefill to the consumer's word that all of it is there, on the prefill worker's clock
     moved       bytes, and first block's arrival to last block's verification on the decode worker (overlaps prefill)
 """
 
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config import BatonConfig
+from baton.kv import TransferRole
 from cluster.child_processes import child_processes
 from engine.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
@@ -44,14 +47,16 @@ class Rounds:
     ttft_ms: list[float] = field(default_factory=list)
     gap_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    exposed_ms: list[float] = field(default_factory=list)
     moving_ms: list[float] = field(default_factory=list)
     num_bytes: int = 0
 
-    def note(self, mode: Mode, completion: Completion) -> None:
+    def note_local(self, completion: Completion) -> None:
+        self.local_ttft_ms.append(completion.timing["ttft_s"] * 1e3)
+
+    def note(self, completion: Completion, exposed_s: float) -> None:
         timing = completion.timing
-        if mode == "local":
-            self.local_ttft_ms.append(timing["ttft_s"] * 1e3)
-            return
+        self.exposed_ms.append(exposed_s * 1e3)
         self.ttft_ms.append(timing["ttft_s"] * 1e3)
         self.gap_ms.append(timing["itl_s"][0] * 1e3)
         self.step_ms.append(median(timing["itl_s"][1:]) * 1e3)
@@ -61,8 +66,9 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Medians for one prompt length."""
+    """Medians for one transport and prompt length."""
 
+    transport: str
     prompt_tokens: int
     local_ttft_ms: float
     ttft_ms: float
@@ -71,15 +77,18 @@ class Result:
     step_ms: float
     overhead_ms: float
     overhead_share_of_ttft: float
+    exposed_ms: float
+    exposed_share_of_ttft: float
     moved_mib: float
     moving_ms: float
 
     @classmethod
-    def of(cls, prompt_tokens: int, rounds: Rounds) -> "Result":
+    def of(cls, transport: str, prompt_tokens: int, rounds: Rounds) -> "Result":
         ttft_ms = median(rounds.ttft_ms)
         # Paired within a request, since the machine's speed drifts between requests.
         overhead_ms = median(gap - step for gap, step in zip(rounds.gap_ms, rounds.step_ms, strict=True))
         return cls(
+            transport=transport,
             prompt_tokens=prompt_tokens,
             local_ttft_ms=median(rounds.local_ttft_ms),
             ttft_ms=ttft_ms,
@@ -88,6 +97,10 @@ class Result:
             step_ms=median(rounds.step_ms),
             overhead_ms=overhead_ms,
             overhead_share_of_ttft=overhead_ms / ttft_ms,
+            exposed_ms=median(rounds.exposed_ms),
+            exposed_share_of_ttft=median(
+                a / b for a, b in zip(rounds.exposed_ms, rounds.ttft_ms, strict=True)
+            ),
             moved_mib=rounds.num_bytes / 2**20,
             moving_ms=median(rounds.moving_ms),
         )
@@ -105,10 +118,37 @@ async def measure(
                 prompt = [rng.randrange(1_000, 20_000) for _ in range(length)]
                 modes: list[Mode] = ["local", "disaggregated"]
                 for mode in modes if number % 2 else reversed(modes):
+                    before = await handed_over(client)
                     completion = await complete(client, prompt, mode, f"{mode} {number}")
+                    if mode == "local":
+                        if number > 0:
+                            rounds[length].note_local(completion)
+                        continue
+                    # The prefill worker's word comes with its next status, not with an event.
+                    while (after := await handed_over(client)).num_done == before.num_done:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
                     if number > 0:
-                        rounds[length].note(mode, completion)
-    return [Result.of(length, rounds[length]) for length in lengths]
+                        rounds[length].note(completion, after.exposed_s - before.exposed_s)
+    return [Result.of(config.kv_transfer.transport, length, rounds[length]) for length in lengths]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What the prefill worker has handed over since its start."""
+
+    num_done: int
+    exposed_s: float
+
+
+async def handed_over(client: GatewayClient) -> HandedOver:
+    description = await client.describe()
+    given = [
+        peer
+        for worker in description["workers"]
+        for peer in worker["kv_peers"]
+        if peer["role"] == TransferRole.PRODUCER.value
+    ]
+    return HandedOver(sum(peer["done"] for peer in given), sum(peer["exposed_s"] for peer in given))
 
 
 async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> Completion:
@@ -123,6 +163,7 @@ async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: s
 def show(results: Sequence[Result], console: Console) -> None:
     table = Table(title="hand-over, medians", title_justify="left")
     for name in (
+        "transport",
         "prompt",
         "ttft local",
         "ttft P/D",
@@ -131,12 +172,15 @@ def show(results: Sequence[Result], console: Console) -> None:
         "step",
         "overhead",
         "of ttft",
+        "exposed",
+        "of ttft",
         "moved",
         "moving",
     ):
         table.add_column(name, justify="right")
     for r in results:
         table.add_row(
+            r.transport,
             f"{r.prompt_tokens}",
             f"{r.local_ttft_ms:.0f} ms",
             f"{r.ttft_ms:.0f} ms",
@@ -145,6 +189,8 @@ def show(results: Sequence[Result], console: Console) -> None:
             f"{r.step_ms:.1f} ms",
             f"{r.overhead_ms:.1f} ms",
             f"{r.overhead_share_of_ttft:.1%}",
+            f"{r.exposed_ms:.1f} ms",
+            f"{r.exposed_share_of_ttft:.2%}",
             f"{r.moved_mib:.1f} MiB",
             f"{r.moving_ms:.1f} ms",
         )
@@ -155,21 +201,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What a hand-over costs.")
     parser.add_argument("--model", default="smollm2", help="model folder or name (default: smollm2)")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 4096])
+    parser.add_argument("--transports", nargs="+", default=["shared_memory", "zmq_tcp"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     model_path = resolve(options.model, default_cache_dir(os.environ))
-    config = BatonConfig.from_mapping(
-        {
-            "model": {"dtype": options.dtype},
-            "gateway": {"grpc_port": 0},
-            "network": {"peer_timeout_s": 60.0},
-            "kv_transfer": {"peer_timeout_s": 60.0},
-        }
-    )
-    results = asyncio.run(measure(config, model_path, options.lengths, options.rounds))
-    show(results, Console())
+    results = []
+    for transport in options.transports:
+        config = BatonConfig.from_mapping(
+            {
+                "model": {"dtype": options.dtype},
+                "gateway": {"grpc_port": 0},
+                "network": {"peer_timeout_s": 60.0},
+                "kv_transfer": {"peer_timeout_s": 60.0, "transport": transport},
+            }
+        )
+        results += asyncio.run(measure(config, model_path, options.lengths, options.rounds))
+    show(results, Console(width=150))
     if options.json:
         machine = f"{os.cpu_count()} cores, {platform.machine()}"
         figures = {

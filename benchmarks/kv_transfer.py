@@ -1,146 +1,354 @@
-"""How fast KV moves: whole hand-overs between two processes, beside memcpy and a raw TCP socket pair in the same run.
+"""How fast KV blocks move: whole hand-overs between two processes, beside memcpy and a plain socket pair.
 
-    python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--json FILE]
+    python -m benchmarks.kv_transfer [--transport NAME ...] [--quick] [--adjacent] [--json FILE]
 
-Both processes run the real connector: its thread, its protocol, its transport. The producer's blocks are all computed.
-The clock runs in the consumer, from its order to load until it hears that everything has arrived, so asking, agreeing
-on a transport, every acknowledgement and the end are in it. Beside it, alternating, the same blocks to the same places:
+Two processes, each with the real connector worker: agent thread, endpoint, protocol, transport. A hand-over is timed
+from the producer's order that all blocks are ready and the prompt complete to the news, on the consumer, that it is
+received. Beside it, in turn, in the same processes and pools and over blocks of the same size:
 
-    memcpy      a copy of the producer's pool through one mapping, block by block, all pages touched before
-    socket      sendmsg straight from the producer's pool over TCP, recv_into straight into the consumer's
+    memcpy    np.copyto, block by block, out of the other process's pool through one mapping; its pages are warm
+    socket    one TCP connection over loopback: sendmsg straight from the pool, recv_into straight into the pool
 
-A row's ratio is the median over the rounds of the ratio to what it is to be held against: memcpy where memory is read,
-the socket where bytes are sent. `nixl` is there if it is installed.
+Each measurement uses other blocks of the pool than the one before it, scattered in both pools (`--adjacent`: in order),
+so that only transfers as large as the pool meet bytes that are still in a cache. Figures are medians over rounds;
+`share` is the median over rounds of the baseline's time by the hand-over's. `cpu` is what both processes spent, in
+nanoseconds a byte: it hardly depends on who else is on the machine.
 """
 
 import argparse
 import json
+import mmap
+import multiprocessing
 import os
 import platform
+import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
+import xxhash
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kv_transfer_ends import Consumer, Setup, Transport, start_producer
+from baton.config import KVTransferConfig
+from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from benchmarks.kv_transfer_giver import (
+    BLOCK_SIZE,
+    PATIENCE_S,
+    Announce,
+    Bytes,
+    Connect,
+    End,
+    Give,
+    Given,
+    GiveRaw,
+    Memory,
+    Way,
+    run_giver,
+)
+from engine.allocator import keep_freed_memory
+from kv_transfer.orders import BeginLoad, LoadBlocks
 from kv_transfer.transport.nixl_agent import nixl_is_available
 
-MIB = 2**20
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "zmq_tcp", "zmq_tcp+checksum", "zmq_tcp+curve", "nixl")
-SENT = ("zmq_tcp", "zmq_tcp+checksum", "zmq_tcp+curve")
+KIB, MIB = 2**10, 2**20
+BLOCKS_NBYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
+TRANSFERS_NBYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
+MIN_POOL_NBYTES = 256 * MIB
+ROUNDS_NBYTES = 1024 * MIB
+"""Every figure comes from at least so many bytes, or MAX_ROUNDS."""
+MIN_ROUNDS, MAX_ROUNDS = 5, 25
+SETTLE_S = 0.01
+"""From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""
+
+
+WAYS = {
+    "shared_memory": Way(KVTransferConfig(transport="shared_memory"), "memcpy"),
+    "zmq_tcp": Way(KVTransferConfig(transport="zmq_tcp", checksum="off"), "socket"),
+    "zmq_tcp+xxh3": Way(KVTransferConfig(transport="zmq_tcp", checksum="on"), "socket"),
+    "zmq_tcp+curve": Way(KVTransferConfig(transport="zmq_tcp", checksum="off"), "socket", is_secured=True),
+    "nixl": Way(KVTransferConfig(transport="nixl", checksum="off"), "memcpy"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians for one transport, block size and transfer size."""
+    """One transport, block size and transfer size: medians."""
 
-    transport: Transport
+    transport: str
     block_kib: int
     transfer_mib: int
-    hand_over_ms: float
+    us: float
     gb_per_s: float
-    memcpy_gb_per_s: float
-    socket_gb_per_s: float
-    ratio: float
-    """To memcpy or to the socket; see above."""
+    cpu_ns_per_byte: float
+    baseline: str
+    baseline_gb_per_s: float
+    baseline_cpu_ns_per_byte: float
+    share: float
 
 
-def measure(setup: Setup, sizes: Sequence[int], num_rounds: int) -> list[Row]:
-    """Alternates the three, round by round; the first round only warms up."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement."""
+
+    seconds: float
+    cpu_s: float
+    """Of both processes."""
+
+
+class Taker:
+    """The consuming process's side of everything that is measured."""
+
+    def __init__(self, pipe: Connection, raw: socket.socket, memory: Memory, is_scattered: bool) -> None:
+        self._pipe = pipe
+        self._raw = raw
+        self._memory = memory
+        self._is_scattered = is_scattered
+        self._num_requests = 0
+        pid, fd = _answer(pipe)
+        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+            self._theirs: Bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        self._theirs[:: mmap.PAGESIZE].max()  # every page is mapped from now on
+        self._ends: list[End] = []
+        self._peers: list[WorkerRef] = []
+
+    def connect(self, ways: Sequence[Way], block_nbytes: int) -> None:
+        """Hand-overs are of such blocks from now on; the first of each way warms its pages."""
+        self.stop()
+        self._block_nbytes = block_nbytes
+        self._pipe.send(Connect(tuple(ways), block_nbytes))
+        self._peers = _answer(self._pipe)
+        self._ends = [End("taker", way, self._memory, block_nbytes) for way in ways]
+        self._order = self._memory.order(block_nbytes, self._is_scattered)
+        self._next = 0
+        for way in range(len(ways)):
+            self.hand_over(way, len(self._order))
+
+    def hand_over(self, way: int, num_blocks: int) -> Sample:
+        self._num_requests += 1
+        request_id, end = f"r{self._num_requests}", self._ends[way]
+        theirs, ours = self._pick(num_blocks)
+        self._pipe.send(Announce(way, request_id, end.ref, num_blocks))
+        _answer(self._pipe)
+        transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peers[way])
+        begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
+        end.obey(begin, loads=(LoadBlocks(request_id, 0, ours),))
+        time.sleep(SETTLE_S)
+        cpu_s = time.process_time()
+        self._pipe.send(Give(way, request_id, theirs))
+        end.until(lambda news: news.finished_recving)
+        return self._sample(cpu_s)
+
+    def memcpy(self, num_blocks: int) -> Sample:
+        theirs, ours = self._pick(num_blocks)
+        source, target = self._theirs.reshape(-1, self._block_nbytes), self._blocks()
+        pairs = [(target[a], source[b]) for a, b in zip(ours, theirs, strict=True)]
+        begun_at, cpu_s = time.perf_counter(), time.process_time()
+        for to, of in pairs:
+            np.copyto(to, of)
+        return Sample(time.perf_counter() - begun_at, time.process_time() - cpu_s)
+
+    def socket(self, num_blocks: int) -> Sample:
+        theirs, ours = self._pick(num_blocks)
+        blocks = self._blocks()
+        spans = [blocks[block_id].data for block_id in ours]
+        cpu_s = time.process_time()
+        self._pipe.send(GiveRaw(self._block_nbytes, theirs))
+        for span in spans:
+            rest = span
+            while rest:
+                rest = rest[self._raw.recv_into(rest, 0, socket.MSG_WAITALL) :]
+        return self._sample(cpu_s)
+
+    def checksum(self, num_blocks: int) -> float:
+        """What one end computes for every block that is verified."""
+        ours, blocks = self._pick(num_blocks)[1], self._blocks()
+        begun_at = time.perf_counter()
+        for block_id in ours:
+            xxhash.xxh3_64_intdigest(blocks[block_id].data)
+        return time.perf_counter() - begun_at
+
+    def stop(self) -> None:
+        for end in self._ends:
+            end.stop()
+
+    def _sample(self, cpu_s: float) -> Sample:
+        """From the giver's beginning to now; the clock is one for all processes of a host."""
+        ended_at, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        given: Given = _answer(self._pipe)
+        return Sample(ended_at - given.begun_at, cpu_s + given.cpu_s)
+
+    def _blocks(self) -> Bytes:
+        return self._memory.blocks(self._block_nbytes)
+
+    def _pick(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The next blocks, of the giver's pool and of ours."""
+        if self._next + num_blocks > len(self._order):
+            self._next = 0
+        ours = self._order[self._next : self._next + num_blocks]
+        self._next += num_blocks
+        last = len(self._order) - 1
+        theirs = [last - block_id for block_id in ours] if self._is_scattered else ours
+        return tuple(theirs), tuple(ours)
+
+
+Rounds = dict[str, list[Sample]]
+
+
+def measure(
+    taker: Taker, ways: Mapping[str, Way], block_nbytes: int, transfers: Sequence[int], num_rounds: int | None
+) -> list[Row]:
+    """Every way and every baseline in each round, in an order that turns."""
+    taker.connect(list(ways.values()), block_nbytes)
     rows = []
-    with ExitStack() as stack:
-        producer = stack.enter_context(start_producer(setup))
-        consumer = stack.enter_context(Consumer(setup, producer))
-        for transfer_mib in sizes:
-            num_blocks = max(1, transfer_mib * MIB // setup.block_nbytes)
-            nbytes = num_blocks * setup.block_nbytes
-            sides: dict[str, Callable[[int], float]] = {
-                "hand_over": consumer.hand_over,
-                "memcpy": consumer.memcpy,
-                "socket": consumer.receive_raw,
-            }
-            seconds: dict[str, list[float]] = {name: [] for name in sides}
-            for number in range(num_rounds + 1):
-                for name in sides if number % 2 else reversed(sides):
-                    elapsed = sides[name](num_blocks)
-                    if number > 0:
-                        seconds[name].append(elapsed)
-            held_against = seconds["socket" if setup.transport in SENT else "memcpy"]
-            pairs = zip(held_against, seconds["hand_over"], strict=True)
-            gb_per_s = {name: nbytes / median(times) / 1e9 for name, times in seconds.items()}
-            rows.append(
-                Row(
-                    transport=setup.transport,
-                    block_kib=setup.block_nbytes // 1024,
-                    transfer_mib=nbytes // MIB,
-                    hand_over_ms=median(seconds["hand_over"]) * 1e3,
-                    gb_per_s=gb_per_s["hand_over"],
-                    memcpy_gb_per_s=gb_per_s["memcpy"],
-                    socket_gb_per_s=gb_per_s["socket"],
-                    ratio=median(theirs / ours for theirs, ours in pairs),
-                )
-            )
+    for transfer_nbytes in transfers:
+        num_blocks = transfer_nbytes // block_nbytes
+        sides: dict[str, Callable[[int], Sample]] = {
+            name: partial(taker.hand_over, number) for number, name in enumerate(ways)
+        }
+        baselines = {"memcpy": taker.memcpy, "socket": taker.socket}
+        sides |= {name: baselines[name] for name in sorted({way.baseline for way in ways.values()})}
+        samples: Rounds = {name: [] for name in sides}
+        names = list(sides)
+        for number in range(num_rounds or min(MAX_ROUNDS, max(MIN_ROUNDS, ROUNDS_NBYTES // transfer_nbytes))):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                samples[name].append(sides[name](num_blocks))
+        rows += [_row(name, way, block_nbytes, transfer_nbytes, samples) for name, way in ways.items()]
     return rows
 
 
-def checksum_gb_per_s(block_nbytes: int) -> float:
-    """What comparing a block's checksum costs, on one core, over memory that is in no cache."""
-    import xxhash
+def _row(name: str, way: Way, block_nbytes: int, transfer_nbytes: int, samples: Rounds) -> Row:
+    ours, baseline = samples[name], samples[way.baseline]
+    ours_s, baseline_s = _seconds(ours), _seconds(baseline)
+    return Row(
+        name,
+        block_nbytes // KIB,
+        transfer_nbytes // MIB,
+        us=ours_s * 1e6,
+        gb_per_s=transfer_nbytes / ours_s / 1e9,
+        cpu_ns_per_byte=_cpu_s(ours) * 1e9 / transfer_nbytes,
+        baseline=way.baseline,
+        baseline_gb_per_s=transfer_nbytes / baseline_s / 1e9,
+        baseline_cpu_ns_per_byte=_cpu_s(baseline) * 1e9 / transfer_nbytes,
+        share=median(theirs.seconds / its.seconds for its, theirs in zip(ours, baseline, strict=True)),
+    )
 
-    pool = np.ones((max(2, 256 * MIB // block_nbytes), block_nbytes), np.uint8)
-    began = time.perf_counter()
-    for block in pool:
-        xxhash.xxh3_64_intdigest(block.data)
-    return pool.nbytes / (time.perf_counter() - began) / 1e9
+
+def _seconds(samples: Sequence[Sample]) -> float:
+    return median(sample.seconds for sample in samples)
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="KV transfer between two processes of one host, medians", title_justify="left")
-    for name in ("transport", "block", "transfer", "hand-over", "GB/s", "memcpy", "socket", "ratio"):
-        table.add_column(name, justify="right")
-    for row in rows:
+def _cpu_s(samples: Sequence[Sample]) -> float:
+    return median(sample.cpu_s for sample in samples)
+
+
+@contextmanager
+def two_processes(pool_nbytes: int, is_scattered: bool) -> Iterator[Taker]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        giver = context.Process(target=run_giver, args=(theirs, pool_nbytes, port))
+        giver.start()
+        server.settimeout(PATIENCE_S)
+        raw, _ = server.accept()
+    with raw:
+        taker = Taker(ours, raw, Memory(pool_nbytes, seed=2), is_scattered)
+        try:
+            yield taker
+        finally:
+            taker.stop()
+            ours.send(None)
+            giver.join(PATIENCE_S)
+
+
+def _answer(pipe: Connection) -> Any:
+    assert pipe.poll(PATIENCE_S), "the giving process does not answer"
+    return pipe.recv()
+
+
+def transfers_that_fit(wanted: Sequence[int]) -> list[int]:
+    """Two pools, and as much again for copies under way, in half of what is free."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    return [nbytes for nbytes in wanted if 4 * nbytes < free // 2]
+
+
+def show(rows: Sequence[Row], checksums: Mapping[int, float], console: Console) -> None:
+    table = Table(title="KV hand-overs between two processes, medians", title_justify="left")
+    for name in (
+        "transport",
+        "block",
+        "transfer",
+        "latency",
+        "speed",
+        "cpu",
+        "baseline",
+        "speed",
+        "cpu",
+        "share",
+    ):
+        table.add_column(name, justify="left" if name == "transport" else "right")
+    for row in sorted(rows, key=lambda row: row.transport):
         table.add_row(
             row.transport,
             f"{row.block_kib} KiB",
             f"{row.transfer_mib} MiB",
-            f"{row.hand_over_ms:.2f} ms",
-            f"{row.gb_per_s:.2f}",
-            f"{row.memcpy_gb_per_s:.2f}",
-            f"{row.socket_gb_per_s:.2f}",
-            f"{row.ratio:.2f} of {'socket' if row.transport in SENT else 'memcpy'}",
+            f"{row.us:.0f} us",
+            f"{row.gb_per_s:.2f} GB/s",
+            f"{row.cpu_ns_per_byte:.2f}",
+            row.baseline,
+            f"{row.baseline_gb_per_s:.2f} GB/s",
+            f"{row.baseline_cpu_ns_per_byte:.2f}",
+            f"{row.share:.2f}",
         )
     console.print(table)
+    for block_kib, gb_per_s in checksums.items():
+        console.print(f"xxh3 of blocks of {block_kib} KiB: {gb_per_s:.1f} GB/s a core")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How fast KV moves.")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=None)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[64, 256, 1024, 4096], help="KiB")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 128, 1024], help="MiB")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    options = parser.parse_args()
-    transports = options.transports or [name for name in TRANSPORTS if name != "nixl" or nixl_is_available()]
-    rows: list[Row] = []
-    for transport in transports:
-        for block_kib in options.blocks:
-            setup = Setup(transport, block_kib * 1024, max(options.sizes) * MIB)
-            rows += measure(setup, options.sizes, options.rounds)
-    show(rows, Console(width=120))
-    checksums = {block_kib: checksum_gb_per_s(block_kib * 1024) for block_kib in options.blocks}
-    print("xxh3, GB/s by block size in KiB:", {size: round(rate, 1) for size, rate in checksums.items()})
+    options = _options()
+    keep_freed_memory()  # as a worker does
+    ways = {name: WAYS[name] for name in options.transport}
+    blocks = BLOCKS_NBYTES[1:3] if options.quick else BLOCKS_NBYTES
+    transfers = transfers_that_fit(TRANSFERS_NBYTES[:4] if options.quick else TRANSFERS_NBYTES)
+    rows, checksums = [], {}
+    pool_nbytes = max(MIN_POOL_NBYTES, *transfers)
+    with two_processes(pool_nbytes, not options.adjacent) as taker:
+        for block_nbytes in blocks:
+            fitting = [nbytes for nbytes in transfers if nbytes >= block_nbytes]
+            rows += measure(taker, ways, block_nbytes, fitting, options.rounds)
+            num_blocks = min(MIN_POOL_NBYTES, pool_nbytes) // block_nbytes
+            seconds = median(taker.checksum(num_blocks) for _ in range(MIN_ROUNDS))
+            checksums[block_nbytes // KIB] = num_blocks * block_nbytes / seconds / 1e9
+    show(rows, checksums, Console(width=110))
     if options.json:
-        machine = f"{os.cpu_count()} cores, {platform.machine()}"
-        figures = {"machine": machine, "rounds": options.rounds, "xxh3_gb_per_s": checksums}
-        options.json.write_text(
-            json.dumps({**figures, "results": [asdict(r) for r in rows]}, indent=1) + "\n"
-        )
+        figures = {
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "order": "adjacent" if options.adjacent else "scattered",
+            "results": [asdict(row) for row in rows],
+            "xxh3_gb_per_s_by_block_kib": checksums,
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    here = [name for name in WAYS if name != "nixl" or nixl_is_available()]
+    parser = argparse.ArgumentParser(description="How fast KV blocks move between two processes.")
+    parser.add_argument(
+        "--transport", nargs="+", choices=list(WAYS), default=here, help="default: all that are here"
+    )
+    parser.add_argument("--quick", action="store_true", help="two block sizes, and transfers to 64 MiB")
+    parser.add_argument("--adjacent", action="store_true", help="blocks that lie side by side in both pools")
+    parser.add_argument("--rounds", type=int, help="default: by the size of the transfer")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -68,12 +68,8 @@ class PieceView(Protocol):
         """The piece's bytes in one span, [bytes]: in place if that can be, else a copy."""
         ...
 
-    def buffer_for(self, piece_id: int) -> Bytes:
-        """Where to receive the piece's bytes, [bytes]; `store` must follow."""
-        ...
-
-    def store(self, piece_id: int, buffer: Bytes) -> None:
-        """What `buffer_for` gave is filled."""
+    def store(self, piece_id: int, span: Bytes) -> None:
+        """Writes the piece's bytes, [bytes]."""
         ...
 
     def checksum(self, piece_id: int) -> int:
@@ -240,13 +236,9 @@ class HostPieces:
     def span(self, piece_id: int) -> Bytes:
         return np.ascontiguousarray(self.at(piece_id)).reshape(-1)
 
-    def buffer_for(self, piece_id: int) -> Bytes:
-        return self.at(piece_id) if self._leg.is_whole else np.empty(self.nbytes, np.uint8)
-
-    def store(self, piece_id: int, buffer: Bytes) -> None:
-        if not self._leg.is_whole:
-            piece_PHTB = self.at(piece_id)
-            piece_PHTB[...] = buffer.reshape(piece_PHTB.shape)
+    def store(self, piece_id: int, span: Bytes) -> None:
+        piece = self.at(piece_id)
+        piece[...] = span.reshape(piece.shape)
 
     def checksum(self, piece_id: int) -> int:
         return xxhash.xxh3_64_intdigest(self.span(piece_id).data)
@@ -269,11 +261,8 @@ class DevicePieces:
         self._memory.read(self._leg.runs_of(piece_id), buffer)
         return buffer
 
-    def buffer_for(self, _piece_id: int) -> Bytes:
-        return np.empty(self.nbytes, np.uint8)
-
-    def store(self, piece_id: int, buffer: Bytes) -> None:
-        self._memory.write(self._leg.runs_of(piece_id), buffer)
+    def store(self, piece_id: int, span: Bytes) -> None:
+        self._memory.write(self._leg.runs_of(piece_id), span)
 
     def checksum(self, piece_id: int) -> int:
         return xxhash.xxh3_64_intdigest(self.span(piece_id).data)

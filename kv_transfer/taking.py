@@ -183,21 +183,15 @@ class TakingEnd:
             self.poll()
 
     def _receive(self, message: Pieces, wanted: WantedPieces, transport: str) -> None:
-        """The bytes follow the header, a frame for each announced piece."""
-        view = self._legs.at(message.key).view
-        places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
-        missing = set()
-        for position, index in enumerate(message.indices):
-            piece_id = places.get(position)
-            if piece_id is None:
-                self._channel.skip_payload()
-                continue
-            buffer = view.buffer_for(piece_id)
-            if self._channel.read_payload(buffer):
-                view.store(piece_id, buffer)
-            else:
-                missing.add(index)
-        self._arrived(message, wanted, missing, transport)
+        """The bytes follow the header, those of all announced pieces in one span."""
+        view, payload = self._legs.at(message.key).view, self._channel.read_payload()
+        if payload is None or len(payload) != len(message.indices) * view.nbytes:
+            self._arrived(message, wanted, wanted.indices, transport)
+            return
+        spans = payload.reshape(-1, view.nbytes)
+        for position, piece_id in zip(wanted.positions, wanted.piece_ids, strict=True):
+            view.store(piece_id, spans[position])
+        self._arrived(message, wanted, (), transport)
 
     def _arrived(self, message: Pieces, wanted: WantedPieces, missing: Iterable[int], transport: str) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""

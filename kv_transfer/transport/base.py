@@ -26,7 +26,7 @@ class TransportError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A header that came in. What a reader leaves of its payload is skipped."""
+    """A header that came in. A payload that nobody reads is skipped."""
 
     peer: Peer
     is_from_producer: bool
@@ -43,15 +43,11 @@ class Channel(Protocol):
     def num_dropped(self) -> int: ...
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header, and a frame for each piece of payload. The bytes may change once this has returned."""
+        """Queues a header and, behind it, one frame of all the payload. The bytes may change once this has returned."""
         ...
 
-    def read_payload(self, into: Bytes) -> bool:
-        """The next frame of the arrival at hand, straight into `into`; False if there is none, or of another size."""
-        ...
-
-    def skip_payload(self) -> None:
-        """Drops the next frame of the arrival at hand, if there is one."""
+    def read_payload(self) -> Bytes | None:
+        """The payload of the arrival at hand, to be read, not written; None if it has none. Once for each arrival."""
         ...
 
 

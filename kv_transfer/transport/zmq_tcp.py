@@ -6,12 +6,14 @@ Knows no protocol. Nothing here blocks: what cannot be queued is dropped and cou
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import zmq
 
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
+from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
@@ -29,9 +31,9 @@ class ZmqChannel:
     """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
 
     def __init__(self, bind_host: str, block_nbytes: int, keys: PlaneKeys | None) -> None:
-        """`block_nbytes`: the largest piece of payload. Without `keys`, everybody who can connect is heard."""
+        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard."""
         self._keys = keys
-        self._max_message_bytes = max(block_nbytes, MAX_HEADER_BYTES)
+        self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -65,22 +67,21 @@ class ZmqChannel:
             if dealer in ready:
                 yield from self._arrivals(dealer, address)
 
-    def read_payload(self, into: Bytes) -> bool:
-        """The next frame of the arrival at hand, straight into `into`; False if there is none, or of another size."""
+    def read_payload(self) -> Bytes | None:
+        """The payload of the arrival at hand, where ZMQ received it; None if it has none."""
         assert self._reading is not None
         if not self._reading.getsockopt(zmq.RCVMORE):
-            return False
-        return self._reading.recv_into(into.data) == into.nbytes
-
-    def skip_payload(self) -> None:
-        """Drops the next frame of the arrival at hand, if there is one."""
-        assert self._reading is not None
-        if self._reading.getsockopt(zmq.RCVMORE):
-            self._reading.recv(copy=False)
+            return None
+        return np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header, and a frame for each piece of payload. The bytes are copied, so they may change at once."""
-        frames: list[bytes | memoryview] = [header, *(piece.data for piece in payload)]
+        """Queues a header and a frame of all the payload: one, because small ones cost more than the copy into it.
+
+        The bytes are copied, so they may change at once.
+        """
+        frames: list[bytes | memoryview] = [header]
+        if payload:
+            frames.append((payload[0] if len(payload) == 1 else np.concatenate(payload)).data)
         try:
             if isinstance(peer, bytes):
                 self._router.send_multipart([peer, *frames], zmq.NOBLOCK)

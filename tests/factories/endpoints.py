@@ -43,22 +43,16 @@ class QueueChannel:
         self._fabric = fabric
         self.address = address
         self.num_dropped = 0
-        self.payload: deque[bytes] = deque()
+        self.payload: bytes | None = None
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
         target = peer.decode() if isinstance(peer, bytes) else peer
-        frames = [header, *(piece.tobytes() for piece in payload)]
+        frames = [header, *([b"".join(piece.tobytes() for piece in payload)] if payload else [])]
         self._fabric.post(self.address, target, isinstance(peer, bytes), frames)
 
-    def read_payload(self, into: Bytes) -> bool:
-        if not self.payload or len(self.payload[0]) != into.nbytes:
-            return False
-        into[...] = np.frombuffer(self.payload.popleft(), np.uint8)
-        return True
-
-    def skip_payload(self) -> None:
-        if self.payload:
-            self.payload.popleft()
+    def read_payload(self) -> Bytes | None:
+        payload, self.payload = self.payload, None
+        return None if payload is None else np.frombuffer(payload, np.uint8)
 
 
 class EndpointConnector:
@@ -219,7 +213,7 @@ class Fabric:
         """Everything under way, and what that leads to."""
         while self._queue:
             source, target, is_from_producer, (header, *payload) = self._queue.popleft()
-            self._channels[target].payload = deque(payload)
+            self._channels[target].payload = payload[0] if payload else None
             peer: Peer = source if is_from_producer else source.encode()
             self.endpoints[target].take(Arrival(peer, is_from_producer, header))
 

@@ -23,7 +23,7 @@ class RecordingChannel:
     num_dropped = 0
 
     def __init__(self) -> None:
-        self.payload: deque[Bytes] = deque()
+        self.payload: Bytes | None = None
         self.seen: deque[TransferKey] = deque(maxlen=40)
         """Keys that were said on the wire: what an eavesdropper knows."""
         self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
@@ -35,13 +35,6 @@ class RecordingChannel:
         if not isinstance(message, Unreadable):
             self.seen.append(message.key)
 
-    def read_payload(self, into: Bytes) -> bool:
-        if not self.payload:
-            return False
-        frame = self.payload.popleft()
-        into[: len(frame)] = frame[: len(into)]
-        return len(frame) == len(into)
-
-    def skip_payload(self) -> None:
-        if self.payload:
-            self.payload.popleft()
+    def read_payload(self) -> Bytes | None:
+        payload, self.payload = self.payload, None
+        return payload

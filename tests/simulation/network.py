@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
 from kv_transfer.transport.base import Arrival, Bytes
@@ -39,7 +41,7 @@ class Network:
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def post(
-        self, source: str, target: str, header: bytes, payload: list[bytes], arrive: Callable[..., None]
+        self, source: str, target: str, header: bytes, payload: bytes, arrive: Callable[..., None]
     ) -> None:
         """`arrive(header, payload)` will be called once, never or twice; it looks for its reader itself."""
         world, faults = self.world, self.faults
@@ -60,16 +62,14 @@ class Network:
             header = flip_bit(header, world.rng.randrange(len(header) * 8))
         if payload and world.chance(faults.payload_damage):
             world.counts["fault payload damaged"] += 1
-            place = world.rng.randrange(len(payload))
-            damaged = flip_bit(payload[place], world.rng.randrange(len(payload[place]) * 8))
-            payload = [*payload[:place], damaged, *payload[place + 1 :]]
+            payload = flip_bit(payload, world.rng.randrange(len(payload) * 8))
         self._carry(source, target, header, payload, arrive)
         if world.chance(faults.doubling):
             world.counts["fault doubled"] += 1
             self._carry(source, target, header, payload, arrive)
 
     def _carry(
-        self, source: str, target: str, header: bytes, payload: list[bytes], arrive: Callable[..., None]
+        self, source: str, target: str, header: bytes, payload: bytes, arrive: Callable[..., None]
     ) -> None:
         world, faults = self.world, self.faults
         delay_s = world.between(0.0001, faults.max_delay_s)
@@ -98,11 +98,11 @@ class SimChannel:
         self.take: Callable[[Arrival], None] = lambda _: None
         self._peers: dict[bytes, SimChannel] = {}
         """Who is behind each identity that connected to our ROUTER."""
-        self._payload: list[bytes] = []
+        self._payload = b""
         network.listening[self.address] = self
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        network, copies = self._network, [piece.tobytes() for piece in payload]
+        network, copies = self._network, b"".join(piece.tobytes() for piece in payload)
         if isinstance(peer, str):
             network.post(
                 self.name,
@@ -124,20 +124,11 @@ class SimChannel:
         else:
             self.num_dropped += 1
 
-    def read_payload(self, into: Bytes) -> bool:
-        if not self._payload:
-            return False
-        frame = self._payload.pop(0)
-        if len(frame) != into.nbytes:
-            return False
-        into[:] = memoryview(frame)
-        return True
+    def read_payload(self) -> Bytes | None:
+        payload, self._payload = self._payload, b""
+        return np.frombuffer(payload, np.uint8) if payload else None
 
-    def skip_payload(self) -> None:
-        if self._payload:
-            self._payload.pop(0)
-
-    def receive(self, arrival: Arrival, payload: list[bytes]) -> None:
+    def receive(self, arrival: Arrival, payload: bytes) -> None:
         """What came out of the network; a process that is stopped reads it when it goes on, a dead one never."""
         if self._process.is_dead:
             return
@@ -145,11 +136,11 @@ class SimChannel:
             world = self._network.world
             world.at(self._process.paused_until, lambda: self.receive(arrival, payload), self._process)
             return
-        self._payload = list(payload)
+        self._payload = payload
         self.take(arrival)
-        self._payload = []
+        self._payload = b""
 
-    def _reach_listener(self, address: str, header: bytes, payload: list[bytes]) -> None:
+    def _reach_listener(self, address: str, header: bytes, payload: bytes) -> None:
         """Whoever listens at the address by now, even if that is a later life than the one that was meant."""
         listener = self._network.listening.get(address)
         if listener is None:

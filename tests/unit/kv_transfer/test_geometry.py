@@ -62,9 +62,7 @@ def hand_over(
     )
     if how == "sent":
         for theirs, ours in pieces:
-            buffer = target.buffer_for(ours)
-            buffer[...] = source.span(theirs)
-            target.store(ours, buffer)
+            target.store(ours, source.span(theirs))
             assert source.checksum(theirs) == target.checksum(ours)
     else:
         runs = target.runs([theirs for theirs, _ in pieces], [ours for _, ours in pieces])
@@ -103,7 +101,7 @@ def test_equal_workers_exchange_whole_blocks_in_place() -> None:
     source, target = make_pool(2, 1, 16, 1), make_pool(2, 1, 16, 2)
     view = target.pieces(source.layout)
     assert view.shape == PieceShape(1, 16, 0, NUM_HEADS // 2)
-    view.buffer_for(3)[:] = 7
+    view.span(3)[:] = 7
     assert (target.blocks[3] == 7).all()
     runs = view.runs([4, 5, 6, 9], [1, 2, 3, 4])
     size = target.blocks[0].nbytes
