@@ -111,7 +111,7 @@ class GivingEnd:
         view = end.view
         checksums = tuple(map(view.checksum, effect.piece_ids)) if effect.has_checksums else ()
         header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, checksums)
-        payload = [view.span(piece_id) for piece_id in effect.piece_ids] if effect.has_payload else []
+        payload = view.spans(effect.piece_ids) if effect.has_payload else []
         self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload)
         num_bytes = len(effect.piece_ids) * view.nbytes
         self._counters["kv_bytes_sent"] += num_bytes

@@ -5,7 +5,7 @@ memory, where pieces are read and written in place, or on a device, where bytes 
 out and in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,8 +64,8 @@ class PieceView(Protocol):
         """Of one piece."""
         ...
 
-    def span(self, piece_id: int) -> Bytes:
-        """The piece's bytes in one span, [bytes]: in place if that can be, else a copy."""
+    def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
+        """The pieces' bytes one after the other, [bytes] each, of as few spans as can be; in place if that can be."""
         ...
 
     def store(self, piece_id: int, span: Bytes) -> None:
@@ -233,18 +233,36 @@ class HostPieces:
         piece_PHTB: Bytes = self._cells_NPHTB[block_id, :, heads, tokens]
         return piece_PHTB
 
-    def span(self, piece_id: int) -> Bytes:
-        return np.ascontiguousarray(self.at(piece_id)).reshape(-1)
+    def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
+        if self._leg.is_whole:
+            runs = _runs_of_neighbours(piece_ids)
+            return [self._blocks[first : last + 1].reshape(-1) for first, last in runs]
+        pieces = [self.at(piece_id) for piece_id in piece_ids]
+        return [np.stack(pieces).reshape(-1)] if pieces else []
 
     def store(self, piece_id: int, span: Bytes) -> None:
         piece = self.at(piece_id)
         piece[...] = span.reshape(piece.shape)
 
     def checksum(self, piece_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(self.span(piece_id).data)
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.at(piece_id)).data)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
         return self._leg.runs(peers, ours)
+
+
+def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of ids that follow one another."""
+    first = previous = None
+    for piece_id in piece_ids:
+        if first is None or previous is None:
+            first = piece_id
+        elif piece_id != previous + 1:
+            yield first, previous
+            first = piece_id
+        previous = piece_id
+    if first is not None and previous is not None:
+        yield first, previous
 
 
 class DevicePieces:
@@ -256,16 +274,19 @@ class DevicePieces:
         self.shape = leg.shape
         self.nbytes = leg.nbytes
 
-    def span(self, piece_id: int) -> Bytes:
-        buffer = np.empty(self.nbytes, np.uint8)
-        self._memory.read(self._leg.runs_of(piece_id), buffer)
-        return buffer
+    def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
+        return [self._read(piece_id) for piece_id in piece_ids]
 
     def store(self, piece_id: int, span: Bytes) -> None:
         self._memory.write(self._leg.runs_of(piece_id), span)
 
     def checksum(self, piece_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(self.span(piece_id).data)
+        return xxhash.xxh3_64_intdigest(self._read(piece_id).data)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
         return self._leg.runs(peers, ours)
+
+    def _read(self, piece_id: int) -> Bytes:
+        buffer = np.empty(self.nbytes, np.uint8)
+        self._memory.read(self._leg.runs_of(piece_id), buffer)
+        return buffer

@@ -183,15 +183,19 @@ class TakingEnd:
             self.poll()
 
     def _receive(self, message: Pieces, wanted: WantedPieces, transport: str) -> None:
-        """The bytes follow the header, those of all announced pieces in one span."""
-        view, payload = self._legs.at(message.key).view, self._channel.read_payload()
-        if payload is None or len(payload) != len(message.indices) * view.nbytes:
-            self._arrived(message, wanted, wanted.indices, transport)
-            return
-        spans = payload.reshape(-1, view.nbytes)
-        for position, piece_id in zip(wanted.positions, wanted.piece_ids, strict=True):
-            view.store(piece_id, spans[position])
-        self._arrived(message, wanted, (), transport)
+        """The bytes of all announced pieces follow the header, in spans of whole pieces."""
+        view = self._legs.at(message.key).view
+        places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
+        position = 0
+        for span in self._channel.read_payload():
+            if len(span) % view.nbytes:
+                break
+            for piece in span.reshape(-1, view.nbytes):
+                if position in places:
+                    view.store(places.pop(position), piece)
+                position += 1
+        missing = [message.indices[position] for position in places]
+        self._arrived(message, wanted, missing, transport)
 
     def _arrived(self, message: Pieces, wanted: WantedPieces, missing: Iterable[int], transport: str) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""

@@ -177,7 +177,7 @@ class Consumer:
             transfer.first_piece_at = now
         wanted = transfer.claim(message.indices, message.version)
         self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
-        if wanted and transfer.transport not in SENDS_BYTES and not self.wants_checksums(message.key):
+        if wanted and not self.wants_checksums(message.key):
             transfer.is_unproven = True
         return wanted
 
@@ -357,7 +357,7 @@ class Consumer:
         return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
 
     def _num_valid_tokens(self, transfer: Incoming) -> int:
-        """Where we read without checksums, nothing but the producer's End says that it was still there to be read."""
+        """Without checksums, nothing but the producer's End says that the bytes were still there to be read."""
         return 0 if transfer.is_unproven else transfer.num_valid_tokens
 
     def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:

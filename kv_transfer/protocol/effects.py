@@ -41,7 +41,7 @@ class SendPieces:
 
     @property
     def has_payload(self) -> bool:
-        """The bytes themselves are to be sent, a frame for each piece."""
+        """The bytes themselves are to be sent."""
         return self.transport in SENDS_BYTES
 
 

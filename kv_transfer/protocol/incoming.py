@@ -68,7 +68,7 @@ class Incoming:
     """Known once it answered an Open."""
     transport: str | None = None
     is_unproven: bool = False
-    """Some pieces were read without checksums, in whatever way the others came."""
+    """Some pieces came without checksums."""
     end: End | None = None
     loss: Loss | None = None
     outcome: News | None = None

@@ -48,8 +48,6 @@ class Outgoing:
     open: Open | None = None
     """The latest Open; it may come early."""
     transport: str = ""
-    is_read: bool = False
-    """The consumer has begun to read our pool; some of that may still go on, whatever the transport by now."""
     version: int = 0
     ready: dict[int, int] = field(default_factory=dict)
     """Prompt piece index -> piece of our pool, for those that are computed."""
@@ -90,7 +88,6 @@ class Outgoing:
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
         """What the consumer says it has counts, as far as it can know; everything else is offered anew."""
         self.peer, self.open, self.transport = peer, message, transport
-        self.is_read |= not self.has_payload
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
         self.is_end_sent = False

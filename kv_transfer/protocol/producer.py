@@ -12,9 +12,9 @@ A lease runs from the prefill's end on, and begins anew with every sign of the c
 being computed, the request's own deadline applies. EARLY lasts one lease at most. How a leg ended is remembered
 for a while, and told to a consumer that asks late. What comes for another incarnation is refused.
 
-Where the consumer reads our pool itself, it may still be reading when a preemption takes the blocks away. So only what
-it acknowledged before counts; everything else is offered anew, as another version. And the End, on which it relies,
-waits for its last acknowledgement, also where the leg goes on as bytes because one of several reads failed.
+Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
+reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
+offered anew, as another version. And the End, on which the consumer relies, waits for its last acknowledgement.
 """
 
 from collections import Counter
@@ -317,8 +317,8 @@ class Producer:
         """Everything ready was offered; if that was all there will be, says so once."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
-        if transfer.unacked and transfer.is_read:
-            return []  # it may still read, and only its word shows that it did so in time
+        if transfer.unacked:
+            return []  # the pool may still be read, and only the consumer's word shows that it was read in time
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 

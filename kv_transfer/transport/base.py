@@ -4,7 +4,7 @@ Messages always travel on a `Channel`. Bytes travel on it too, or are read by th
 producer's pool: then both ends have a `PoolReader` of the same name. Everything here belongs to the transfer thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,11 +43,11 @@ class Channel(Protocol):
     def num_dropped(self) -> int: ...
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header and, behind it, one frame of all the payload. The bytes may change once this has returned."""
+        """Queues a header and the payload behind it. The payload may be read long after this has returned."""
         ...
 
-    def read_payload(self) -> Bytes | None:
-        """The payload of the arrival at hand, to be read, not written; None if it has none. Once for each arrival."""
+    def read_payload(self) -> Iterator[Bytes]:
+        """The payload of the arrival at hand, to be read, not written: spans that are cut where the sender's were."""
         ...
 
 

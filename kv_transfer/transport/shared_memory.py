@@ -7,6 +7,7 @@ however that ends; and it cannot shrink, so reading it cannot fail half-way.
 import fcntl
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
@@ -18,6 +19,9 @@ from kv_transfer.protocol.transports import SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 
 FORMAT = 1
+MIN_BYTES_FOR_TWO = 2 * 1024 * 1024
+"""A read of so much is shared by two threads: one core seldom uses all of a memory's bandwidth."""
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -49,6 +53,7 @@ class SharedMemoryReader:
     def __init__(self, pool: Bytes, memory: SharedMemory | None) -> None:
         self._pool = pool.reshape(-1)
         self._memory = memory
+        self._copier = ThreadPoolExecutor(1, "kv-copy")
         self._done: list[ReadDone] = []
         self._num_reads = 0
 
@@ -81,11 +86,13 @@ class SharedMemoryReader:
     def copy(self, source: Bytes, runs: Runs) -> int:
         """Copies at once; the number of the read that is over."""
         runs.check_within(source.nbytes, self._pool.nbytes)
-        pool = self._pool
-        for remote, local, length in zip(
-            runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
-        ):
-            pool[local : local + length] = source[remote : remote + length]
+        if runs.lengths.sum() < MIN_BYTES_FOR_TWO:
+            _copy(source, self._pool, runs)
+        else:
+            first, second = _halves(runs)
+            other = self._copier.submit(_copy, source, self._pool, second)
+            _copy(source, self._pool, first)
+            other.result()
         self._num_reads += 1
         self._done.append(ReadDone(self._num_reads, None))
         return self._num_reads
@@ -95,7 +102,8 @@ class SharedMemoryReader:
         return done
 
     def close(self) -> None:
-        """Nothing to do: mappings end with the arrays that stand for them."""
+        """Mappings end with the arrays that stand for them."""
+        self._copier.shutdown()
 
 
 class MappedPool:
@@ -112,6 +120,28 @@ class MappedPool:
 
     def close(self) -> None:
         self._source = None  # the last reference to the mapping
+
+
+def _copy(source: Bytes, target: Bytes, runs: Runs) -> None:
+    for remote, local, length in zip(
+        runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
+    ):
+        target[local : local + length] = source[remote : remote + length]
+
+
+def _halves(runs: Runs) -> tuple[Runs, Runs]:
+    """The same bytes, half in each; one run may be cut in two."""
+    ends = np.cumsum(runs.lengths)
+    middle = ends[-1] // 2
+    cut = int(np.searchsorted(ends, middle))
+    num_first = middle - (ends[cut] - runs.lengths[cut])
+    first = Runs(runs.remote[: cut + 1], runs.local[: cut + 1], runs.lengths[: cut + 1].copy())
+    second = Runs(runs.remote[cut:].copy(), runs.local[cut:].copy(), runs.lengths[cut:].copy())
+    first.lengths[-1] = num_first
+    second.remote[0] += num_first
+    second.local[0] += num_first
+    second.lengths[0] -= num_first
+    return first, second
 
 
 def _parse(description: bytes) -> tuple[int, int, int, int]:

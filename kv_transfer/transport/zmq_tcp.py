@@ -23,6 +23,9 @@ MAX_PEERS = 256
 UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT}
 """Its queue is full, its peer is gone, or its address, which another process gave us, is none."""
 
+MIN_FRAME_BYTES = 128 * 1024
+"""Smaller spans are copied into one: a frame of their own would cost more."""
+
 MAX_ARRIVALS_PER_TURN = 64
 """A peer that never stops sending must not keep orders and deadlines waiting."""
 
@@ -67,26 +70,25 @@ class ZmqChannel:
             if dealer in ready:
                 yield from self._arrivals(dealer, address)
 
-    def read_payload(self) -> Bytes | None:
-        """The payload of the arrival at hand, where ZMQ received it; None if it has none."""
+    def read_payload(self) -> Iterator[Bytes]:
+        """The payload of the arrival at hand, where ZMQ received it."""
         assert self._reading is not None
-        if not self._reading.getsockopt(zmq.RCVMORE):
-            return None
-        return np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
+        while self._reading.getsockopt(zmq.RCVMORE):
+            yield np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header and a frame of all the payload: one, because small ones cost more than the copy into it.
-
-        The bytes are copied, so they may change at once.
-        """
-        frames: list[bytes | memoryview] = [header]
-        if payload:
-            frames.append((payload[0] if len(payload) == 1 else np.concatenate(payload)).data)
+        """Queues a header and the payload behind it, which ZMQ reads where it is, when its turn comes."""
+        frames = list(_worth_a_frame(payload))
+        more = zmq.SNDMORE if frames else 0
         try:
             if isinstance(peer, bytes):
-                self._router.send_multipart([peer, *frames], zmq.NOBLOCK)
+                socket = self._router
+                socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             else:
-                self._dealer(peer).send_multipart(frames, zmq.NOBLOCK)
+                socket = self._dealer(peer)
+            socket.send(header, zmq.NOBLOCK | more)
+            if frames:
+                socket.send_multipart([frame.data for frame in frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in UNDELIVERABLE:
                 raise
@@ -138,3 +140,18 @@ class ZmqChannel:
                 return
             while socket.getsockopt(zmq.RCVMORE):
                 socket.recv(copy=False)
+
+
+def _worth_a_frame(payload: Sequence[Bytes]) -> Iterator[Bytes]:
+    """The same bytes; small spans that follow one another are copied into one."""
+    small: list[Bytes] = []
+    for span in payload:
+        if span.nbytes < MIN_FRAME_BYTES:
+            small.append(span)
+            continue
+        if small:
+            yield np.concatenate(small)
+            small = []
+        yield span
+    if small:
+        yield np.concatenate(small)

@@ -163,11 +163,14 @@ class EndpointUnderFire:
             frame = codec.encode(message)
         except WireError:  # too long to be said
             return
-        self._channel.payload = None
-        if isinstance(message, Pieces) and self._rng.random() < 0.9:
+        self._channel.payload.clear()
+        if isinstance(message, Pieces):
             number = len(message.indices) + self._rng.choice((-1, 0, 0, 0, 1))
-            size = number * BLOCK_NBYTES + self._rng.choice((0,) * 9 + (-1, 1))
-            self._channel.payload = np.full(max(0, size), 0xEE, np.uint8)
+            sizes = [
+                self._rng.choice((BLOCK_NBYTES,) * 9 + (0, 1, BLOCK_NBYTES + 1, 2 * BLOCK_NBYTES))
+                for _ in range(max(0, number))
+            ]
+            self._channel.payload.extend(np.full(size, 0xEE, np.uint8) for size in sizes)
         self.counts[f"said {kind.__name__}"] += 1
         self._take(is_from_producer, frame)
 
@@ -183,9 +186,9 @@ class EndpointUnderFire:
             Pieces(key, 0, numbers, numbers, ()),
             End(key, num_pieces, FirstToken(7, None)),
         ):
-            self._channel.payload = np.full(num_pieces * BLOCK_NBYTES, 0xAA, np.uint8)
+            self._channel.payload.append(np.full(num_pieces * BLOCK_NBYTES, 0xAA, np.uint8))
             self._take(True, TO_CONSUMER.encode(message))
-            self._channel.payload = None
+            self._channel.payload.clear()
 
     def _message(self, kind: Any, is_from_producer: bool) -> ToProducer | ToConsumer:
         message: ToProducer | ToConsumer = maker(kind)(self._rng)

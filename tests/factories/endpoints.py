@@ -1,7 +1,7 @@
 """Whole workers' transfer endpoints, with real pools of bytes, joined by queues in one thread on virtual time."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -43,16 +43,15 @@ class QueueChannel:
         self._fabric = fabric
         self.address = address
         self.num_dropped = 0
-        self.payload: bytes | None = None
+        self.payload: list[bytes] = []
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
         target = peer.decode() if isinstance(peer, bytes) else peer
-        frames = [header, *([b"".join(piece.tobytes() for piece in payload)] if payload else [])]
+        frames = [header, *(span.tobytes() for span in payload)]
         self._fabric.post(self.address, target, isinstance(peer, bytes), frames)
 
-    def read_payload(self) -> Bytes | None:
-        payload, self.payload = self.payload, None
-        return None if payload is None else np.frombuffer(payload, np.uint8)
+    def read_payload(self) -> Iterator[Bytes]:
+        return (np.frombuffer(span, np.uint8) for span in self.payload)
 
 
 class EndpointConnector:
@@ -213,7 +212,7 @@ class Fabric:
         """Everything under way, and what that leads to."""
         while self._queue:
             source, target, is_from_producer, (header, *payload) = self._queue.popleft()
-            self._channels[target].payload = payload[0] if payload else None
+            self._channels[target].payload = payload
             peer: Peer = source if is_from_producer else source.encode()
             self.endpoints[target].take(Arrival(peer, is_from_producer, header))
 

@@ -1,7 +1,7 @@
 """A channel that leads nowhere: it remembers what is sent, and gives what a test says is received."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kv_transfer.protocol.effects import Peer
@@ -23,7 +23,7 @@ class RecordingChannel:
     num_dropped = 0
 
     def __init__(self) -> None:
-        self.payload: Bytes | None = None
+        self.payload: list[Bytes] = []
         self.seen: deque[TransferKey] = deque(maxlen=40)
         """Keys that were said on the wire: what an eavesdropper knows."""
         self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
@@ -35,6 +35,5 @@ class RecordingChannel:
         if not isinstance(message, Unreadable):
             self.seen.append(message.key)
 
-    def read_payload(self) -> Bytes | None:
-        payload, self.payload = self.payload, None
-        return payload
+    def read_payload(self) -> Iterator[Bytes]:
+        return iter(self.payload)

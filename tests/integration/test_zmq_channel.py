@@ -1,4 +1,4 @@
-"""ZmqChannel over loopback: what is sent is what is read, whatever happens to the pool meanwhile or is left unread."""
+"""ZmqChannel over loopback: what is sent is what is read, whatever is left unread."""
 
 from collections.abc import Iterator
 
@@ -7,21 +7,21 @@ import pytest
 
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.zmq_tcp import ZmqChannel
+from kv_transfer.transport.zmq_tcp import MIN_FRAME_BYTES, ZmqChannel
 
-PIECE_NBYTES = 96 * 1024
+LARGE = MIN_FRAME_BYTES
 
 
 @pytest.fixture
 def giver() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", PIECE_NBYTES, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, None)
     yield channel
     channel.close()
 
 
 @pytest.fixture
 def taker() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", PIECE_NBYTES, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, None)
     yield channel
     channel.close()
 
@@ -34,59 +34,70 @@ def meet(giver: ZmqChannel, taker: ZmqChannel) -> bytes:
     return arrival.peer
 
 
-def take(taker: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -> dict[bytes, Bytes | None]:
-    """The next arrivals by header, with their payloads but for those of `unread`."""
-    taken: dict[bytes, Bytes | None] = {}
+def take(taker: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -> dict[bytes, list[Bytes]]:
+    """The next arrivals by header, with the spans of their payloads but for those of `unread`."""
+    taken: dict[bytes, list[Bytes]] = {}
     while len(taken) < num_arrivals:
         before = len(taken)
         for arrival in taker.wait(10.0):
-            taken[arrival.header] = None if arrival.header in unread else taker.read_payload()
+            taken[arrival.header] = [] if arrival.header in unread else list(taker.read_payload())
         assert len(taken) > before, f"nothing arrived within 10 s after {list(taken)}"
     return taken
 
 
-def random_pieces(num_pieces: int) -> Bytes:
-    return np.random.default_rng(0).integers(0, 256, (num_pieces, PIECE_NBYTES), dtype=np.uint8)
+def random_bytes(num_bytes: int) -> Bytes:
+    return np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2, BYTES_PER_TURN // PIECE_NBYTES])
-def test_pieces_arrive_in_one_span_as_they_were_when_they_were_sent(
-    giver: ZmqChannel, taker: ZmqChannel, num_pieces: int
+@pytest.mark.parametrize(
+    ("sizes", "arriving"),
+    [
+        ([1000], [1000]),
+        ([1000, 2000, 3000], [6000]),
+        ([LARGE, LARGE + 1], [LARGE, LARGE + 1]),
+        ([1000, 2000, LARGE, 3000, LARGE, LARGE, 4000, 5000], [3000, LARGE, 3000, LARGE, LARGE, 9000]),
+    ],
+)
+def test_large_spans_have_frames_of_their_own_and_small_ones_share_one(
+    giver: ZmqChannel, taker: ZmqChannel, sizes: list[int], arriving: list[int]
 ) -> None:
-    peer, pool = meet(giver, taker), random_pieces(num_pieces)
-    truth = pool.copy()
-    giver.send(peer, b"pieces", list(pool))
-    pool[:] = 0  # they belong to another request by now
-    payload = take(taker, 1)[b"pieces"]
-    assert payload is not None
-    assert (payload.reshape(truth.shape) == truth).all()
+    peer, pool = meet(giver, taker), random_bytes(sum(sizes))
+    giver.send(peer, b"pieces", np.split(pool, np.cumsum(sizes)[:-1]))
+    spans = take(taker, 1)[b"pieces"]
+    assert [len(span) for span in spans] == arriving
+    assert (np.concatenate(spans) == pool).all()
 
 
 def test_the_largest_message_that_a_turn_makes_is_not_too_large(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, payload = meet(giver, taker), np.ones(BYTES_PER_TURN, np.uint8)
+    peer, payload = meet(giver, taker), random_bytes(BYTES_PER_TURN)
     giver.send(peer, b"full", [payload])
-    arrived = take(taker, 1)[b"full"]
-    assert arrived is not None
+    [arrived] = take(taker, 1)[b"full"]
     assert (arrived == payload).all()
 
 
 def test_what_nobody_reads_is_not_in_the_way_of_the_next(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, pool = meet(giver, taker), random_pieces(3)
-    giver.send(peer, b"late", list(pool[:2]))
-    giver.send(peer, b"wanted", [pool[2]])
+    peer, pool = meet(giver, taker), random_bytes(3 * LARGE)
+    giver.send(peer, b"late", [pool[:LARGE], pool[LARGE : 2 * LARGE]])
+    giver.send(peer, b"wanted", [pool[2 * LARGE :]])
     giver.send(peer, b"bare")
     taken = take(taker, 3, unread=(b"late",))
-    assert taken[b"wanted"] is not None
-    assert (taken[b"wanted"] == pool[2]).all()
-    assert taken[b"bare"] is None
+    assert (np.concatenate(taken[b"wanted"]) == pool[2 * LARGE :]).all()
+    assert taken[b"bare"] == []
 
 
 def test_a_payload_outlives_the_arrival_that_brought_it(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, pool = meet(giver, taker), random_pieces(8)
-    for number, piece in enumerate(pool):
+    peer, pieces = meet(giver, taker), random_bytes(8 * LARGE).reshape(8, LARGE)
+    for number, piece in enumerate(pieces):
         giver.send(peer, b"%d" % number, [piece])
     taken = take(taker, 8)
-    for number, piece in enumerate(pool):
-        payload = taken[b"%d" % number]
-        assert payload is not None
-        assert (payload == piece).all()
+    for number, piece in enumerate(pieces):
+        assert (np.concatenate(taken[b"%d" % number]) == piece).all()
+
+
+def test_what_was_not_sent_in_time_does_not_keep_a_channel_from_closing(taker: ZmqChannel) -> None:
+    giver = ZmqChannel("127.0.0.1", LARGE, None)
+    peer, pool = meet(giver, taker), random_bytes(64 * LARGE)
+    for _ in range(100):  # far more than the sockets' buffers hold; nobody reads
+        giver.send(peer, b"pieces", [pool[:LARGE]] * 8)
+    giver.close()
+    assert len(pool) == 64 * LARGE

@@ -1,6 +1,7 @@
 """Network: carries the KV plane's messages as badly as the scenario says; each worker's life has a SimChannel on it."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +29,32 @@ class NetworkFaults:
     max_delay_s: float = 0.004
 
 
+class Payload:
+    """Bytes of a pool that are read behind its back: half of them when they are sent, the others when they arrive."""
+
+    def __init__(self, spans: Sequence[Bytes]) -> None:
+        self._spans = spans
+        self._early = _joined(spans)
+        self._flipped_bit: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(len(self._early))
+
+    def damaged(self, rng: random.Random) -> "Payload":
+        """The same with one bit flipped."""
+        damaged = Payload(self._spans)
+        damaged._flipped_bit = rng.randrange(len(self._early) * 8)
+        return damaged
+
+    def read(self) -> Bytes:
+        """As it arrives."""
+        data = self._early.copy()
+        data[1::2] = _joined(self._spans)[1::2]
+        if self._flipped_bit is not None:
+            data[self._flipped_bit // 8] ^= 1 << (self._flipped_bit % 8)
+        return data
+
+
 @dataclass(slots=True)
 class Network:
     """Who listens where, who is cut off from whom, and what is on its way."""
@@ -41,7 +68,7 @@ class Network:
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def post(
-        self, source: str, target: str, header: bytes, payload: bytes, arrive: Callable[..., None]
+        self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
     ) -> None:
         """`arrive(header, payload)` will be called once, never or twice; it looks for its reader itself."""
         world, faults = self.world, self.faults
@@ -62,14 +89,14 @@ class Network:
             header = flip_bit(header, world.rng.randrange(len(header) * 8))
         if payload and world.chance(faults.payload_damage):
             world.counts["fault payload damaged"] += 1
-            payload = flip_bit(payload, world.rng.randrange(len(payload) * 8))
+            payload = payload.damaged(world.rng)
         self._carry(source, target, header, payload, arrive)
         if world.chance(faults.doubling):
             world.counts["fault doubled"] += 1
             self._carry(source, target, header, payload, arrive)
 
     def _carry(
-        self, source: str, target: str, header: bytes, payload: bytes, arrive: Callable[..., None]
+        self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
     ) -> None:
         world, faults = self.world, self.faults
         delay_s = world.between(0.0001, faults.max_delay_s)
@@ -98,17 +125,17 @@ class SimChannel:
         self.take: Callable[[Arrival], None] = lambda _: None
         self._peers: dict[bytes, SimChannel] = {}
         """Who is behind each identity that connected to our ROUTER."""
-        self._payload = b""
+        self._payload = Payload(())
         network.listening[self.address] = self
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        network, copies = self._network, b"".join(piece.tobytes() for piece in payload)
+        network, late_bytes = self._network, Payload(payload)
         if isinstance(peer, str):
             network.post(
                 self.name,
                 peer.removeprefix("sim://"),
                 header,
-                copies,
+                late_bytes,
                 lambda header, payload: self._reach_listener(peer, header, payload),
             )
         elif target := self._peers.get(peer):
@@ -116,7 +143,7 @@ class SimChannel:
                 self.name,
                 target.name,
                 header,
-                copies,
+                late_bytes,
                 lambda header, payload: target.receive(
                     Arrival(self.address, is_from_producer=True, header=header), payload
                 ),
@@ -124,11 +151,11 @@ class SimChannel:
         else:
             self.num_dropped += 1
 
-    def read_payload(self) -> Bytes | None:
-        payload, self._payload = self._payload, b""
-        return np.frombuffer(payload, np.uint8) if payload else None
+    def read_payload(self) -> Iterator[Bytes]:
+        if self._payload:
+            yield self._payload.read()
 
-    def receive(self, arrival: Arrival, payload: bytes) -> None:
+    def receive(self, arrival: Arrival, payload: Payload) -> None:
         """What came out of the network; a process that is stopped reads it when it goes on, a dead one never."""
         if self._process.is_dead:
             return
@@ -138,9 +165,9 @@ class SimChannel:
             return
         self._payload = payload
         self.take(arrival)
-        self._payload = b""
+        self._payload = Payload(())
 
-    def _reach_listener(self, address: str, header: bytes, payload: bytes) -> None:
+    def _reach_listener(self, address: str, header: bytes, payload: Payload) -> None:
         """Whoever listens at the address by now, even if that is a later life than the one that was meant."""
         listener = self._network.listening.get(address)
         if listener is None:
@@ -153,6 +180,10 @@ class SimChannel:
 def id_of(channel: SimChannel) -> str:
     """Which life of which worker."""
     return channel._process.incarnation
+
+
+def _joined(spans: Sequence[Bytes]) -> Bytes:
+    return np.concatenate(spans) if spans else np.empty(0, np.uint8)
 
 
 def flip_bit(data: bytes, bit: int) -> bytes:

@@ -61,8 +61,10 @@ def hand_over(
         )
     )
     if how == "sent":
-        for theirs, ours in pieces:
-            target.store(ours, source.span(theirs))
+        spans = source.spans([theirs for theirs, _ in pieces])
+        sent = np.concatenate(spans).reshape(len(pieces), -1)
+        for (theirs, ours), piece in zip(pieces, sent, strict=True):
+            target.store(ours, piece)
             assert source.checksum(theirs) == target.checksum(ours)
     else:
         runs = target.runs([theirs for theirs, _ in pieces], [ours for _, ours in pieces])
@@ -101,8 +103,10 @@ def test_equal_workers_exchange_whole_blocks_in_place() -> None:
     source, target = make_pool(2, 1, 16, 1), make_pool(2, 1, 16, 2)
     view = target.pieces(source.layout)
     assert view.shape == PieceShape(1, 16, 0, NUM_HEADS // 2)
-    view.span(3)[:] = 7
+    first, second = view.spans([3, 7, 8])
+    first[:], second[:] = 7, 8
     assert (target.blocks[3] == 7).all()
+    assert (target.blocks[7:9] == 8).all(), "neighbours are one span"
     runs = view.runs([4, 5, 6, 9], [1, 2, 3, 4])
     size = target.blocks[0].nbytes
     assert runs.lengths.tolist() == [3 * size, size], "neighbours are copied at once"
