@@ -45,7 +45,8 @@ class KVConnectorWorker:
         `memory` is what blocks in host memory live in, if other processes may map that.
         """
         pool = make_pool(blocks, fingerprint, rank)
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys)
+        window_bytes = config.max_inflight_mib * 2**20
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, window_bytes, keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(

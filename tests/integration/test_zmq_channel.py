@@ -14,14 +14,14 @@ LARGE = MIN_FRAME_BYTES
 
 @pytest.fixture
 def giver() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None)
     yield channel
     channel.close()
 
 
 @pytest.fixture
 def taker() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None)
     yield channel
     channel.close()
 
@@ -94,10 +94,20 @@ def test_a_payload_outlives_the_arrival_that_brought_it(giver: ZmqChannel, taker
         assert (np.concatenate(taken[b"%d" % number]) == piece).all()
 
 
-def test_what_was_not_sent_in_time_does_not_keep_a_channel_from_closing(taker: ZmqChannel) -> None:
-    giver = ZmqChannel("127.0.0.1", LARGE, None)
+def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory(taker: ZmqChannel) -> None:
+    giver = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None)
     peer, pool = meet(giver, taker), random_bytes(64 * LARGE)
-    for _ in range(100):  # far more than the sockets' buffers hold; nobody reads
-        giver.send(peer, b"pieces", [pool[:LARGE]] * 8)
-    giver.close()
-    assert len(pool) == 64 * LARGE
+    was_sent = [giver.send(peer, b"pieces", [pool[:LARGE], pool[LARGE : 2 * LARGE]]) for _ in range(1000)]
+    assert was_sent[0]
+    assert not was_sent[-1]
+    assert giver.num_dropped == was_sent.count(False)
+    giver.close()  # although ZMQ still has some of it
+
+
+def test_c33_a_peer_that_reads_is_sent_all_of_it(giver: ZmqChannel, taker: ZmqChannel) -> None:
+    peer, pool = meet(giver, taker), random_bytes(BYTES_PER_TURN)
+    for number in range(64):
+        assert giver.send(peer, b"%d" % number, [pool])
+        [arrived] = take(taker, 1)[b"%d" % number]
+        assert (arrived == pool).all()
+    assert giver.num_dropped == 0
