@@ -45,8 +45,8 @@ class KVConnectorWorker:
         `memory` is what blocks in host memory live in, if other processes may map that.
         """
         pool = make_pool(blocks, fingerprint, rank)
-        window_bytes = config.max_inflight_mib * 2**20
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, window_bytes, keys)
+        max_queued_bytes = 2 * config.max_inflight_mib * 2**20
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, max_queued_bytes, keys)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
@@ -70,7 +70,7 @@ class KVConnectorWorker:
     def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up.
 
-        Returns at once, unless blocks are taken back: then when nothing sends them any more.
+        Returns at once, unless blocks are taken back: then when none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
             self._agent.post(metadata.at_once)

@@ -45,7 +45,7 @@ class GivingEnd:
         """Requests whose blocks nobody reads any more, until somebody takes them."""
 
     def obey(self, order: GivingOrder) -> None:
-        """One order of the engine. After `WithdrawBlocks` none of those blocks is sent any more."""
+        """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
         request_id, now = order.request_id, self._clock.now()
         if isinstance(order, BeginSend):
             self._begin(order)

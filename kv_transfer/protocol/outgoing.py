@@ -11,7 +11,7 @@ from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
 from kv_transfer.protocol.transports import SENDS_BYTES
 
-BYTES_PER_TURN = 1024 * 1024
+BYTES_PER_TURN = 4 * 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024

@@ -39,7 +39,8 @@ class ZmqChannel:
     ) -> None:
         """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
 
-        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped.
+        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped; that something was
+        taken, we learn a little later than the peer.
         """
         self._keys = keys
         self._max_queued_bytes = max_queued_bytes
