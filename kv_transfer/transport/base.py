@@ -101,12 +101,15 @@ class RemotePool(Protocol):
     def read(self, runs: Runs) -> int:
         """Begins to copy; returns the read's number, which `PoolReader.poll` names when it is over.
 
-        TransportError if that cannot even be begun, or a run lies outside the pool.
+        TransportError if that cannot even be begun, or a run lies outside the pool; then nothing is being written.
         """
         ...
 
     def close(self) -> None:
-        """Reads under way are over when this returns, and are still reported."""
+        """Reads under way are over when this returns, and are still reported.
+
+        TransportError if something cannot be given back; the reads are over all the same.
+        """
         ...
 
 
@@ -133,4 +136,6 @@ class PoolReader(Protocol):
         """How often `poll` wants to be called while reads are under way; None if they are over as soon as begun."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends every read, and lets nobody read our pool any more. TransportError if something cannot be given back."""
+        ...
