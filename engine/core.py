@@ -142,7 +142,10 @@ class EngineCore:
         return self._scheduler.kv_block_counts()
 
     def counters(self) -> dict[str, int]:
-        return {**self._scheduler.counters(), **self._connector.counters()}
+        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
+        ours, theirs = self._scheduler.counters(), self._connector.counters()
+        assert not ours.keys() & theirs.keys(), "one name would hide the other"
+        return {**ours, **theirs}
 
     def kv_peers(self) -> tuple[KVPeerCounts, ...]:
         return self._connector.peers()

@@ -172,6 +172,7 @@ def _kv_peer_to_message(counts: KVPeerCounts) -> cluster_pb.KVPeer:
         transport=counts.transport,
         done=counts.done,
         failed=counts.failed,
+        not_needed=counts.not_needed,
         bytes=counts.num_bytes,
         queued_s=counts.queued_s,
         moving_s=counts.moving_s,

@@ -39,6 +39,7 @@ COUNTERS = (
     "kv_loads_received",
     "kv_loads_failed",
     "kv_loads_aborted",
+    "kv_loads_not_needed",
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_pieces_resent",

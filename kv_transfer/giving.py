@@ -100,8 +100,8 @@ class GivingEnd:
                     self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
                 case SendPieces():
                     self._send_pieces(effect)
-                case Freed(leg, transport, exposed_s):
-                    self._metrics.given(self._legs.peer_of(leg), transport, exposed_s)
+                case Freed(leg, transport, exposed_s, is_needed):
+                    self._metrics.given(self._legs.peer_of(leg), transport, exposed_s, is_needed)
                     if self._open.freed(leg.request_id, leg):
                         self._legs.close(leg.request_id)
                         self.freed.append(leg.request_id)

@@ -97,8 +97,8 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason):
-                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason),), (), ())
+            case GiveUp(ranks, reason, is_cancelled):
+                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason, is_cancelled),), (), ())
                 for number in ranks:
                     self._ranks[number].send_orders(orders)
             case LoadArrived(parts):

@@ -80,9 +80,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
-            case GiveUpLoad(request_id, reason):
+            case GiveUpLoad(request_id, reason, is_cancelled):
                 for end in self._legs.of(request_id):
-                    self._do(self._consumer.give_up(end.leg, reason))
+                    self._do(self._consumer.give_up(end.leg, reason, is_cancelled))
 
     def take(self, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -201,6 +201,7 @@ class TakingEnd:
         """Compares checksums of what was written; the state machine hears of every piece."""
         key, end = message.key, self._legs.at(message.key)
         view, damaged = end.view, set(missing)
+        num_written = len(wanted.indices) - len(damaged)
         if self._consumer.wants_checksums(key):
             checksums = message.checksums or (None,) * len(message.indices)
             for position, index, piece_id in zip(
@@ -208,7 +209,7 @@ class TakingEnd:
             ):
                 if index not in damaged and view.checksum(piece_id) != checksums[position]:
                     damaged.add(index)
-        num_bytes = len(wanted.indices) * view.nbytes
+        num_bytes = num_written * view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
         valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
@@ -241,18 +242,18 @@ class TakingEnd:
                     self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
                 case Failed(leg, num_valid, reason, is_cancelled, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport)
+                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
                     outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
                     self._conclude(leg.request_id, outcome)
-                case Quiesced(leg, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport)
+                case Quiesced(leg, transport, has_failed):
+                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=has_failed)
                     self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.give_up(leg, outcome.reason))
+                self._do(self._consumer.give_up(leg, outcome.reason, outcome.is_cancelled))
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
             self._legs.close(request_id)

@@ -144,6 +144,7 @@ class Producer:
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted")
+        transfer.is_needed = transfer.is_needed and not is_cancelled
         self._remember(farewell)
         return told + self._forget(transfer)
 
@@ -175,7 +176,8 @@ class Producer:
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
-            case Cancel():
+            case Cancel(is_cancelled=is_cancelled):
+                transfer.is_needed = not is_cancelled
                 self._count_end(transfer, "kv_sends_cancelled")
                 return self._close(transfer)
 
@@ -240,6 +242,7 @@ class Producer:
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
+            early.is_needed = not message.is_cancelled
             early.move_to(State.CANCELLED)
             return []
         if isinstance(message, Open):  # nothing was sent yet, so nothing can have been received
@@ -260,8 +263,10 @@ class Producer:
             return [Send(peer, refused), *self._close(transfer)]
         if transfer.state is State.PREPARING:
             transfer.move_to(State.STREAMING)
+        offered = transfer.unacked | transfer.acked
         self._window.forget_inflight(transfer)
         transfer.reopen(message, peer, transport)
+        self._counters["kv_pieces_resent"] += len(offered.intersection(transfer.unsent))
         return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
 
     def _no_transport(self, message: Open) -> str:
@@ -343,7 +348,7 @@ class Producer:
             self._num_early -= 1
             return effects
         del self._keys[transfer.leg]
-        return [*effects, Freed(transfer.leg, transfer.transport, transfer.exposed_s)]
+        return [*effects, Freed(transfer.leg, transfer.transport, transfer.exposed_s, transfer.is_needed)]
 
     def _remember(self, farewell: Aborted) -> None:
         self._farewells[farewell.key] = farewell

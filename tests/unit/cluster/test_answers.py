@@ -74,6 +74,7 @@ def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
         "transport": "shared_memory",
         "done": "4",
         "failed": "1",
+        "not_needed": "2",
         "bytes": str(3 * 2**20),
         "queued_s": 0.5,
         "moving_s": 0.02,
@@ -94,4 +95,4 @@ def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
     assert "6 requests in flight, 7 queued" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"] in rows
-    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "3.0", "125.0", "5.0"]
+    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "2", "3.0", "125.0", "5.0"]
