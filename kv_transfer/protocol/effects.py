@@ -64,6 +64,8 @@ class Freed:
     """From the end of the prefill to the consumer's Release; None if there was none."""
     is_needed: bool = field(default=True, compare=False)
     """False: the request itself ended before it was handed over, so without a Release nothing has failed."""
+    reason: str = field(default="", compare=False)
+    """Why there was no Release."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class Outgoing:
     """Set by the consumer's Release."""
     is_needed: bool = True
     """False once either engine says that the request itself has ended."""
+    end_reason: str = ""
+    """Why it ended otherwise than by a Release; the first reason counts."""
     is_end_sent: bool = False
 
     def move_to(self, state: State) -> None:

@@ -142,6 +142,9 @@ class Sends(Generic[P]):
         del self._open[request_id]
         return True
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
     def forget(self, request_id: str) -> None:
         """Nobody waits to hear that it is free."""
         self._open.pop(request_id, None)
