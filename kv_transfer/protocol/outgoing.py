@@ -59,6 +59,10 @@ class Outgoing:
     finished_at: float = 0.0
     exposed_s: float | None = None
     """Set by the consumer's Release."""
+    is_needed: bool = True
+    """False once either engine says that the request itself has ended."""
+    end_reason: str = ""
+    """Why it ended otherwise than by a Release; the first reason counts."""
     is_end_sent: bool = False
 
     def move_to(self, state: State) -> None:
