@@ -49,7 +49,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.silence import Silence
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach
+from kv_transfer.protocol.transports import SENDS_BYTES, Reach, Ways
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
@@ -80,8 +80,7 @@ class Consumer:
         self._keys: dict[Leg, TransferKey] = {}
         self._num_by_producer: Counter[str] = Counter()
         self._silence = Silence(identity.heartbeat_s)
-        self._unreachable: dict[tuple[str, int], set[str]] = {}
-        """Transports that turned out not to reach a producer's rank, while there are legs from it."""
+        self._ways = Ways(identity.reach.transports)
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -230,10 +229,8 @@ class Consumer:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
             return self._drain(transfer)
-        if transfer.transport not in (
-            transport,
-            None,
-        ):  # what was offered of these in the new way was not taken
+        has_moved_on = transfer.transport not in (transport, None)
+        if has_moved_on:  # what was offered of these in the new way was not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -243,11 +240,11 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._unreachable.setdefault((key.producer, key.producer_rank), set()).add(transport)
+        self._ways.has_failed(key.producer, key.producer_rank, transport)
         if transfer.state is not State.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
-        if not self._transports_to(key):
+        if not self._ways.to(key.producer, key.producer_rank):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
@@ -290,10 +287,6 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
-    def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
-        unreachable = self._unreachable.get((key.producer, key.producer_rank), set())
-        return tuple(name for name in self._identity.reach.transports if name not in unreachable)
-
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
@@ -307,7 +300,7 @@ class Consumer:
             tuple(transfer.verified),
             tuple(transfer.verified.values()),
             self._identity.reach.host,
-            self._transports_to(transfer.key),
+            self._ways.to(transfer.key.producer, transfer.key.producer_rank),
             self._identity.checksums,
         )
         return [Send(transfer.address, message)]
@@ -315,7 +308,7 @@ class Consumer:
     def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._transports_to(transfer.key):
+        if message.transport not in self._ways.to(transfer.key.producer, transfer.key.producer_rank):
             return []  # the answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
@@ -397,7 +390,6 @@ class Consumer:
         if not self._num_by_producer[producer]:
             del self._num_by_producer[producer]
             self._silence.forget(producer)
-            for place in [place for place in self._unreachable if place[0] == producer]:
-                del self._unreachable[place]
+            self._ways.forget(producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)
