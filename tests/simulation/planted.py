@@ -120,7 +120,7 @@ def trust_opens_of_older_versions() -> Patch:
 
 
 def say_end_before_the_last_ack() -> Patch:
-    """Where the consumer reads by itself, nobody knows yet whether it did so in time."""
+    """Nobody knows yet whether the pool was read in time."""
 
     def end(self: Producer, transfer: Outgoing) -> list[Effect]:
         if transfer.first_token is None or transfer.is_end_sent:
