@@ -45,8 +45,9 @@ class KVConnectorWorker:
         `memory` is what blocks in host memory live in, if other processes may map that.
         """
         pool = make_pool(blocks, fingerprint, rank)
+        window_bytes = config.max_inflight_mib * 2**20
         idle_s = max(IDLE_S, config.peer_timeout_s)  # heartbeats are more frequent than the latter
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys, clock, idle_s=idle_s)
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, window_bytes, keys, clock, idle_s=idle_s)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(

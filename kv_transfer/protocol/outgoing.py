@@ -95,6 +95,12 @@ class Outgoing:
         for index in sorted(self.ready):
             self._offer(index)
 
+    def arrived(self, indices: Iterable[int]) -> None:
+        """The consumer has these. One that was queued to be offered again is not."""
+        self.acked.update(indices)
+        if not self.acked.isdisjoint(self.unsent):
+            self.unsent = deque(index for index in self.unsent if index not in self.acked)
+
     def withdraw(self) -> None:
         """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""
         self.ready.clear()

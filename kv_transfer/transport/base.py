@@ -42,8 +42,11 @@ class Channel(Protocol):
     @property
     def num_dropped(self) -> int: ...
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header and the payload behind it. The payload may be read long after this has returned."""
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
+        """Queues a header and the payload behind it; False if they were dropped.
+
+        The payload may be read long after this has returned.
+        """
         ...
 
     def read_payload(self) -> Iterator[Bytes]:

@@ -5,6 +5,7 @@ Knows no protocol. Nothing here blocks: what cannot be queued is dropped and cou
 
 import errno
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,7 @@ class ZmqChannel:
         self,
         bind_host: str,
         block_nbytes: int,
+        max_queued_bytes: int,
         keys: PlaneKeys | None,
         clock: Clock,
         *,
@@ -65,11 +67,13 @@ class ZmqChannel:
     ) -> None:
         """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
 
-        Peers answer over the connection we made: `idle_s` must exceed the pauses between what is said of a hand-over.
+        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped. Peers answer over the
+        connection we made, so `idle_s` must exceed the pauses between what is said of a hand-over.
         """
         self._keys = keys
         self._clock = clock
         self._idle_s = idle_s
+        self._max_queued_bytes = max_queued_bytes
         self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
@@ -83,6 +87,8 @@ class ZmqChannel:
         self._poller.register(self._router, zmq.POLLIN)
         self._doorkeeper.register(self._poller)
         self._reading: zmq.Socket[bytes] | None = None
+        self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
+        """Payloads that ZMQ may still read, and their bytes, oldest first."""
         self.num_dropped = 0
 
     @property
@@ -111,10 +117,13 @@ class ZmqChannel:
         while self._reading.getsockopt(zmq.RCVMORE):
             yield np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         """Queues a header and the payload behind it, which ZMQ reads where it is, when its turn comes."""
         frames = list(_worth_a_frame(payload))
         more = zmq.SNDMORE if frames else 0
+        if frames and self._num_queued_bytes(peer) >= self._max_queued_bytes:
+            self.num_dropped += 1
+            return False
         try:
             if isinstance(peer, bytes):
                 socket = self._router
@@ -123,17 +132,33 @@ class ZmqChannel:
                 socket = self._connected(peer)
             socket.send(header, zmq.NOBLOCK | more)
             if frames:
-                socket.send_multipart([frame.data for frame in frames], zmq.NOBLOCK, copy=False)
+                tracker = socket.send_multipart(
+                    [frame.data for frame in frames], zmq.NOBLOCK, copy=False, track=True
+                )
+                assert tracker is not None
+                self._queued.setdefault(peer, deque()).append((tracker, sum(map(len, frames))))
         except zmq.ZMQError as error:
             if error.errno not in UNDELIVERABLE:
                 raise
             self.num_dropped += 1
+            return False
+        return True
 
     def close(self) -> None:
         self._doorkeeper.close()
         for socket in [self._router, *(connection.socket for connection in self._connections.values())]:
             socket.close()
         self._context.term()
+
+    def _num_queued_bytes(self, peer: Peer) -> int:
+        """What this peer has not taken yet."""
+        for other in list(self._queued) if len(self._queued) > MAX_PEERS else [peer]:
+            queued = self._queued.get(other, deque())
+            while queued and queued[0][0].done:
+                queued.popleft()
+            if not queued:
+                self._queued.pop(other, None)
+        return sum(num_bytes for _, num_bytes in self._queued.get(peer, ()))
 
     def _connected(self, address: str) -> "zmq.Socket[bytes]":
         connection = self._connections.pop(address, None)

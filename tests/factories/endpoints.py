@@ -45,10 +45,11 @@ class QueueChannel:
         self.num_dropped = 0
         self.payload: list[bytes] = []
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         target = peer.decode() if isinstance(peer, bytes) else peer
         frames = [header, *(span.tobytes() for span in payload)]
         self._fabric.post(self.address, target, isinstance(peer, bytes), frames)
+        return True
 
     def read_payload(self) -> Iterator[Bytes]:
         return (np.frombuffer(span, np.uint8) for span in self.payload)
