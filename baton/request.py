@@ -5,6 +5,7 @@ from enum import Enum
 
 from baton.kv import KVTransferParams
 from baton.sampling import SamplingParams
+from baton.transfer import TransferRecord
 
 
 class FinishReason(Enum):
@@ -72,8 +73,9 @@ class StageTimes:
     """Where one leg of a request spent its time, in seconds of the worker's own clock.
 
     Prefill leg and local requests: `queue_s` then `prefill_s`. Decode leg: `queue_s` until its blocks were
-    reserved, then `transfer_s` until the last block was verified (this overlaps the prefill of the other
-    side), of which `transfer_moving_s` from the first block's arrival on. Then `decode_s` to the last token.
+    reserved, then `transfer_s` until the last block was verified or the transfer failed (this overlaps the prefill
+    of the other side), of which `transfer_moving_s` from the first block's arrival on; then `prefill_s` if the prompt
+    did not arrive and was computed here. Then `decode_s` to the last token.
     """
 
     queue_s: float = 0.0
@@ -81,9 +83,12 @@ class StageTimes:
     transfer_s: float = 0.0
     transfer_moving_s: float = 0.0
     transfer_bytes: int = 0
+    """Of a prompt that arrived whole; else 0."""
     transport: str = ""
     """Which way the blocks came."""
     decode_s: float = 0.0
+    transfers: tuple[TransferRecord, ...] = ()
+    """Hand-overs that are over, counted from the request's arrival here."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,4 +115,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
     stage_times: StageTimes | None = None
-    """Set with the finish."""
+    """Set with the finish; and once more, by itself, when what was handed over has been released."""

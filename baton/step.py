@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.request import FirstToken, RequestOutput, TokenLogprobs
 from baton.sampling import SamplingParams
+from baton.transfer import TransferRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ class KVConnectorOutput:
     failed_recving: tuple[FailedKV, ...] = ()
     quiesced: tuple[str, ...] = ()
     """Aborted loads whose quarantined blocks nothing will write any more."""
+    transfers: Mapping[str, TransferRecord] = field(default_factory=dict)
+    """How it went, by request: comes along with the news that it was read, arrived or failed."""
 
     def __bool__(self) -> bool:
         return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.quiesced)
@@ -128,6 +131,7 @@ class KVConnectorOutput:
             self.finished_recving + later.finished_recving,
             self.failed_recving + later.failed_recving,
             self.quiesced + later.quiesced,
+            {**self.transfers, **later.transfers},
         )
 
 

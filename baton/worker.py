@@ -61,11 +61,14 @@ class KVPeerCounts:
     role: TransferRole
     """Which end this worker was on."""
     peer: str
+    """Its name; `(others)` sums up peers of long ago."""
     transport: str
     """Empty for those that ended before one was agreed upon."""
     done: int
     failed: int
-    """Ended otherwise: aborted, refused, expired, given up."""
+    """Ended otherwise though the request went on: prefill failed, refused, expired, given up."""
+    not_needed: int
+    """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     num_bytes: int
     queued_s: float
     """Consumer: seconds from asking to the first piece; overlaps the prefill."""

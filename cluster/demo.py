@@ -57,6 +57,8 @@ def show_timeline(answer: Answer, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for transfer in timing["transfers"]:
+        console.print(f"{'':<20} {_story(transfer)}", highlight=False, soft_wrap=True)
     console.print(
         f"{'total':<8} {timing['total_s'] * 1e3:8.1f} ms  first token after {timing['ttft_s'] * 1e3:.1f} ms, "
         f"next one {timing['handover_s'] * 1e3:.1f} ms later; mode {placement['mode']}, "
@@ -64,6 +66,18 @@ def show_timeline(answer: Answer, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _story(transfer: dict[str, Any]) -> str:
+    """One end's view of a hand-over, with the moments of its events since the request's arrival."""
+    direction = "to" if transfer["role"] == "producer" else "from"
+    events = ", ".join(
+        f"{event['name'].replace('_', ' ')} {event['at_s'] * 1e3:.1f} ms" for event in transfer["events"]
+    )
+    reason = f" ({transfer['reason']})" if transfer["reason"] else ""
+    exposed = f"; exposed {transfer['exposed_s'] * 1e3:.1f} ms" if transfer["exposed_s"] else ""
+    who = f"{transfer['worker']} {direction} {transfer['peer']}, attempt {transfer['attempt']}"
+    return f"{who}: {events}{reason}{exposed}"
 
 
 def _pace(timing: dict[str, Any]) -> str:

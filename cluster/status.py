@@ -52,7 +52,7 @@ def show(description: dict[str, Any], console: Console) -> None:
 def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]]) -> Table:
     """What every worker gave to and took from every other one; times are means of those that were done, in ms."""
     table = Table("worker", "", "peer", "transport", box=None, header_style="bold", pad_edge=False)
-    for heading in ("handed over", "failed", "MiB", "queued", "moving", "exposed ms"):
+    for heading in ("handed over", "failed", "not needed", "MiB", "queued", "moving", "exposed ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for worker, peer in hand_overs:
         is_producer, num_done = peer["role"] == "producer", int(peer["done"])
@@ -67,6 +67,7 @@ def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]]) -> Table
             peer["transport"] or "-",
             str(num_done),
             str(peer["failed"]),
+            str(peer["not_needed"]),
             f"{int(peer['bytes']) / 2**20:.1f}",
             "" if is_producer else means["queued_s"],
             "" if is_producer else means["moving_s"],

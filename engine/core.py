@@ -123,7 +123,7 @@ class EngineCore:
         )
         if request.sampling_params.structured_output is not None:
             self._grammars.compile(request.sampling_params.structured_output)
-        self._stages.arrived(request.request_id)
+        self._stages.arrived(request.request_id, client_id)
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
@@ -142,7 +142,10 @@ class EngineCore:
         return self._scheduler.kv_block_counts()
 
     def counters(self) -> dict[str, int]:
-        return {**self._scheduler.counters(), **self._connector.counters()}
+        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
+        ours, theirs = self._scheduler.counters(), self._connector.counters()
+        assert not ours.keys() & theirs.keys(), "one name would hide the other"
+        return {**ours, **theirs}
 
     def kv_peers(self) -> tuple[KVPeerCounts, ...]:
         return self._connector.peers()
@@ -158,6 +161,8 @@ class EngineCore:
         """What happened outside since the last step: transfers that ended, grammars that were compiled."""
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
+        for client_id, output in self._stages.transferred(news.transfers):
+            outputs[client_id].append(output)
         self._end_between_steps(self._scheduler.update_connector_output(news), outputs)
         for grammar in self._grammars.take_news():
             ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)

@@ -1,21 +1,33 @@
-"""StageTimes: when each request reached which stage, told from plans and outputs alone; knows no scheduler."""
+"""StageTimes: when each request reached which stage, told from plans, outputs and transfers alone."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.request import FinishReason, RequestOutput, StageTimes
 from baton.step import ReceivedKV, SchedulerOutput
+from baton.transfer import TransferRecord
 
 
 @dataclass(slots=True)
 class _Marks:
     """Readings of this worker's clock; None: not reached yet."""
 
+    client_id: str
     arrived: float
     first_scheduled: float | None = None
     first_token: float | None = None
     received: ReceivedKV | None = None
+    transfers: list[TransferRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOver:
+    """A request that has finished here, while its blocks wait to be released."""
+
+    client_id: str
+    arrived: float
+    stages: StageTimes
 
 
 class StageTimer:
@@ -24,9 +36,11 @@ class StageTimer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: dict[str, _Marks] = {}
+        self._handed_over: dict[str, _HandedOver] = {}
+        """As long as the connector holds their blocks: it names each once, in the end."""
 
-    def arrived(self, request_id: str) -> None:
-        self._marks[request_id] = _Marks(self._clock.now())
+    def arrived(self, request_id: str, client_id: str) -> None:
+        self._marks[request_id] = _Marks(client_id, self._clock.now())
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Requests the runner sees for the first time leave the queue now."""
@@ -44,6 +58,20 @@ class StageTimer:
             if marks is not None:
                 marks.received = load
 
+    def transferred(self, records: Mapping[str, TransferRecord]) -> Iterator[tuple[str, RequestOutput]]:
+        """Hand-overs that are over now. Yields news, by client, of requests that had finished here before."""
+        now = self._clock.now()
+        for request_id, record in records.items():
+            if marks := self._marks.get(request_id):
+                marks.transfers.append(_since_arrival(record, now - marks.arrived))
+            elif done := self._handed_over.pop(request_id, None):
+                transfers = (*done.stages.transfers, _since_arrival(record, now - done.arrived))
+                stages = replace(done.stages, transfers=transfers)
+                yield (
+                    done.client_id,
+                    RequestOutput(request_id=request_id, first_position=0, stage_times=stages),
+                )
+
     def produced(self, output: RequestOutput) -> StageTimes | None:
         """Call once per output; returns the stages with the last one and forgets the request."""
         marks = self._marks.get(output.request_id)
@@ -54,24 +82,41 @@ class StageTimer:
         if output.finish_reason is None:
             return None
         del self._marks[output.request_id]
-        return _stages(marks, self._clock.now(), output.finish_reason)
+        stages = _stages(marks, self._clock.now(), output.finish_reason)
+        if output.finish_reason is FinishReason.HANDED_OVER:
+            self._handed_over[output.request_id] = _HandedOver(marks.client_id, marks.arrived, stages)
+        return stages
+
+
+def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
+    """`waited_s` after its request's arrival the record is known to be over."""
+    return record.shifted(max(0.0, waited_s - record.ended_s))
 
 
 def _stages(marks: _Marks, now: float, reason: FinishReason) -> StageTimes:
-    if marks.first_token is None:  # ended in the queue, in mid-prefill or in mid-transfer
-        queue_s = (marks.first_scheduled or now) - marks.arrived
-        return StageTimes(queue_s=queue_s, prefill_s=now - marks.arrived - queue_s)
-    decode_s = 0.0 if reason is FinishReason.HANDED_OVER else now - marks.first_token
-    waited_s = marks.first_token - marks.arrived
-    if marks.received is not None:
+    """Queue, transfer and prefill add up to the time until the first token, or until the end if there was none."""
+    is_whole = marks.first_token is not None
+    until = now if marks.first_token is None else marks.first_token
+    decode_s = now - until if reason is not FinishReason.HANDED_OVER else 0.0
+    transfers = tuple(marks.transfers)
+    if is_whole and marks.received is not None:
         load = marks.received
         return StageTimes(
-            queue_s=max(0.0, waited_s - load.elapsed_s),
+            queue_s=max(0.0, until - marks.arrived - load.elapsed_s),
             transfer_s=load.elapsed_s,
             transfer_moving_s=load.moving_s,
             transfer_bytes=load.num_bytes,
             transport=load.transport,
             decode_s=decode_s,
+            transfers=transfers,
         )
-    queue_s = (marks.first_scheduled or marks.first_token) - marks.arrived
-    return StageTimes(queue_s=queue_s, prefill_s=waited_s - queue_s, decode_s=decode_s)
+    waited_s = (until if marks.first_scheduled is None else marks.first_scheduled) - marks.arrived
+    transfer_s = min(waited_s, sum(record.elapsed_s for record in transfers))
+    return StageTimes(
+        queue_s=waited_s - transfer_s,
+        prefill_s=until - marks.arrived - waited_s,
+        transfer_s=transfer_s,
+        transfer_moving_s=min(transfer_s, sum(record.moving_s for record in transfers)),
+        decode_s=decode_s,
+        transfers=transfers,
+    )

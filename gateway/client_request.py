@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
+from baton.transfer import TransferRecord
 from gateway.router import Mode, Placement
 from gateway.text import TextStream
 
@@ -29,6 +30,15 @@ class Timing:
     total_s: float
     transfer_wait_s: float
     transport: str
+    transfers: tuple["SeenTransfer", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTransfer:
+    """A hand-over as one worker saw it, counted from the request's arrival at the gateway."""
+
+    worker: str
+    record: TransferRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +89,17 @@ class ClientRequest:
     _delivered_at: list[float] = field(default_factory=list)
     _num_cached_tokens: int = 0
     _stages: dict[str, StageTimes] = field(default_factory=dict)
+    _attempt_began_s: float = 0.0
+    """Since the request's arrival."""
+    _transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = field(default_factory=dict)
+    """By attempt and worker; those of attempts that failed, too."""
     _last: tuple[RequestOutput, int] | None = None
     """The output that ends the request, and how many tokens it ends at."""
 
-    def begin_attempt(self, placement: Placement) -> None:
+    def begin_attempt(self, placement: Placement, now: float) -> None:
         """Somebody (else) computes it from now on, from the beginning."""
         self.placement = placement
+        self._attempt_began_s = now - self.arrived_at
         self.num_attempts += 1
         self._stages.clear()
         self._num_cached_tokens = 0
@@ -102,7 +117,7 @@ class ClientRequest:
 
     def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
         """The delta that this output completes, or None while there is nothing new for the client."""
-        self._note(worker, output)
+        self.note_times(worker, output)
         start = output.first_position
         for offset, token_id in enumerate(output.token_ids):
             if start + offset >= self._num_delivered:
@@ -112,10 +127,15 @@ class ClientRequest:
             self._last = (output, start + len(output.token_ids))
         return self._deliver(now)
 
-    def _note(self, worker: str, output: RequestOutput) -> None:
+    def note_times(self, worker: str, output: RequestOutput) -> None:
+        """What an output says about the past. All that is of interest in one that ends an attempt."""
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         if output.stage_times is not None:
             self._stages[worker] = output.stage_times
+            self._transfers[self.num_attempts, worker] = tuple(
+                SeenTransfer(worker, record.shifted(self._attempt_began_s))
+                for record in output.stage_times.transfers
+            )
 
     def _deliver(self, now: float) -> Delta | None:
         ready: list[_Pending] = []
@@ -169,6 +189,7 @@ class ClientRequest:
             transfer_bytes=decode.transfer_bytes,
             transfer_wait_s=decode.transfer_s - decode.transfer_moving_s,
             transport=decode.transport,
+            transfers=tuple(seen for part in self._transfers.values() for seen in part),
             handover_s=gaps[0] if gaps and placement.mode is Mode.DISAGGREGATED else 0.0,
             decode_s=at[-1] - at[0] if at else 0.0,
             total_s=now - self.arrived_at,

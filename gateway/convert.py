@@ -11,7 +11,7 @@ from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import KVPeerCounts
-from gateway.client_request import Delta, Finish
+from gateway.client_request import Delta, Finish, SeenTransfer
 from gateway.router import Mode
 from gateway.text import ChatMessage
 from gateway.worker_client import WorkerClient
@@ -172,6 +172,7 @@ def _kv_peer_to_message(counts: KVPeerCounts) -> cluster_pb.KVPeer:
         transport=counts.transport,
         done=counts.done,
         failed=counts.failed,
+        not_needed=counts.not_needed,
         bytes=counts.num_bytes,
         queued_s=counts.queued_s,
         moving_s=counts.moving_s,
@@ -205,6 +206,7 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             total_s=timing.total_s,
             transfer_wait_s=timing.transfer_wait_s,
             transport=timing.transport,
+            transfers=map(_transfer_to_message, timing.transfers),
         ),
         placement=generation_pb.Placement(
             mode=placement.mode.value,
@@ -218,6 +220,23 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
     elif finish.stop_token_id is not None:
         message.stop_token_id = finish.stop_token_id
     return message
+
+
+def _transfer_to_message(seen: SeenTransfer) -> generation_pb.Transfer:
+    record = seen.record
+    return generation_pb.Transfer(
+        worker=seen.worker,
+        role=record.role.value,
+        peer=record.peer,
+        attempt=record.attempt + 1,
+        transport=record.transport,
+        bytes=record.num_bytes,
+        events=[
+            generation_pb.TransferEvent(name=event.kind.value, at_s=event.at_s) for event in record.events
+        ],
+        reason=record.reason,
+        exposed_s=record.exposed_s,
+    )
 
 
 def _logprobs_to_message(logprobs: TokenLogprobs) -> sampling_pb.TokenLogprobs:

@@ -211,7 +211,7 @@ class Dispatcher:
         )
         attempt = _Attempt(secrets.token_hex(16), self._requests[generation.request_id])
         self._attempts[attempt.engine_request_id] = attempt
-        request.begin_attempt(placement)
+        request.begin_attempt(placement, self._clock.now())
         try:
             await self._submit(generation, request, placement, attempt)
             while True:
@@ -288,6 +288,7 @@ class Dispatcher:
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            request.note_times(worker, news)
             copes = attempt.decoder_copes and attempt.open_legs
             if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return None

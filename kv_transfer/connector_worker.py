@@ -45,9 +45,14 @@ class KVConnectorWorker:
         `memory` is what blocks in host memory live in, if other processes may map that.
         """
         pool = make_pool(blocks, fingerprint, rank)
-        window_bytes = config.max_inflight_mib * 2**20
-        idle_s = max(IDLE_S, config.peer_timeout_s)  # heartbeats are more frequent than the latter
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, window_bytes, keys, clock, idle_s=idle_s)
+        self._channel = ZmqChannel(
+            bind_host,
+            pool.block_nbytes,
+            keys,
+            clock,
+            max_queued_bytes=2 * config.max_inflight_mib * 2**20,
+            idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than the latter
+        )
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
@@ -71,7 +76,7 @@ class KVConnectorWorker:
     def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up.
 
-        Returns at once, unless blocks are taken back: then when nothing sends them any more.
+        Returns at once, unless blocks are taken back: then when none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
             self._agent.post(metadata.at_once)

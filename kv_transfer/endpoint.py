@@ -39,6 +39,7 @@ COUNTERS = (
     "kv_loads_received",
     "kv_loads_failed",
     "kv_loads_aborted",
+    "kv_loads_not_needed",
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_pieces_resent",
@@ -106,8 +107,13 @@ class TransferEndpoint:
         """Everything that happened since the last call."""
         giving, taking = self._giving, self._taking
         news = KVConnectorOutput(
-            tuple(giving.freed), tuple(taking.received), tuple(taking.failed), tuple(taking.quiesced)
+            tuple(giving.freed),
+            tuple(taking.received),
+            tuple(taking.failed),
+            tuple(taking.quiesced),
+            giving.records | taking.records,
         )
+        giving.records, taking.records = {}, {}
         giving.freed, taking.received, taking.failed, taking.quiesced = [], [], [], []
         return news
 

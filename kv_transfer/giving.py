@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from baton.clock import Clock
 from baton.kv import TransferRole
+from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortSend, BeginSend, FinishSend, SendBlocks, WithdrawBlocks
@@ -16,6 +17,7 @@ from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPie
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer
 from kv_transfer.protocol.parts import Sends
 from kv_transfer.protocol.producer import Producer
+from kv_transfer.timelines import Timelines
 from kv_transfer.transport.base import Channel
 
 GivingOrder = BeginSend | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
@@ -41,18 +43,26 @@ class GivingEnd:
         self._clock = clock
         self._legs = Legs(incarnation, pool)
         self._open: Sends[Leg] = Sends()
+        self._timelines = Timelines(clock)
         self.freed: list[str] = []
         """Requests whose blocks nobody reads any more, until somebody takes them."""
+        self.records: dict[str, TransferRecord] = {}
+        """How their hand-overs went, likewise."""
 
     def obey(self, order: GivingOrder) -> None:
-        """One order of the engine. After `WithdrawBlocks` none of those blocks is sent any more."""
+        """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
         request_id, now = order.request_id, self._clock.now()
         if isinstance(order, BeginSend):
             self._begin(order)
             return
-        if self._legs.refusal(request_id) is not None and isinstance(order, FinishSend | AbortSend):
-            self._legs.close(request_id)
-            self.freed.append(request_id)
+        if isinstance(order, FinishSend):
+            self._timelines.mark(request_id, TransferEventKind.PREFILLED)
+        if (
+            isinstance(order, FinishSend | AbortSend)
+            and (reason := self._legs.refusal(request_id)) is not None
+        ):
+            self._timelines.part_ended(request_id, TransferEventKind.FAILED, reason=reason)
+            self._conclude(request_id)
         for end in self._legs.of(request_id):
             match order:
                 case SendBlocks(first_index=first, block_ids=block_ids):
@@ -66,6 +76,7 @@ class GivingEnd:
                     self._do(self._producer.abort(end.leg, reason, is_cancelled))
         if isinstance(order, AbortSend) and not order.is_held:
             self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
+            self.records.pop(request_id, None)
 
     def take(self, peer: Peer, message: ToProducer) -> None:
         self._do(self._producer.on_message(peer, message, self._clock.now()))
@@ -79,12 +90,14 @@ class GivingEnd:
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
         self._producer.check_integrity()
+        assert len(self._timelines) == len(self._legs)
 
     def __len__(self) -> int:
         return max(len(self._producer), len(self._legs))
 
     def _begin(self, order: BeginSend) -> None:
         ends = self._legs.open(order.request_id, order.transfer)
+        self._timelines.begin(order.request_id, order.transfer)
         self._open.begin(order.request_id, [end.leg for end in ends])
         for end in ends:
             self._do(
@@ -100,11 +113,25 @@ class GivingEnd:
                     self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
                 case SendPieces():
                     self._send_pieces(effect)
-                case Freed(leg, transport, exposed_s):
-                    self._metrics.given(self._legs.peer_of(leg), transport, exposed_s)
-                    if self._open.freed(leg.request_id, leg):
-                        self._legs.close(leg.request_id)
-                        self.freed.append(leg.request_id)
+                case Freed():
+                    self._take_freed(effect)
+
+    def _take_freed(self, freed: Freed) -> None:
+        leg, transport, is_needed = freed.leg, freed.transport, freed.is_needed
+        self._metrics.given(self._legs.peer_of(leg), transport, freed.exposed_s, is_needed)
+        kind = TransferEventKind.FAILED if is_needed else TransferEventKind.NOT_NEEDED
+        if freed.exposed_s is not None:
+            kind = TransferEventKind.RELEASED
+        self._timelines.part_ended(leg.request_id, kind, transport, freed.reason)
+        if self._open.freed(leg.request_id, leg):
+            self._conclude(leg.request_id)
+
+    def _conclude(self, request_id: str) -> None:
+        """No leg is read any more."""
+        self._legs.close(request_id)
+        self.freed.append(request_id)
+        if record := self._timelines.conclude(request_id):
+            self.records[request_id] = record
 
     def _send_pieces(self, effect: SendPieces) -> None:
         end = self._legs.at(effect.key)
@@ -117,3 +144,5 @@ class GivingEnd:
         num_bytes = len(effect.piece_ids) * view.nbytes
         self._counters["kv_bytes_sent"] += num_bytes
         self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)
+        self._timelines.mark(end.leg.request_id, TransferEventKind.FIRST_PIECE)
+        self._timelines.moved(end.leg.request_id, effect.transport, num_bytes)

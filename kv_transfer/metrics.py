@@ -1,13 +1,16 @@
 """PeerMetrics: what was handed over, with whom and how; written by the transfer thread, read by any."""
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from baton.kv import TransferRole
 from baton.worker import KVPeerCounts
 
-MAX_PEERS = 128
-"""Kept; past this those that were used longest ago are dropped, since peers come and go."""
+MAX_ROWS = 128
+"""Kept by peer; past this those that were used longest ago are summed up, since peers come and go."""
+
+OTHERS = "(others)"
+"""Stands for the peers that were summed up."""
 
 _Place = tuple[TransferRole, str, str]
 """Our end, the peer's name, and the transport."""
@@ -17,10 +20,15 @@ _Place = tuple[TransferRole, str, str]
 class _Counts:
     done: int = 0
     failed: int = 0
+    not_needed: int = 0
     num_bytes: int = 0
     queued_s: float = 0.0
     moving_s: float = 0.0
     exposed_s: float = 0.0
+
+    def add(self, other: "_Counts") -> None:
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 @dataclass
@@ -28,6 +36,8 @@ class PeerMetrics:
     """Sums since the start, by our end, peer and transport."""
 
     _counts: dict[_Place, _Counts] = field(default_factory=dict)
+    _others: dict[_Place, _Counts] = field(default_factory=dict)
+    """What was summed up of peers that are not in `_counts` any more, by our end and the transport."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _snapshot: tuple[KVPeerCounts, ...] | None = ()
 
@@ -36,15 +46,15 @@ class PeerMetrics:
         with self._lock:
             self._of(role, peer, transport).num_bytes += num_bytes
 
-    def given(self, peer: str, transport: str, exposed_s: float | None) -> None:
+    def given(self, peer: str, transport: str, exposed_s: float | None, is_needed: bool) -> None:
         """A leg of ours was released `exposed_s` after its prefill, or, if None, ended otherwise."""
         with self._lock:
             counts = self._of(TransferRole.PRODUCER, peer, transport)
-            if exposed_s is None:
-                counts.failed += 1
-            else:
+            if exposed_s is not None:
                 counts.done += 1
                 counts.exposed_s += exposed_s
+            else:
+                _miss(counts, is_needed)
 
     def taken(self, peer: str, transport: str, queued_s: float, moving_s: float) -> None:
         """A leg has arrived: it waited for its first piece, and then moved."""
@@ -54,10 +64,10 @@ class PeerMetrics:
             counts.queued_s += queued_s
             counts.moving_s += moving_s
 
-    def missed(self, peer: str, transport: str) -> None:
-        """A leg that was being loaded has failed or was given up."""
+    def missed(self, peer: str, transport: str, is_needed: bool) -> None:
+        """A leg that was being loaded has failed, or, if it is not needed, its request has ended."""
         with self._lock:
-            self._of(TransferRole.CONSUMER, peer, transport).failed += 1
+            _miss(self._of(TransferRole.CONSUMER, peer, transport), is_needed)
 
     def snapshot(self) -> tuple[KVPeerCounts, ...]:
         """As it is now; the same tuple until something changes."""
@@ -70,12 +80,13 @@ class PeerMetrics:
                         transport,
                         counts.done,
                         counts.failed,
+                        counts.not_needed,
                         counts.num_bytes,
                         counts.queued_s,
                         counts.moving_s,
                         counts.exposed_s,
                     )
-                    for (role, peer, transport), counts in self._counts.items()
+                    for (role, peer, transport), counts in (*self._counts.items(), *self._others.items())
                 )
             return self._snapshot
 
@@ -84,6 +95,20 @@ class PeerMetrics:
         place = (role, peer, transport)
         counts = self._counts.pop(place, None) or _Counts()
         self._counts[place] = counts  # last in the dict: used most recently
-        if len(self._counts) > MAX_PEERS:
-            del self._counts[next(iter(self._counts))]
+        if len(self._counts) > MAX_ROWS:
+            self._sum_up_oldest()
         return counts
+
+    def _sum_up_oldest(self) -> None:
+        """Into a row for its end and transport; of those there are few."""
+        place = next(iter(self._counts))
+        role, _, transport = place
+        others = self._others.setdefault((role, OTHERS, transport), _Counts())
+        others.add(self._counts.pop(place))
+
+
+def _miss(counts: _Counts, is_needed: bool) -> None:
+    if is_needed:
+        counts.failed += 1
+    else:
+        counts.not_needed += 1

@@ -83,6 +83,7 @@ class GiveUpLoad:
 
     request_id: str
     reason: str
+    is_cancelled: bool
 
 
 OrderAtOnce = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad | GiveUpLoad

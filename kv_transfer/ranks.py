@@ -10,9 +10,11 @@ from collections.abc import Sequence, Set
 from typing import Protocol
 
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
+from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
 from kv_transfer.orders import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads, Sends
+from kv_transfer.timelines import combine
 
 
 class RankConnector(Protocol):
@@ -35,6 +37,8 @@ class RankedConnector:
         self._block_size = block_size
         self._loads: Loads[int, ReceivedKV] = Loads()
         self._sends: Sends[int] = Sends()
+        self._records: dict[str, list[TransferRecord]] = {}
+        """How it went on the ranks that have reported, while others have not."""
 
     def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
         for order in metadata.at_once if metadata is not None else ():
@@ -43,6 +47,7 @@ class RankedConnector:
                     self._sends.begin(order.request_id, range(len(self._ranks)))
                 case AbortSend(is_held=False):
                     self._sends.forget(order.request_id)
+                    self._records.pop(order.request_id, None)
                 case AbortLoad():
                     self._loads.abort(order.request_id)
         for rank in self._ranks:
@@ -63,10 +68,14 @@ class RankedConnector:
         ended = KVConnectorOutput()
         for number, rank in enumerate(self._ranks):
             news = rank.get_finished()
+            for request_id, record in news.transfers.items():
+                if request_id in self._sends or request_id in self._loads:
+                    self._records.setdefault(request_id, []).append(record)
             freed = [
                 request_id for request_id in news.finished_sending if self._sends.freed(request_id, number)
             ]
-            ended += KVConnectorOutput(finished_sending=tuple(freed))
+            for request_id in freed:
+                ended += KVConnectorOutput(finished_sending=(request_id,), transfers=self._record(request_id))
             for received in news.finished_recving:
                 outcome = self._loads.arrived(received.request_id, number, received)
                 ended += self._conclude(received.request_id, outcome)
@@ -97,8 +106,8 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason):
-                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason),), (), ())
+            case GiveUp(ranks, reason, is_cancelled):
+                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason, is_cancelled),), (), ())
                 for number in ranks:
                     self._ranks[number].send_orders(orders)
             case LoadArrived(parts):
@@ -110,11 +119,17 @@ class RankedConnector:
                     max(part.moving_s for part in parts),
                     parts[0].transport,
                 )
-                return KVConnectorOutput(finished_recving=(received,))
+                return KVConnectorOutput(finished_recving=(received,), transfers=self._record(request_id))
             case LoadFailed(num_valid_tokens, reason, is_cancelled):
                 num_blocks = num_valid_tokens // self._block_size
                 failed = FailedKV(request_id, num_blocks, reason, is_cancelled)
-                return KVConnectorOutput(failed_recving=(failed,))
+                return KVConnectorOutput(failed_recving=(failed,), transfers=self._record(request_id))
             case LoadQuiet():
+                self._records.pop(request_id, None)
                 return KVConnectorOutput(quiesced=(request_id,))
         return KVConnectorOutput()
+
+    def _record(self, request_id: str) -> dict[str, TransferRecord]:
+        """How the hand-over of a request that is over on all ranks went."""
+        records = self._records.pop(request_id, [])
+        return {request_id: combine(records)} if records else {}

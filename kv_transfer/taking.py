@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
+from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
@@ -22,6 +23,7 @@ from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, Trans
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.remote_pools import PoolKey, RemotePools
+from kv_transfer.timelines import Timelines
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
@@ -64,12 +66,15 @@ class TakingEnd:
         self._clock = clock
         self._legs = Legs(incarnation, pool)
         self._loads: Loads[Leg, Received] = Loads()
+        self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
         self._reads: dict[tuple[str, int], _Read] = {}
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
         """What became of loads, until somebody takes it."""
+        self.records: dict[str, TransferRecord] = {}
+        """How those went that arrived or failed, likewise."""
 
     def obey(self, order: TakingOrder) -> None:
         """One order of the engine."""
@@ -80,9 +85,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
-            case GiveUpLoad(request_id, reason):
+            case GiveUpLoad(request_id, reason, is_cancelled):
                 for end in self._legs.of(request_id):
-                    self._do(self._consumer.give_up(end.leg, reason))
+                    self._do(self._consumer.give_up(end.leg, reason, is_cancelled))
 
     def take(self, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -129,6 +134,7 @@ class TakingEnd:
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
         self._consumer.check_integrity()
+        assert len(self._timelines) == len(self._legs)
 
     def __len__(self) -> int:
         return max(len(self._consumer), len(self._legs))
@@ -137,6 +143,7 @@ class TakingEnd:
 
     def _begin(self, order: BeginLoad) -> None:
         now = self._clock.now()
+        self._timelines.begin(order.request_id, order.transfer)
         for end in self._legs.open(order.request_id, order.transfer):
             self._do(
                 self._consumer.begin(
@@ -146,9 +153,13 @@ class TakingEnd:
 
     def _load(self, order: LoadBlocks) -> None:
         ends = self._legs.of(order.request_id)
+        self._timelines.mark(order.request_id, TransferEventKind.ASKED)
         if (reason := self._legs.refusal(order.request_id)) is not None:
+            reason = f"the workers do not match: {reason}"
             self._legs.close(order.request_id)
-            self.failed.append(FailedKV(order.request_id, 0, f"the workers do not match: {reason}"))
+            self._timelines.part_ended(order.request_id, TransferEventKind.FAILED, reason=reason)
+            self._record(order.request_id)
+            self.failed.append(FailedKV(order.request_id, 0, reason))
             return
         self._loads.begin(order.request_id, [end.leg for end in ends])
         first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
@@ -164,6 +175,7 @@ class TakingEnd:
             self._do(self._consumer.abort(end.leg, order.reason))
         if not is_loading:
             self._legs.close(order.request_id)
+            self._timelines.forget(order.request_id)
 
     # pieces
 
@@ -172,6 +184,7 @@ class TakingEnd:
         wanted = self._consumer.wanted(message, now)
         if not wanted:
             return
+        self._timelines.mark(self._legs.at(message.key).leg.request_id, TransferEventKind.FIRST_PIECE)
         transport = self._consumer.transport_of(message.key)
         if transport in SENDS_BYTES:
             self._receive(message, wanted, transport)
@@ -208,6 +221,7 @@ class TakingEnd:
         """Compares checksums of what was written; the state machine hears of every piece."""
         key, end = message.key, self._legs.at(message.key)
         view, damaged = end.view, set(missing)
+        num_written = len(wanted.indices) - len(damaged)
         if self._consumer.wants_checksums(key):
             checksums = message.checksums or (None,) * len(message.indices)
             for position, index, piece_id in zip(
@@ -215,9 +229,10 @@ class TakingEnd:
             ):
                 if index not in damaged and view.checksum(piece_id) != checksums[position]:
                     damaged.add(index)
-        num_bytes = len(wanted.indices) * view.nbytes
+        num_bytes = num_written * view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
+        self._timelines.moved(end.leg.request_id, transport, num_bytes)
         valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
@@ -247,25 +262,29 @@ class TakingEnd:
                 case Received(leg=leg, transport=transport):
                     queued_s = effect.elapsed_s - effect.moving_s
                     self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
+                    self._timelines.part_ended(leg.request_id, TransferEventKind.VERIFIED, transport)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
                 case Failed(leg, num_valid, reason, is_cancelled, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport)
+                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
+                    kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
+                    self._timelines.part_ended(leg.request_id, kind, transport, reason)
                     outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
                     self._conclude(leg.request_id, outcome)
-                case Quiesced(leg, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport)
+                case Quiesced(leg, transport, has_failed):
+                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=has_failed)
                     self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.give_up(leg, outcome.reason))
+                self._do(self._consumer.give_up(leg, outcome.reason, outcome.is_cancelled))
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
             self._legs.close(request_id)
             match outcome:
                 case LoadArrived(parts):
+                    self._record(request_id)
                     elapsed_s = max(part.elapsed_s for part in parts)
                     moving_s = max(part.moving_s for part in parts)
                     self.received.append(
@@ -279,10 +298,16 @@ class TakingEnd:
                         )
                     )
                 case LoadFailed(num_valid_tokens, reason, is_cancelled):
+                    self._record(request_id)
                     num_blocks = num_valid_tokens // self._pool.layout.block_size
                     self.failed.append(FailedKV(request_id, num_blocks, reason, is_cancelled))
                 case LoadQuiet():
+                    self._timelines.forget(request_id)
                     self.quiesced.append(request_id)
+
+    def _record(self, request_id: str) -> None:
+        if record := self._timelines.conclude(request_id):
+            self.records[request_id] = record
 
     def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> int:
         if not isinstance(outcome, LoadArrived):

@@ -80,7 +80,7 @@ class RemotePrompts:
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
         request.may_load = False
         self._loads[request.request_id] = Load(request, len(hits))
-        self._counters["kv_loads_started"] += 1
+        self._counters["kv_prompt_loads_started"] += 1
         return True
 
     def receive(self, received: ReceivedKV) -> Request | None:
@@ -89,7 +89,7 @@ class RemotePrompts:
         if load is None:
             return None
         request = load.request
-        self._counters["kv_loads_done"] += 1
+        self._counters["kv_prompt_loads_done"] += 1
         request.first_token = received.first_token
         request.num_computed_tokens = request.num_prompt_tokens
         self._kv.cache_received(request, request.num_prompt_tokens)
@@ -107,7 +107,8 @@ class RemotePrompts:
         if load is None:
             return None
         request = load.request
-        self._counters["kv_load_failures"] += 1
+        how = "kv_prompt_loads_not_needed" if failure.is_cancelled else "kv_prompt_loads_failed"
+        self._counters[how] += 1
         num_valid_blocks = load.num_hit_blocks + failure.num_valid_blocks
         self._kv.cache_received(request, num_valid_blocks * self._kv.block_size)
         self._kv.free(request)

@@ -158,14 +158,16 @@ class KVPeer(_message.Message):
     QUEUED_S_FIELD_NUMBER: _builtins.int
     MOVING_S_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
+    NOT_NEEDED_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """The end this worker was on: `producer` or `consumer`."""
     peer: _builtins.str
+    """Its name; `(others)` sums up peers of long ago."""
     transport: _builtins.str
     """Empty for those that ended before one was agreed upon."""
     done: _builtins.int
     failed: _builtins.int
-    """Ended otherwise: aborted, refused, expired, given up."""
+    """Ended otherwise though the request went on: prefill failed, refused, expired, given up."""
     bytes: _builtins.int
     queued_s: _builtins.float
     """Consumer: from asking to the first piece; overlaps the prefill."""
@@ -173,6 +175,8 @@ class KVPeer(_message.Message):
     """Consumer: from the first piece to the last."""
     exposed_s: _builtins.float
     """Producer: from the end of the prefill until everything was verified over there."""
+    not_needed: _builtins.int
+    """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     def __init__(
         self,
         *,
@@ -185,10 +189,11 @@ class KVPeer(_message.Message):
         queued_s: _builtins.float = ...,
         moving_s: _builtins.float = ...,
         exposed_s: _builtins.float = ...,
+        not_needed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "done", b"done", "exposed_s", b"exposed_s", "failed", b"failed", "moving_s", b"moving_s", "peer", b"peer", "queued_s", b"queued_s", "role", b"role", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "done", b"done", "exposed_s", b"exposed_s", "failed", b"failed", "moving_s", b"moving_s", "not_needed", b"not_needed", "peer", b"peer", "queued_s", b"queued_s", "role", b"role", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -318,12 +318,15 @@ class Timing(_message.Message):
     TOTAL_S_FIELD_NUMBER: _builtins.int
     TRANSFER_WAIT_S_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """From the gateway's first sight of the request to token 0."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
     transfer_s: _builtins.float
-    """From the first KV block's arrival on the decode worker to the last one's verification; overlaps the prefill."""
+    """From the first KV block's arrival on the decode worker to the last one's verification, or until the transfer failed;
+    overlaps the prefill.
+    """
     transfer_bytes: _builtins.int
     handover_s: _builtins.float
     """From token 0 at the gateway to token 1: what the hand-over and the first decode step take together."""
@@ -336,6 +339,12 @@ class Timing(_message.Message):
     @_builtins.property
     def itl_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Between one token's arrival at the gateway and the next one's."""
+
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
+        """Each hand-over of the prompt as each of its two workers saw it, those of failed attempts included. The prefill
+        worker's part is missing if the request ended before the worker knew that its blocks were released.
+        """
 
     def __init__(
         self,
@@ -351,14 +360,98 @@ class Timing(_message.Message):
         total_s: _builtins.float = ...,
         transfer_wait_s: _builtins.float = ...,
         transport: _builtins.str = ...,
+        transfers: _abc.Iterable[Global___Transfer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "transfer_wait_s", b"transfer_wait_s", "transport", b"transport", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "transfer_wait_s", b"transfer_wait_s", "transfers", b"transfers", "transport", b"transport", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
+
+@_typing.final
+class Transfer(_message.Message):
+    """One hand-over that is over, as one of its two workers saw it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    role: _builtins.str
+    """Which end that worker was: `producer` or `consumer`."""
+    peer: _builtins.str
+    """The other worker."""
+    attempt: _builtins.int
+    """Counts from 1, like Placement's attempts."""
+    transport: _builtins.str
+    """Which way the blocks went; empty if none was agreed upon."""
+    bytes: _builtins.int
+    """Sent, offered to be read, or received."""
+    reason: _builtins.str
+    """Why it failed or was not needed."""
+    exposed_s: _builtins.float
+    """Producer: from `prefilled` to `released`, which no overlap hides."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEvent]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        role: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        events: _abc.Iterable[Global___TransferEvent] | None = ...,
+        reason: _builtins.str = ...,
+        exposed_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes", b"bytes", "events", b"events", "exposed_s", b"exposed_s", "peer", b"peer", "reason", b"reason", "role", b"role", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class TransferEvent(_message.Message):
+    """When something happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AT_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Both ends: `begun`, `first_piece`. Consumer: `asked`, `verified`. Producer: `prefilled`, `released`.
+    The last one of a hand-over that did not succeed is `failed`, or `not_needed` if the request itself ended first.
+    """
+    at_s: _builtins.float
+    """Since the gateway's first sight of the request. Clocks are never compared: the workers' parts are durations, and
+    a message's way from the gateway to the worker counts as nothing.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        at_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferEvent: _TypeAlias = TransferEvent  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):

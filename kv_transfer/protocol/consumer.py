@@ -54,6 +54,9 @@ from kv_transfer.protocol.transports import SENDS_BYTES, Reach
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
 
+ENDS = ("kv_loads_received", "kv_loads_failed", "kv_loads_aborted", "kv_loads_not_needed")
+"""Counters of how loads ended, by leg; each is in one of them, once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConsumerIdentity:
@@ -121,21 +124,22 @@ class Consumer:
             return []
         transfer = self._transfers[self._keys[leg]]
         if transfer.state is State.DRAINING:
-            transfer.outcome = Quiesced(leg, transfer.transport or "")
+            if isinstance(failed := transfer.outcome, Failed):
+                transfer.outcome = Quiesced(leg, failed.transport, has_failed=not failed.is_cancelled)
             return []
-        told = Send(transfer.address, Cancel(transfer.key, reason))
+        told = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
         return [told, *self._end_load(transfer, Quiesced(leg, transfer.transport or ""))]
 
-    def give_up(self, leg: Leg, reason: str) -> list[Effect]:
-        """The load has failed on another leg: it fails here too, unless it is over."""
+    def give_up(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
+        """The load has failed on another leg: so it fails here too, unless it is over."""
         key = self._keys.get(leg)
         if key is None or self._transfers[key].state is not State.LOADING:
             return []
-        return self._lose(self._transfers[key], Loss(reason))
+        return self._lose(self._transfers[key], Loss(reason, is_cancelled))
 
     # what peers and time bring
 
@@ -281,9 +285,9 @@ class Consumer:
     def check_integrity(self) -> None:
         """Asserts that every load that was started is under way, or ended once."""
         counts = self._counters
-        ended = counts["kv_loads_received"] + counts["kv_loads_failed"] + counts["kv_loads_aborted"]
+        num_ended = sum(counts[end] for end in ENDS)
         num_loading = self.num_by_state[State.LOADING.name]
-        assert counts["kv_loads_started"] == ended + num_loading, f"{num_loading} load: {counts}"
+        assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
     def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
@@ -354,11 +358,11 @@ class Consumer:
             return []
         told: list[Effect] = []
         if not loss.is_producers_word:
-            told = [Send(transfer.address, Cancel(transfer.key, loss.reason))]
+            told = [Send(transfer.address, Cancel(transfer.key, loss.reason, loss.is_cancelled))]
         return told + self._end_load(transfer, self._failed(transfer, loss))
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
-        self._counters["kv_loads_failed"] += 1
+        self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
         num_valid = self._num_valid_tokens(transfer)
         return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
 

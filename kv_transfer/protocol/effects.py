@@ -62,6 +62,10 @@ class Freed:
     transport: str = field(default="", compare=False)
     exposed_s: float | None = field(default=None, compare=False)
     """From the end of the prefill to the consumer's Release; None if there was none."""
+    is_needed: bool = field(default=True, compare=False)
+    """False: the request itself ended before it was handed over, so without a Release nothing has failed."""
+    reason: str = field(default="", compare=False)
+    """Why there was no Release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Quiesced:
 
     leg: Leg
     transport: str = field(default="", compare=False)
+    has_failed: bool = field(default=False, compare=False)
+    """It had failed before the request ended."""
 
 
 News = Freed | Received | Failed | Quiesced

@@ -161,6 +161,8 @@ class Release:
 class Cancel:
     key: TransferKey
     reason: str
+    is_cancelled: bool = False
+    """The request itself ended; otherwise only its load failed."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)

@@ -11,7 +11,7 @@ from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
 from kv_transfer.protocol.transports import SENDS_BYTES
 
-BYTES_PER_TURN = 1024 * 1024
+BYTES_PER_TURN = 4 * 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
@@ -59,6 +59,10 @@ class Outgoing:
     finished_at: float = 0.0
     exposed_s: float | None = None
     """Set by the consumer's Release."""
+    is_needed: bool = True
+    """False once either engine says that the request itself has ended."""
+    end_reason: str = ""
+    """Why it ended otherwise than by a Release; the first reason counts."""
     is_end_sent: bool = False
 
     def move_to(self, state: State) -> None:

@@ -51,6 +51,7 @@ class GiveUp(Generic[P]):
 
     parts: tuple[P, ...]
     reason: str
+    is_cancelled: bool
 
 
 LoadOutcome = LoadArrived[R] | LoadFailed | LoadQuiet | GiveUp[P] | None
@@ -88,7 +89,7 @@ class Loads(Generic[P, R]):
         load.reason = load.reason or reason
         load.is_cancelled |= is_cancelled
         if is_first and load.open and not load.is_aborted:
-            return GiveUp(tuple(load.open), reason)
+            return GiveUp(tuple(load.open), reason, is_cancelled)
         return self._outcome(request_id, load)
 
     def quiet(self, request_id: str, part: P) -> LoadOutcome[R, P]:
@@ -140,6 +141,9 @@ class Sends(Generic[P]):
             return False
         del self._open[request_id]
         return True
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
 
     def forget(self, request_id: str) -> None:
         """Nobody waits to hear that it is free."""

@@ -127,7 +127,7 @@ class Producer:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
         transfer = self._of(leg)
         if transfer is None:
-            return [Freed(leg)]
+            return [Freed(leg, reason="another request has claimed this transfer")]
         if transfer.state is State.CANCELLED:
             return self._forget(transfer)
         transfer.first_token, transfer.finished_at = first_token, now
@@ -138,12 +138,13 @@ class Producer:
         """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
         transfer = self._of(leg)
         if transfer is None:
-            return [Freed(leg)]
+            return [Freed(leg, reason="another request has claimed this transfer")]
         told: list[Effect] = []
         farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and transfer.state is not State.CANCELLED:
             told = [Send(transfer.peer, farewell)]
-        self._count_end(transfer, "kv_sends_aborted")
+        self._count_end(transfer, "kv_sends_aborted", reason)
+        transfer.is_needed = transfer.is_needed and not is_cancelled
         self._remember(farewell)
         return told + self._forget(transfer)
 
@@ -176,8 +177,9 @@ class Producer:
                 if transfer.first_token is not None:
                     transfer.exposed_s = now - transfer.finished_at
                 return self._close(transfer)
-            case Cancel():
-                self._count_end(transfer, "kv_sends_cancelled")
+            case Cancel(reason=reason, is_cancelled=is_cancelled):
+                transfer.is_needed = not is_cancelled
+                self._count_end(transfer, "kv_sends_cancelled", reason)
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
@@ -188,7 +190,7 @@ class Producer:
             reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
             if transfer.leg is None:
                 reason = "the prefill worker was not asked for this prompt"
-            self._count_end(transfer, "kv_lease_expiries")
+            self._count_end(transfer, "kv_lease_expiries", reason)
             farewell = Aborted(key, reason, is_cancelled=False)
             self._remember(farewell)
             if transfer.peer:
@@ -241,6 +243,7 @@ class Producer:
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
+            early.is_needed, early.end_reason = not message.is_cancelled, message.reason
             early.move_to(State.CANCELLED)
             return []
         if isinstance(message, Open):  # nothing was sent yet, so nothing can have been received
@@ -256,13 +259,16 @@ class Producer:
         transport = self._identity.reach.choose(message.host, message.transports)
         reason = self._mismatch(transfer, message)
         if transport is None or reason is not None:
-            self._count_end(transfer, "kv_sends_refused")
-            refused = Refused(transfer.key, reason or self._no_transport(message))
+            reason = reason or self._no_transport(message)
+            self._count_end(transfer, "kv_sends_refused", reason)
+            refused = Refused(transfer.key, reason)
             return [Send(peer, refused), *self._close(transfer)]
         if transfer.state is State.PREPARING:
             transfer.move_to(State.STREAMING)
+        offered = transfer.unacked | transfer.acked
         self._window.forget_inflight(transfer)
         transfer.reopen(message, peer, transport)
+        self._counters["kv_pieces_resent"] += len(offered.intersection(transfer.unsent))
         return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
 
     def _no_transport(self, message: Open) -> str:
@@ -326,8 +332,9 @@ class Producer:
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 
-    def _count_end(self, transfer: Outgoing, counter: str) -> None:
+    def _count_end(self, transfer: Outgoing, counter: str, reason: str = "") -> None:
         """Once: not what was counted as cancelled before, and not what our engine never began."""
+        transfer.end_reason = transfer.end_reason or reason
         if transfer.leg is not None and transfer.state is not State.CANCELLED:
             self._counters[counter] += 1
 
@@ -347,7 +354,10 @@ class Producer:
             self._num_early -= 1
             return effects
         del self._keys[transfer.leg]
-        return [*effects, Freed(transfer.leg, transfer.transport, transfer.exposed_s)]
+        freed = Freed(
+            transfer.leg, transfer.transport, transfer.exposed_s, transfer.is_needed, transfer.end_reason
+        )
+        return [*effects, freed]
 
     def _remember(self, farewell: Aborted) -> None:
         self._farewells[farewell.key] = farewell

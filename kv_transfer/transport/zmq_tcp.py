@@ -21,6 +21,9 @@ from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
+MAX_QUEUED_BYTES = 128 * 1024 * 1024
+"""Of payload, to one peer."""
+
 MAX_PEERS = 256
 """Connections kept from turn to turn; past this those unused for longest are closed, and opened again when needed."""
 
@@ -59,21 +62,22 @@ class ZmqChannel:
         self,
         bind_host: str,
         block_nbytes: int,
-        max_queued_bytes: int,
         keys: PlaneKeys | None,
         clock: Clock,
         *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
         idle_s: float = IDLE_S,
     ) -> None:
         """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
 
-        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped. Peers answer over the
-        connection we made, so `idle_s` must exceed the pauses between what is said of a hand-over.
+        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped; that something was
+        taken, we learn a little later than the peer. Peers answer over the connection we made: `idle_s` must exceed the
+        pauses between what is said of a hand-over.
         """
         self._keys = keys
         self._clock = clock
-        self._idle_s = idle_s
         self._max_queued_bytes = max_queued_bytes
+        self._idle_s = idle_s
         self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)

@@ -19,6 +19,7 @@ from engine.pipeline import Runner, make_pipeline
 from engine.role import Role
 from engine.step_trace_writer import StepTraceWriter
 from kv_transfer import KVConnectorScheduler
+from kv_transfer.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 
@@ -43,7 +44,7 @@ class FakeConnectorWorker:
         self.orders += [order for order in metadata.after if order.request_id not in lost] if metadata else ()
 
     def counters(self) -> dict[str, int]:
-        return {"kv_bytes_sent": 0}
+        return dict.fromkeys(COUNTERS, 0)
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
         return ()

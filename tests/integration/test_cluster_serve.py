@@ -91,7 +91,27 @@ def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
     assert len(timing["itl_s"]) == 8
     assert 0 < timing["ttft_s"] < timing["total_s"]
     assert timing["transfer_bytes"] > 0
+    check_transfers(timing)
     assert answer["placement"] == {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1}
+
+
+def check_transfers(timing: dict[str, Any]) -> None:
+    """Both ends tell of the one hand-over, in order, and within the request's own time."""
+    transfers = {transfer["worker"]: transfer for transfer in timing["transfers"]}
+    assert [(name, end["role"], end["peer"]) for name, end in sorted(transfers.items())] == [
+        ("d0", "consumer", "p0"),
+        ("p0", "producer", "d0"),
+    ]
+    names = {"d0": ["begun", "asked", "first_piece", "verified"]}
+    names["p0"] = ["begun", "prefilled", "released", "first_piece"]
+    for worker, transfer in transfers.items():
+        assert sorted(event["name"] for event in transfer["events"]) == sorted(names[worker])
+        times = [event["at_s"] for event in transfer["events"]]
+        assert times == sorted(times)
+        assert 0 <= times[0] < times[-1] < timing["total_s"]
+        assert transfer["bytes"] == timing["transfer_bytes"]
+        assert (transfer["attempt"], transfer["transport"]) == (1, timing["transport"])
+    assert transfers["p0"]["exposed_s"] > 0
 
 
 def test_the_mode_is_the_users_and_the_tokens_are_the_same(target: str) -> None:

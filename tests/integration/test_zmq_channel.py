@@ -20,14 +20,14 @@ LARGE = MIN_FRAME_BYTES
 
 @pytest.fixture
 def giver() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, SystemClock())
+    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
 
 @pytest.fixture
 def taker() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, SystemClock())
+    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
@@ -101,7 +101,7 @@ def test_a_payload_outlives_the_arrival_that_brought_it(giver: ZmqChannel, taker
 
 
 def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory(taker: ZmqChannel) -> None:
-    giver = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, SystemClock())
+    giver = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), max_queued_bytes=64 * LARGE)
     peer, pool = meet(giver, taker), random_bytes(64 * LARGE)
     was_sent = [giver.send(peer, b"pieces", [pool[:LARGE], pool[LARGE : 2 * LARGE]]) for _ in range(1000)]
     assert was_sent[0]
@@ -121,7 +121,7 @@ def test_c33_a_peer_that_reads_is_sent_all_of_it(giver: ZmqChannel, taker: ZmqCh
 
 @pytest.fixture
 def producers() -> Iterator[list[ZmqChannel]]:
-    channels = [ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, SystemClock()) for _ in range(5)]
+    channels = [ZmqChannel("127.0.0.1", LARGE, None, SystemClock()) for _ in range(5)]
     yield channels
     for channel in channels:
         channel.close()
@@ -182,7 +182,7 @@ def is_open(connection: socket.socket, timeout_s: float) -> bool:
 
 def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does() -> None:
     clock = VirtualClock()
-    taker = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, clock)
+    taker = ZmqChannel("127.0.0.1", LARGE, None, clock)
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         taker.send(address, b"hello")
@@ -202,7 +202,7 @@ def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does
 
 
 def test_c48_an_idle_channel_wakes_to_close_what_nobody_needs_and_then_sleeps() -> None:
-    taker = ZmqChannel("127.0.0.1", LARGE, 64 * LARGE, None, SystemClock(), idle_s=0.1)
+    taker = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
     with listen() as server:
         taker.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
         with accept(server) as connection:

@@ -36,9 +36,10 @@ PATHS = (
 )  # fmt: skip
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
-    "kv_late_messages", "kv_lease_expiries", "kv_load_failures", "kv_loads_aborted", "kv_loads_failed",
-    "kv_loads_received", "kv_pieces_resent", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_done",
-    "kv_sends_refused", "kv_unreachable_pools", "kv_unreadable_messages", "preemptions", "swap_preemptions",
+    "kv_late_messages", "kv_lease_expiries", "kv_loads_aborted", "kv_loads_failed", "kv_loads_not_needed",
+    "kv_loads_received", "kv_pieces_resent", "kv_prompt_loads_failed", "kv_prompt_loads_not_needed",
+    "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_done", "kv_sends_refused",
+    "kv_unreachable_pools", "kv_unreadable_messages", "preemptions", "swap_preemptions",
 )  # fmt: skip
 
 

@@ -22,6 +22,30 @@ TIMING: dict[str, Any] = {
     "handover_s": 0.05,
     "decode_s": 0.1,
     "total_s": 0.225,
+    "transfers": [
+        {
+            "worker": "d0",
+            "role": "consumer",
+            "peer": "p0",
+            "attempt": 1,
+            "transport": "shared_memory",
+            "bytes": 1_105_920,
+            "events": [{"name": "asked", "at_s": 0.002}, {"name": "verified", "at_s": 0.125}],
+            "reason": "",
+            "exposed_s": 0.0,
+        },
+        {
+            "worker": "p0",
+            "role": "producer",
+            "peer": "d0",
+            "attempt": 1,
+            "transport": "shared_memory",
+            "bytes": 1_105_920,
+            "events": [{"name": "prefilled", "at_s": 0.1}, {"name": "failed", "at_s": 0.2}],
+            "reason": "nothing was heard",
+            "exposed_s": 0.0,
+        },
+    ],
 }
 
 
@@ -51,12 +75,14 @@ def test_nobody_prefilled_a_local_answer() -> None:
 
 def test_the_timeline_names_every_stage_with_its_share() -> None:
     lines = shown(show_timeline, answer()).splitlines()
-    queue, prefill, transfer, decode, total = lines[:5]
+    queue, prefill, transfer, decode, taken, given, total = lines[:7]
     assert "5.0 ms" in queue
     assert "100.0 ms" in prefill
     assert "37 tokens on p0" in prefill
     assert "1.11 MB of KV cache, p0 -> d0" in transfer
     assert "4 tokens on d0, 40 tokens/s" in decode
+    assert taken.strip() == "d0 from p0, attempt 1: asked 2.0 ms, verified 125.0 ms"
+    assert given.strip() == "p0 to d0, attempt 1: prefilled 100.0 ms, failed 200.0 ms (nothing was heard)"
     assert prefill.count("█") == decode.count("█") > transfer.count("█") > queue.count("█") > 0
     assert "first token after 125.0 ms, next one 50.0 ms later; mode disaggregated, attempts 1" in total
 
@@ -74,6 +100,7 @@ def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
         "transport": "shared_memory",
         "done": "4",
         "failed": "1",
+        "not_needed": "2",
         "bytes": str(3 * 2**20),
         "queued_s": 0.5,
         "moving_s": 0.02,
@@ -94,4 +121,4 @@ def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
     assert "6 requests in flight, 7 queued" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"] in rows
-    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "3.0", "125.0", "5.0"]
+    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "2", "3.0", "125.0", "5.0"]

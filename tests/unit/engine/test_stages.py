@@ -1,11 +1,14 @@
 """StageTimes: a request's stages add up, whatever its path."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.clock import VirtualClock
-from baton.kv import KVTransferParams, TransferRole
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason, FirstToken, RequestOutput, StageTimes
-from baton.step import KVConnectorOutput, ReceivedKV
+from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from scheduler import RequestStatus
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import PEER
@@ -57,3 +60,75 @@ def test_a_request_that_ends_in_the_queue_spent_its_time_there() -> None:
     outputs = core.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)["gateway"]
     assert outputs[0].finish_reason is FinishReason.ABORT
     assert outputs[0].stage_times == StageTimes(queue_s=2.0)
+
+
+FAILED = TransferRecord(
+    role=TransferRole.CONSUMER,
+    peer=PEER.name,
+    attempt=0,
+    events=(
+        TransferEvent(TransferEventKind.BEGUN, 0.0),
+        TransferEvent(TransferEventKind.ASKED, 0.25),
+        TransferEvent(TransferEventKind.FIRST_PIECE, 90.25),
+        TransferEvent(TransferEventKind.FAILED, 100.25),
+    ),
+    reason="the prefill worker is silent",
+)
+
+
+@pytest.mark.parametrize("on_failure", list(OnLoadFailure))
+def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_queues(
+    on_failure: OnLoadFailure,
+) -> None:
+    clock, connector = VirtualClock(), FakeConnectorWorker()
+    core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
+    transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER, on_failure)
+    core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")
+    clock.advance(1.0)
+    core.step()
+    clock.advance(100.0)
+    news = FailedKV("r", 0, FAILED.reason)
+    connector.news.append(KVConnectorOutput(failed_recving=(news,), transfers={"r": FAILED}))
+    outputs: list[RequestOutput] = []
+    for _ in range(3):
+        outputs += core.step().get("gateway", [])
+    (output,) = outputs
+    prefill_s = 0.5 if on_failure is OnLoadFailure.RECOMPUTE else 0.0
+    assert output.stage_times == StageTimes(
+        queue_s=1.0,
+        transfer_s=100.0,
+        transfer_moving_s=10.0,
+        prefill_s=prefill_s,
+        transfers=(FAILED.shifted(0.75),),
+    )
+    assert output.stage_times.transfers[0].ended_s == 101.0
+
+
+def test_a_release_that_comes_after_the_prefills_end_is_told_once_more_and_then_forgotten() -> None:
+    clock, connector = VirtualClock(), FakeConnectorWorker()
+    core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
+    transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
+    core.add_request(make_engine_request(max_tokens=2, kv_transfer=transfer), "gateway")
+    (last,) = core.step()["gateway"]
+    assert last.finish_reason is FinishReason.HANDED_OVER
+    assert last.stage_times == StageTimes(prefill_s=0.5)
+    clock.advance(2.0)
+    events = TransferEvent(TransferEventKind.PREFILLED, 0.25), TransferEvent(TransferEventKind.RELEASED, 2.25)
+    record = replace(FAILED, role=TransferRole.PRODUCER, events=events, reason="")
+    for _ in range(2):  # said twice, told once
+        connector.news.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": record}))
+    (told,) = core.step()["gateway"]
+    assert (told.token_ids, told.finish_reason, told.error) == ((), None, None)
+    assert told.stage_times == StageTimes(prefill_s=0.5, transfers=(record.shifted(0.25),))
+    assert core.step() == {}
+
+
+def test_what_the_prefill_worker_answered_alone_is_not_told_again() -> None:
+    connector = FakeConnectorWorker()
+    core = make_core(connector=connector, async_scheduling=False)
+    transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
+    core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")
+    (last,) = core.step()["gateway"]
+    assert last.finish_reason is FinishReason.LENGTH
+    connector.news.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": FAILED}))
+    assert core.step() == {}

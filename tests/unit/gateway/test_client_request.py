@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from baton.kv import TransferRole
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway.client_request import ClientRequest, Delta
 from gateway.router import Mode, Placement
 from gateway.text import TextStream
@@ -22,7 +24,7 @@ def make_client_request(**sampling: object) -> ClientRequest:
     request = ClientRequest(
         5, params, TextStream(TOKENIZER, params.stop, params.min_tokens, True), arrived_at=10.0
     )
-    request.begin_attempt(PLACEMENT)
+    request.begin_attempt(PLACEMENT, 10.0)
     return request
 
 
@@ -78,7 +80,7 @@ def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
 def test_c52_another_attempt_may_start_over_and_the_client_does_not_notice() -> None:
     request = make_client_request()
     first = collect(request, whole_story()[:5])
-    request.begin_attempt(Placement(Mode.LOCAL, None, "d1"))
+    request.begin_attempt(Placement(Mode.LOCAL, None, "d1"), 10.0)
     second = collect(request, [("d1", item) for _, item in whole_story()[1:]])
     assert [t for delta in (*first, *second) for t in delta.token_ids] == TOKENS
     finish = second[-1].finish
@@ -144,3 +146,36 @@ def test_the_timing_says_where_the_time_went() -> None:
     assert timing.handover_s == timing.itl_s[0] == 2.0
     assert len(timing.itl_s) == len(TOKENS) - 1
     assert timing.total_s == timing.ttft_s + sum(timing.itl_s)
+
+
+def taken(attempt: int, end: TransferEventKind, at_s: float) -> TransferRecord:
+    return TransferRecord(
+        role=TransferRole.CONSUMER, peer="p0", attempt=attempt, events=(TransferEvent(end, at_s),)
+    )
+
+
+def test_every_hand_over_is_told_even_those_of_attempts_that_failed() -> None:
+    request = make_client_request()
+    failed = StageTimes(transfers=(taken(0, TransferEventKind.FAILED, 3.0),))
+    request.note_times("d0", output(0, finish_reason=FinishReason.ERROR, stage_times=failed))
+    request.begin_attempt(PLACEMENT, 14.0)
+    done = StageTimes(transfers=(taken(1, TransferEventKind.VERIFIED, 0.5),))
+    given = TransferEvent(TransferEventKind.RELEASED, 0.75)
+    late = TransferRecord(role=TransferRole.PRODUCER, peer="d0", attempt=1, events=(given,))
+    story = whole_story()
+    story[-1] = (
+        "d0",
+        output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=done),
+    )
+    story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=StageTimes()))
+    story.insert(2, ("p0", output(0, stage_times=StageTimes(prefill_s=0.5, transfers=(late,)))))
+    deltas = collect(request, story)
+    assert deltas[-1].finish is not None
+    timing = deltas[-1].finish.timing
+    assert [(seen.worker, seen.record.attempt, seen.record.events) for seen in timing.transfers] == [
+        ("d0", 0, (TransferEvent(TransferEventKind.FAILED, 3.0),)),
+        ("p0", 1, (TransferEvent(TransferEventKind.RELEASED, 4.75),)),
+        ("d0", 1, (TransferEvent(TransferEventKind.VERIFIED, 4.5),)),
+    ]
+    assert timing.prefill_s == 0.5
+    assert [t for delta in deltas for t in delta.token_ids] == TOKENS

@@ -1,10 +1,16 @@
 """What was handed over with whom: sums by end, peer and transport, from real hand-overs."""
 
+from collections import Counter
+
+import pytest
+
 from baton.kv import KVTransferParams, TransferRole
 from baton.worker import KVPeerCounts
-from kv_transfer.metrics import MAX_PEERS, PeerMetrics
-from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
-from tests.factories.endpoints import TOKEN, Fabric, Worker
+from kv_transfer.metrics import MAX_ROWS, OTHERS, PeerMetrics
+from kv_transfer.orders import AbortLoad, AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.protocol.messages import Pieces
+from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start
 
 
 def begin(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
@@ -30,14 +36,59 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
     fabric.deliver()
     block = prefill.blocks[0][0].nbytes
     assert prefill.connector.peers() == (
-        KVPeerCounts(TransferRole.PRODUCER, "d0", "shared_memory", 1, 0, 2 * block, 0.0, 0.0, 0.125),
+        KVPeerCounts(TransferRole.PRODUCER, "d0", "shared_memory", 1, 0, 0, 2 * block, 0.0, 0.0, 0.125),
     )
     assert decode.connector.peers() == (
-        KVPeerCounts(TransferRole.CONSUMER, "p0", "shared_memory", 1, 0, 2 * block, 0.5, 0.375, 0.0),
+        KVPeerCounts(TransferRole.CONSUMER, "p0", "shared_memory", 1, 0, 0, 2 * block, 0.5, 0.375, 0.0),
     )
+
+
+def ends(worker: Worker) -> list[tuple[int, int, int]]:
+    """Legs with each peer that were done, that failed, and that were not needed."""
+    return [(peer.done, peer.failed, peer.not_needed) for peer in worker.connector.peers()]
 
 
 def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(fabric, prefill, decode, "r")
+    prefill.order(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    fabric.deliver()
+    assert ends(prefill) == ends(decode) == [(0, 1, 0)]
+    begin(fabric, prefill, decode, "late")
+    fabric.cut("p0/0")
+    fabric.advance(LOAD_TIMEOUT_S)
+    prefill.order(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
+    assert ends(prefill) == ends(decode) == [(0, 2, 0)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_c40_what_the_prefill_worker_answered_alone_was_not_needed_and_is_no_failure(num_ranks: int) -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0")
+    prefill.compute(32)
+    begin(fabric, prefill, decode, "r")
+    prefill.save(SendBlocks("r", 0, (1,)))
+    fabric.deliver()
+    prefill.order(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    fabric.deliver()
+    assert ends(decode) == [(0, 0, num_ranks)]
+    assert ends(prefill) == [(0, 0, 1)] * num_ranks
+    counters = Counter(decode.connector.counters())
+    assert (counters["kv_loads_not_needed"], counters["kv_loads_failed"]) == (num_ranks, 0)
+    fabric.assert_at_rest()
+
+
+def test_a_request_that_ends_in_the_queue_has_not_failed_to_be_handed_over() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    transfer = KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref)
+    prefill.order(BeginSend("r", transfer, 32))
+    prefill.order(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    assert ends(prefill) == [(0, 0, 1)]
+
+
+def test_a_request_whose_client_left_was_not_needed_on_both_ends() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
@@ -45,15 +96,48 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
     decode.order(AbortLoad("r", "the client left"))
     fabric.deliver()
     prefill.order(FinishSend("r", 2, (2,), TOKEN))
-    (given,), (taken,) = prefill.connector.peers(), decode.connector.peers()
-    assert (given.done, given.failed) == (taken.done, taken.failed) == (0, 1)
+    assert ends(prefill) == ends(decode) == [(0, 0, 1)]
 
 
-def test_nothing_is_copied_while_nothing_changes_and_peers_are_bounded() -> None:
+def test_bytes_that_were_lost_on_the_way_do_not_count_as_received() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    prefill.compute(32)
+    begin(fabric, prefill, decode, "r")
+    fabric.num_payloads_to_lose = 1
+    prefill.save(SendBlocks("r", 0, (1,)))
+    fabric.deliver()
+    assert decode.connector.counters()["kv_checksum_failures"] == 1
+    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    fabric.deliver()
+    num_bytes = 2 * prefill.blocks[0][0].nbytes
+    assert decode.connector.counters()["kv_bytes_received"] == num_bytes
+    assert [peer.num_bytes for peer in decode.connector.peers()] == [num_bytes]
+
+
+def test_pieces_that_a_repeated_open_asks_for_again_count_as_resent() -> None:
+    wire = Wire(
+        lambda frame: [] if isinstance(frame.message, Pieces) and 0 in frame.message.indices else [frame]
+    )
+    start(wire)
+    wire.ready(0, 2)
+    wire.ready(2, 1)
+    wire.deliver()
+    assert wire.producer_counters["kv_pieces_resent"] == 0
+    wire.tamper = honest
+    wire.advance(HEARTBEAT_S)
+    num_lost = sum(len(message.indices) for message in sent(wire, Pieces)) - 3
+    assert wire.producer_counters["kv_pieces_resent"] == num_lost > 0
+
+
+def test_nothing_is_copied_while_nothing_changes_and_peers_are_bounded_but_not_forgotten() -> None:
     metrics = PeerMetrics()
-    metrics.missed("p0", "")
+    metrics.missed("p0", "", is_needed=True)
     assert metrics.snapshot() is metrics.snapshot()
-    for number in range(MAX_PEERS + 5):
-        metrics.missed(f"peer{number}", "")
-    assert len(metrics.snapshot()) == MAX_PEERS
-    assert metrics.snapshot()[-1].peer == f"peer{MAX_PEERS + 4}"
+    for number in range(MAX_ROWS + 5):
+        metrics.missed(f"peer{number}", "", is_needed=True)
+        metrics.moved(TransferRole.CONSUMER, f"peer{number}", "", 10)
+    *rows, others = metrics.snapshot()
+    assert len(rows) == MAX_ROWS
+    assert rows[-1].peer == f"peer{MAX_ROWS + 4}"
+    assert (others.peer, others.failed, others.num_bytes) == (OTHERS, 6, 50)

@@ -286,7 +286,7 @@ def test_c34_policy_recompute_computes_the_prompt_here_and_loads_no_second_time(
     assert len(connector.started) == 1
     connector.holds = False
     run_to_end_from(scheduler, runner)
-    assert scheduler.counters()["kv_load_failures"] == 1
+    assert scheduler.counters()["kv_prompt_loads_failed"] == 1
 
 
 def test_c34_a_failure_that_is_to_be_reported_ends_the_request_with_the_reason() -> None:
@@ -307,6 +307,8 @@ def test_c34_a_prompt_that_was_cancelled_elsewhere_is_not_computed_here() -> Non
     connector.holds = False
     outputs = flatten(scheduler.update_connector_output(failed(request, is_cancelled=True)))
     assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
+    counters = scheduler.counters()
+    assert (counters["kv_prompt_loads_not_needed"], counters.get("kv_prompt_loads_failed", 0)) == (1, 0)
     assert_at_rest(scheduler)
 
 

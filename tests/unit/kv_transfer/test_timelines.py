@@ -1,0 +1,157 @@
+"""What each end tells of a hand-over when it is over: from real hand-overs on virtual time."""
+
+import pytest
+
+from baton.kv import KVTransferParams, TransferRole
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
+from kv_transfer.orders import AbortLoad, AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.timelines import combine
+from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+
+ATTEMPT = 3
+
+
+def begin(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
+    """Both ends know of a prompt of 32 tokens; the decode worker has room a second later."""
+    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", ATTEMPT, decode.ref), 32))
+    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", ATTEMPT, prefill.ref), 32))
+    fabric.deliver()
+    fabric.clock.advance(1.0)
+    decode.load(LoadBlocks("r", 0, decode.blocks_for(32)))
+    fabric.deliver()
+
+
+def hand_over(fabric: Fabric, prefill: Worker) -> None:
+    """Half of the prompt after a quarter of a second, the rest after another, which takes an eighth to arrive."""
+    prefill.compute(32)
+    block_ids = prefill.blocks_for(32)
+    fabric.clock.advance(0.25)
+    prefill.save(SendBlocks("r", 0, block_ids[: len(block_ids) // 2]))
+    fabric.deliver()
+    fabric.clock.advance(0.25)
+    prefill.save(SendBlocks("r", len(block_ids) // 2, block_ids[len(block_ids) // 2 :]))
+    prefill.order(FinishSend("r", len(block_ids), (), TOKEN))
+    fabric.clock.advance(0.125)
+    fabric.deliver()
+
+
+def told(worker: Worker) -> TransferRecord:
+    """The one record in its news."""
+    (record,) = worker.news().transfers.values()
+    return record
+
+
+def events(record: TransferRecord) -> dict[str, float]:
+    times = [event.at_s for event in record.events]
+    assert times == sorted(times)
+    return {event.kind.value: event.at_s for event in record.events}
+
+
+@pytest.mark.parametrize("transport", ["zmq_tcp", "shared_memory"])
+@pytest.mark.parametrize(("num_giving", "num_taking"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_both_ends_of_a_hand_over_tell_when_what_happened(
+    transport: str, num_giving: int, num_taking: int
+) -> None:
+    fabric = Fabric(transport)
+    prefill, decode = fabric.add("p0", num_giving), fabric.add("d0", num_taking)
+    begin(fabric, prefill, decode)
+    hand_over(fabric, prefill)
+    given, taken = told(prefill), told(decode)
+    num_bytes = 2 * sum(blocks[0].nbytes for blocks in prefill.blocks)
+    for record, role, peer in ((given, TransferRole.PRODUCER, "d0"), (taken, TransferRole.CONSUMER, "p0")):
+        assert (record.role, record.peer, record.attempt) == (role, peer, ATTEMPT)
+        assert (record.transport, record.num_bytes, record.reason) == (transport, num_bytes, "")
+    assert events(given) == {"begun": 0.0, "first_piece": 1.25, "prefilled": 1.5, "released": 1.625}
+    assert events(taken) == {"begun": 0.0, "asked": 1.0, "first_piece": 1.25, "verified": 1.625}
+    assert given.exposed_s == 0.125
+    assert (taken.elapsed_s, taken.moving_s) == (0.625, 0.375)
+    assert not prefill.news()
+    fabric.assert_at_rest()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_c34_a_load_that_failed_says_when_and_why(num_ranks: int) -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0", num_ranks)
+    begin(fabric, prefill, decode)
+    fabric.advance(LOAD_TIMEOUT_S)
+    reason = f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s"
+    taken = told(decode)
+    assert events(taken) == {"begun": 0.0, "asked": 1.0, "failed": 1.0 + LOAD_TIMEOUT_S}
+    assert (taken.reason, taken.num_bytes, taken.elapsed_s) == (reason, 0, LOAD_TIMEOUT_S)
+    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    given = told(prefill)
+    assert (given.events[-1].kind, given.reason, given.exposed_s) == (TransferEventKind.FAILED, reason, 0.0)
+
+
+def test_c38_a_lease_that_ended_says_so() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(fabric, prefill, decode)
+    fabric.cut("p0/0")
+    hand_over(fabric, prefill)
+    fabric.advance(LEASE_S)
+    given = told(prefill)
+    assert (given.events[-1].kind, given.at(TransferEventKind.PREFILLED)) == (TransferEventKind.FAILED, 1.5)
+    assert given.reason == f"nothing was heard of the decode worker for {LEASE_S:g} s"
+
+
+def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(fabric, prefill, decode)
+    prefill.order(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    fabric.deliver()
+    for worker in (prefill, decode):
+        record = told(worker)
+        assert (record.events[-1].kind, record.reason) == (
+            TransferEventKind.NOT_NEEDED,
+            "token 0 was the last",
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0", num_ranks)
+    begin(fabric, prefill, decode)
+    decode.order(AbortLoad("r", "the client left"))
+    prefill.order(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    fabric.deliver()
+    assert not prefill.news().transfers
+    assert not decode.news().transfers
+    fabric.assert_at_rest()
+    for endpoint in fabric.endpoints.values():
+        endpoint.check_integrity()
+
+
+def test_workers_that_do_not_match_say_so_in_their_records() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", block_size=16), fabric.add("d0", block_size=24)
+    begin(fabric, prefill, decode)
+    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    for worker in (prefill, decode):
+        record = told(worker)
+        assert record.events[-1].kind is TransferEventKind.FAILED
+        assert "block" in record.reason
+
+
+def test_the_record_of_all_ranks_begins_with_the_first_and_ends_with_the_last_and_the_worst() -> None:
+    def record(prefilled_s: float, end: TransferEventKind, end_s: float) -> TransferRecord:
+        kinds = (TransferEventKind.FIRST_PIECE, TransferEventKind.PREFILLED, end)
+        times = (prefilled_s - 1.0, prefilled_s, end_s)
+        return TransferRecord(
+            role=TransferRole.PRODUCER,
+            peer="d0",
+            attempt=0,
+            num_bytes=10,
+            events=tuple(map(TransferEvent, kinds, times)),
+            reason=end.value,
+        )
+
+    failed = record(2.0, TransferEventKind.FAILED, 3.0)
+    released = record(2.5, TransferEventKind.RELEASED, 4.0)
+    whole = combine([released, failed])
+    assert events(whole) == {"first_piece": 1.0, "prefilled": 2.5, "failed": 4.0}
+    assert (whole.num_bytes, whole.reason) == (20, "failed")
+    assert combine([released]) == released
