@@ -50,6 +50,7 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.silence import Silence
 from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES, Reach
+from kv_transfer.protocol.unreachable import Unreachable
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
@@ -80,8 +81,7 @@ class Consumer:
         self._keys: dict[Leg, TransferKey] = {}
         self._num_by_producer: Counter[str] = Counter()
         self._silence = Silence(identity.heartbeat_s)
-        self._unreachable: dict[tuple[str, int], set[str]] = {}
-        """Transports that turned out not to reach a producer's rank, while there are legs from it."""
+        self._unreachable = Unreachable()
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -156,7 +156,7 @@ class Consumer:
             return []
         match message:
             case Opened():
-                return self._on_opened(transfer, message)
+                return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
                 return self._lose(
                     transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
@@ -230,10 +230,7 @@ class Consumer:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
             return self._drain(transfer)
-        if transfer.transport not in (
-            transport,
-            None,
-        ):  # what was offered of these in the new way was not taken
+        if transfer.transport not in (transport, None):  # what was offered in the new way was not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -243,11 +240,11 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._unreachable.setdefault((key.producer, key.producer_rank), set()).add(transport)
+        self._unreachable.add(key, transport, now)
         if transfer.state is not State.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
-        if not self._transports_to(key):
+        if not self._transports_to(transfer, now):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
@@ -290,9 +287,10 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
-    def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
-        unreachable = self._unreachable.get((key.producer, key.producer_rank), set())
-        return tuple(name for name in self._identity.reach.transports if name not in unreachable)
+    def _transports_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
+        """The ways that this leg may take. One that failed, for it or another, is for later legs to try again."""
+        transfer.ruled_out |= self._unreachable.of(transfer.key, now)
+        return tuple(name for name in self._identity.reach.transports if name not in transfer.ruled_out)
 
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
@@ -307,15 +305,15 @@ class Consumer:
             tuple(transfer.verified),
             tuple(transfer.verified.values()),
             self._identity.reach.host,
-            self._transports_to(transfer.key),
+            self._transports_to(transfer, now),
             self._identity.checksums,
         )
         return [Send(transfer.address, message)]
 
-    def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
+    def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._transports_to(transfer.key):
+        if message.transport not in self._transports_to(transfer, now):
             return []  # the answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
@@ -397,7 +395,6 @@ class Consumer:
         if not self._num_by_producer[producer]:
             del self._num_by_producer[producer]
             self._silence.forget(producer)
-            for place in [place for place in self._unreachable if place[0] == producer]:
-                del self._unreachable[place]
+            self._unreachable.forget(producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

@@ -70,6 +70,8 @@ class Incoming:
     producer_host: str | None = None
     """Known once it answered an Open."""
     transport: str | None = None
+    ruled_out: set[str] = field(default_factory=set)
+    """Transports that turned out not to reach the producer's pool."""
     is_unproven: bool = False
     """Some pieces came without checksums."""
     end: End | None = None
