@@ -19,16 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import (
-    Effect,
-    Failed,
-    Leg,
-    News,
-    OpenPool,
-    Quiesced,
-    Received,
-    Send,
-)
+from kv_transfer.protocol.effects import Effect, Failed, Leg, News, OpenPool, Quiesced, Received, Send
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPieces
 from kv_transfer.protocol.messages import (
@@ -49,8 +40,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.silence import Silence
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach
-from kv_transfer.protocol.unreachable import Unreachable
+from kv_transfer.protocol.transports import SENDS_BYTES, Reach, Ways
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
@@ -81,7 +71,7 @@ class Consumer:
         self._keys: dict[Leg, TransferKey] = {}
         self._num_by_producer: Counter[str] = Counter()
         self._silence = Silence(identity.heartbeat_s)
-        self._unreachable = Unreachable()
+        self._ways = Ways(identity.reach.transports)
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -97,7 +87,7 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = Incoming(key, leg, address, num_prompt_tokens, shape)
+        transfer = Incoming(key, leg, address, num_prompt_tokens, shape, self._identity.reach.transports)
         self._transfers[key] = transfer
         self._keys[leg] = key
         self._num_by_producer[key.producer] += 1
@@ -230,7 +220,8 @@ class Consumer:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
             return self._drain(transfer)
-        if transfer.transport not in (transport, None):  # what was offered in the new way was not taken
+        has_moved_on = transfer.transport not in (transport, None)
+        if has_moved_on:  # what was offered of these in the new way was not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -240,11 +231,11 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._unreachable.add(key, transport, now)
+        self._ways.has_failed(key.producer, key.producer_rank, transport, now)
         if transfer.state is not State.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
-        if not self._transports_to(transfer, now):
+        if not self._ways_to(transfer, now):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
@@ -287,10 +278,11 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
-    def _transports_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
-        """The ways that this leg may take. One that failed, for it or another, is for later legs to try again."""
-        transfer.ruled_out |= self._unreachable.of(transfer.key, now)
-        return tuple(name for name in self._identity.reach.transports if name not in transfer.ruled_out)
+    def _ways_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
+        """What is left to this leg. What failed for it or another meanwhile is for later legs to try again."""
+        left = self._ways.to(transfer.key.producer, transfer.key.producer_rank, now)
+        transfer.ways = tuple(name for name in transfer.ways if name in left)
+        return transfer.ways
 
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
@@ -305,7 +297,7 @@ class Consumer:
             tuple(transfer.verified),
             tuple(transfer.verified.values()),
             self._identity.reach.host,
-            self._transports_to(transfer, now),
+            self._ways_to(transfer, now),
             self._identity.checksums,
         )
         return [Send(transfer.address, message)]
@@ -313,7 +305,7 @@ class Consumer:
     def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._transports_to(transfer, now):
+        if message.transport not in self._ways_to(transfer, now):
             return []  # the answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
@@ -395,6 +387,6 @@ class Consumer:
         if not self._num_by_producer[producer]:
             del self._num_by_producer[producer]
             self._silence.forget(producer)
-            self._unreachable.forget(producer)
+            self._ways.forget(producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

@@ -54,6 +54,8 @@ class Incoming:
     address: str
     num_prompt_tokens: int
     shape: PieceShape
+    ways: tuple[str, ...]
+    """Transports that may still reach the producer's pool."""
     state: State = State.HOLDING
     first_piece: int = 0
     num_pieces: int = 0
@@ -70,8 +72,6 @@ class Incoming:
     producer_host: str | None = None
     """Known once it answered an Open."""
     transport: str | None = None
-    ruled_out: set[str] = field(default_factory=set)
-    """Transports that turned out not to reach the producer's pool."""
     is_unproven: bool = False
     """Some pieces came without checksums."""
     end: End | None = None

@@ -7,8 +7,7 @@ import pytest
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole
 from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
-from kv_transfer.protocol.unreachable import RETRY_S
+from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.remote_pools import RemotePools
 from kv_transfer.taking import READ_TIMEOUT_S
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
