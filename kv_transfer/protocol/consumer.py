@@ -19,16 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import (
-    Effect,
-    Failed,
-    Leg,
-    News,
-    OpenPool,
-    Quiesced,
-    Received,
-    Send,
-)
+from kv_transfer.protocol.effects import Effect, Failed, Leg, News, OpenPool, Quiesced, Received, Send
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPieces
 from kv_transfer.protocol.messages import (
@@ -96,7 +87,7 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = Incoming(key, leg, address, num_prompt_tokens, shape)
+        transfer = Incoming(key, leg, address, num_prompt_tokens, shape, self._identity.reach.transports)
         self._transfers[key] = transfer
         self._keys[leg] = key
         self._num_by_producer[key.producer] += 1
@@ -155,7 +146,7 @@ class Consumer:
             return []
         match message:
             case Opened():
-                return self._on_opened(transfer, message)
+                return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
                 return self._lose(
                     transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
@@ -240,11 +231,11 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._ways.has_failed(key.producer, key.producer_rank, transport)
+        self._ways.has_failed(key.producer, key.producer_rank, transport, now)
         if transfer.state is not State.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
-        if not self._ways.to(key.producer, key.producer_rank):
+        if not self._ways_to(transfer, now):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
@@ -287,6 +278,12 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
+    def _ways_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
+        """What is left to this leg. What failed for it or another meanwhile is for later legs to try again."""
+        left = self._ways.to(transfer.key.producer, transfer.key.producer_rank, now)
+        transfer.ways = tuple(name for name in transfer.ways if name in left)
+        return transfer.ways
+
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
@@ -300,15 +297,15 @@ class Consumer:
             tuple(transfer.verified),
             tuple(transfer.verified.values()),
             self._identity.reach.host,
-            self._ways.to(transfer.key.producer, transfer.key.producer_rank),
+            self._ways_to(transfer, now),
             self._identity.checksums,
         )
         return [Send(transfer.address, message)]
 
-    def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
+    def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._ways.to(transfer.key.producer, transfer.key.producer_rank):
+        if message.transport not in self._ways_to(transfer, now):
             return []  # the answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:

@@ -54,6 +54,8 @@ class Incoming:
     address: str
     num_prompt_tokens: int
     shape: PieceShape
+    ways: tuple[str, ...]
+    """Transports that may still reach the producer's pool."""
     state: State = State.HOLDING
     first_piece: int = 0
     num_pieces: int = 0

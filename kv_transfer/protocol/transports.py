@@ -34,21 +34,25 @@ class Reach:
         return None
 
 
+RETRY_S = 30.0
+"""A way that failed is tried again after this long: a peer that always has traffic would otherwise lose it for good."""
+
+
 class Ways:
-    """How a consumer reaches each rank of its producers: in all the ways it has, but those that failed."""
+    """How a consumer reaches each rank of its producers: in all the ways it has, but those that failed lately."""
 
     def __init__(self, transports: tuple[str, ...]) -> None:
         self._transports = transports
-        self._failed: dict[str, set[tuple[int, str]]] = {}
-        """Rank and transport, by incarnation."""
+        self._failed_until: dict[str, dict[tuple[int, str], float]] = {}
+        """By incarnation, and then by rank and transport."""
 
-    def to(self, producer: str, rank: int) -> tuple[str, ...]:
-        failed = self._failed.get(producer, set())
-        return tuple(name for name in self._transports if (rank, name) not in failed)
+    def to(self, producer: str, rank: int, now: float) -> tuple[str, ...]:
+        until = self._failed_until.get(producer, {})
+        return tuple(name for name in self._transports if now >= until.get((rank, name), now))
 
-    def has_failed(self, producer: str, rank: int, transport: str) -> None:
-        self._failed.setdefault(producer, set()).add((rank, transport))
+    def has_failed(self, producer: str, rank: int, transport: str, now: float) -> None:
+        self._failed_until.setdefault(producer, {})[rank, transport] = now + RETRY_S
 
     def forget(self, producer: str) -> None:
         """The next leg from it tries everything again."""
-        self._failed.pop(producer, None)
+        self._failed_until.pop(producer, None)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, Bytes, PoolReader, Runs, TransportError
-from tests.factories.pool_readers import IMPLEMENTATIONS, Owner, finish, make_runs, pattern
+from tests.factories.pool_readers import IMPLEMENTATIONS, AnyOwner, finish, make_owner, make_runs, pattern
 
 BLOCK = 64 * 1024
 NUM_BLOCKS = 64
@@ -24,15 +24,15 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def owner(implementation: str) -> Iterator[Owner]:
-    with Owner(implementation, NBYTES, seed=1) as owner:
+def owner(implementation: str) -> Iterator[AnyOwner]:
+    with make_owner(implementation, NBYTES, seed=1) as owner:
         yield owner
 
 
 @pytest.fixture
-def mortal(implementation: str) -> Iterator[Owner]:
+def mortal(implementation: str) -> Iterator[AnyOwner]:
     """An owner for one test only, that may stop it or kill it."""
-    with Owner(implementation, NBYTES, seed=2) as owner:
+    with make_owner(implementation, NBYTES, seed=2) as owner:
         yield owner
 
 
@@ -52,7 +52,7 @@ def whole_pool() -> Runs:
     return make_runs((0, 0, NBYTES))
 
 
-def expected(owner: Owner, runs: Runs) -> Bytes:
+def expected(owner: AnyOwner, runs: Runs) -> Bytes:
     """A pool of zeros after these runs were read into it."""
     pool = np.zeros(NBYTES, np.uint8)
     for remote, local, length in zip(runs.remote, runs.local, runs.lengths, strict=True):
@@ -73,7 +73,7 @@ def expected(owner: Owner, runs: Runs) -> Bytes:
     ],
 )
 def test_the_right_bytes_arrive_and_no_others_change(
-    owner: Owner, reader: PoolReader, pool: Bytes, runs: Runs
+    owner: AnyOwner, reader: PoolReader, pool: Bytes, runs: Runs
 ) -> None:
     remote = reader.open(owner.description)
     number = remote.read(runs)
@@ -82,7 +82,7 @@ def test_the_right_bytes_arrive_and_no_others_change(
     remote.close()
 
 
-def test_a_pool_is_read_as_it_is_now(mortal: Owner, reader: PoolReader, pool: Bytes) -> None:
+def test_a_pool_is_read_as_it_is_now(mortal: AnyOwner, reader: PoolReader, pool: Bytes) -> None:
     remote = reader.open(mortal.description)
     for seed in (11, 12):
         mortal.refill(seed)
@@ -91,7 +91,7 @@ def test_a_pool_is_read_as_it_is_now(mortal: Owner, reader: PoolReader, pool: By
 
 
 def test_many_reads_at_once_from_two_pools(
-    owner: Owner, mortal: Owner, reader: PoolReader, pool: Bytes
+    owner: AnyOwner, mortal: AnyOwner, reader: PoolReader, pool: Bytes
 ) -> None:
     owners = (owner, mortal)
     remotes = [reader.open(each.description) for each in owners]
@@ -101,7 +101,7 @@ def test_many_reads_at_once_from_two_pools(
         np.testing.assert_array_equal(pool[i], owners[i % 2].pattern.reshape(pool.shape)[i])
 
 
-def test_reads_go_on_and_on(owner: Owner, reader: PoolReader, pool: Bytes) -> None:
+def test_reads_go_on_and_on(owner: AnyOwner, reader: PoolReader, pool: Bytes) -> None:
     remote = reader.open(owner.description)
     for i in range(2000):
         number = remote.read(make_runs((i % NUM_BLOCKS * BLOCK, 0, BLOCK)))
@@ -121,7 +121,7 @@ def test_a_process_can_read_its_own_pool(implementation: str, reader: PoolReader
     other.close()
 
 
-def test_a_pool_can_be_opened_twice(owner: Owner, reader: PoolReader) -> None:
+def test_a_pool_can_be_opened_twice(owner: AnyOwner, reader: PoolReader) -> None:
     first, second = reader.open(owner.description), reader.open(owner.description)
     first.close()
     first.close()
@@ -152,13 +152,15 @@ def test_what_is_no_description_is_refused(reader: PoolReader, description: byte
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_description_that_was_cut_is_refused(owner: Owner, reader: PoolReader, data: st.DataObject) -> None:
+def test_a_description_that_was_cut_is_refused(
+    owner: AnyOwner, reader: PoolReader, data: st.DataObject
+) -> None:
     length = data.draw(st.integers(0, len(owner.description) - 1))
     with pytest.raises(TransportError):
         reader.open(owner.description[:length])
 
 
-def test_the_pool_of_a_process_that_is_gone_cannot_be_opened(mortal: Owner, reader: PoolReader) -> None:
+def test_the_pool_of_a_process_that_is_gone_cannot_be_opened(mortal: AnyOwner, reader: PoolReader) -> None:
     mortal.kill()
     with pytest.raises(TransportError):
         reader.open(mortal.description)
@@ -179,7 +181,7 @@ def test_the_pool_of_a_process_that_is_gone_cannot_be_opened(mortal: Owner, read
     ],
 )
 def test_runs_outside_a_pool_are_refused(
-    owner: Owner, reader: PoolReader, pool: Bytes, run: tuple[int, int, int]
+    owner: AnyOwner, reader: PoolReader, pool: Bytes, run: tuple[int, int, int]
 ) -> None:
     remote = reader.open(owner.description)
     with pytest.raises(TransportError):
@@ -188,7 +190,7 @@ def test_runs_outside_a_pool_are_refused(
     assert not pool.any()
 
 
-def test_a_closed_pool_is_not_read(owner: Owner, reader: PoolReader, pool: Bytes) -> None:
+def test_a_closed_pool_is_not_read(owner: AnyOwner, reader: PoolReader, pool: Bytes) -> None:
     remote = reader.open(owner.description)
     remote.close()
     with pytest.raises(TransportError):
@@ -198,7 +200,7 @@ def test_a_closed_pool_is_not_read(owner: Owner, reader: PoolReader, pool: Bytes
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["first", "later"])
 def test_a_read_from_a_killed_process_ends_with_an_error_or_with_what_was_there(
-    mortal: Owner, owner: Owner, reader: PoolReader, pool: Bytes, is_warm: bool
+    mortal: AnyOwner, owner: AnyOwner, reader: PoolReader, pool: Bytes, is_warm: bool
 ) -> None:
     remote = reader.open(mortal.description)
     if is_warm:
@@ -214,7 +216,7 @@ def test_a_read_from_a_killed_process_ends_with_an_error_or_with_what_was_there(
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["first", "later"])
 def test_a_process_killed_while_it_is_read(
-    mortal: Owner, owner: Owner, reader: PoolReader, pool: Bytes, is_warm: bool
+    mortal: AnyOwner, owner: AnyOwner, reader: PoolReader, pool: Bytes, is_warm: bool
 ) -> None:
     remote = reader.open(mortal.description)
     if is_warm:
@@ -230,7 +232,7 @@ def test_a_process_killed_while_it_is_read(
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["first", "later"])
 def test_nothing_is_written_once_a_pool_is_closed(
-    mortal: Owner, owner: Owner, reader: PoolReader, pool: Bytes, is_warm: bool
+    mortal: AnyOwner, owner: AnyOwner, reader: PoolReader, pool: Bytes, is_warm: bool
 ) -> None:
     """The peer does not answer, so a reader that needs its help cannot end its reads otherwise."""
     remote, other = reader.open(mortal.description), reader.open(owner.description)
@@ -249,7 +251,7 @@ def test_nothing_is_written_once_a_pool_is_closed(
     np.testing.assert_array_equal(pool.reshape(-1), owner.pattern)
 
 
-def test_a_reader_may_be_closed_while_it_reads(mortal: Owner, implementation: str, pool: Bytes) -> None:
+def test_a_reader_may_be_closed_while_it_reads(mortal: AnyOwner, implementation: str, pool: Bytes) -> None:
     reader = IMPLEMENTATIONS[implementation].make(pool)
     remote = reader.open(mortal.description)
     mortal.stop()
@@ -268,7 +270,7 @@ def read_what_is_there(read: Callable[[Runs], int], runs: Runs) -> list[int]:
         return []
 
 
-def assert_reads(owner: Owner, reader: PoolReader, pool: Bytes) -> None:
+def assert_reads(owner: AnyOwner, reader: PoolReader, pool: Bytes) -> None:
     """What happened with one peer harms no other."""
     number = reader.open(owner.description).read(whole_pool())
     assert finish(reader, [number]) == {number: None}

@@ -14,6 +14,8 @@ class FakeHost:
     """All devices of one host, and what is allocated on them."""
 
     memories: dict[int, bytearray] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    """Memories whose owner has ended: whoever has them open goes on reading them, nobody else can open them."""
     next_address: int = FIRST_ADDRESS
 
     def allocate(self, num_bytes: int) -> int:
@@ -63,7 +65,7 @@ class FakeDriver:
 
     def open(self, handle: bytes) -> int:
         address = int.from_bytes(handle[:8], "little")
-        if address in self._own or address not in self.host.memories:
+        if address in self._own or address in self.host.gone or address not in self.host.memories:
             raise CudaError("cuIpcOpenMemHandle_v2: invalid resource handle (400)")
         self.opened.append(address)
         return address
@@ -90,9 +92,12 @@ class FakeDriver:
     def run(self) -> None:
         """Everything that is queued happens."""
         while self.queued:
-            to, source, num_bytes = self.queued.popleft()
-            self.host.find(to, num_bytes)[:] = self.host.find(source, num_bytes)
-            self.num_over += 1
+            self._copy_next()
+
+    def _copy_next(self) -> None:
+        to, source, num_bytes = self.queued.popleft()
+        self.host.find(to, num_bytes)[:] = self.host.find(source, num_bytes)
+        self.num_over += 1
 
     def record(self, stream: int) -> int:
         assert stream == 1
@@ -122,3 +127,15 @@ class FakeDriver:
     def _check_context(self) -> None:
         if self.failure is not None:
             raise CudaError(self.failure)
+
+
+@dataclass
+class UnhurriedDriver(FakeDriver):
+    """Copies one run whenever it is asked whether it is done, so reads are under way until somebody waits."""
+
+    is_slow: bool = True
+
+    def is_over(self, event: int) -> bool:
+        if self.queued:
+            self._copy_next()
+        return super().is_over(event)

@@ -1,4 +1,4 @@
-"""Pool readers for the contract tests: which there are, a plain one, and another process that owns a pool to read."""
+"""Pool readers for the contract tests: which there are, a plain one, and others that own a pool to read."""
 
 import multiprocessing
 import os
@@ -15,9 +15,11 @@ import numpy as np
 
 from baton.clock import SystemClock
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
+from kv_transfer.transport.cuda_ipc import CudaIpcReader, CudaMemory
 from kv_transfer.transport.nixl import NixlReader
 from kv_transfer.transport.nixl_agent import Memory, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
+from tests.factories.fake_cuda import FakeHost, UnhurriedDriver
 
 START_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 30.0
@@ -104,7 +106,23 @@ def shared_array(nbytes: int) -> Bytes:
     return memory.array
 
 
+_host = FakeHost()
+_devices: dict[int, CudaMemory] = {}
+"""Pretended devices' memories, by the addresses of the arrays that show their bytes."""
+
+
+def device_array(nbytes: int) -> Bytes:
+    """The bytes of memory on a device of its own."""
+    memory = CudaMemory(nbytes, 0, UnhurriedDriver(_host))
+    array: Bytes = np.frombuffer(_host.memories[memory.address], np.uint8)
+    _devices[array.ctypes.data] = memory
+    return array
+
+
 IMPLEMENTATIONS = {
+    "cuda_ipc": Implementation(
+        lambda pool: CudaIpcReader(_devices[pool.ctypes.data]), lambda: True, "nothing", device_array
+    ),
     "shared_memory": Implementation(
         lambda pool: SharedMemoryReader(pool, _memories[pool.ctypes.data]),
         lambda: hasattr(os, "memfd_create"),
@@ -171,6 +189,40 @@ class Owner(AbstractContextManager["Owner"]):
         answer = self._pipe.recv()
         assert isinstance(answer, bytes)
         return answer
+
+
+class DeviceOwner(AbstractContextManager["DeviceOwner"]):
+    """The same for a pool on a pretended device, which this process alone knows of. It is read without its owner."""
+
+    def __init__(self, nbytes: int, seed: int) -> None:
+        self._pool = device_array(nbytes)
+        self._memory = _devices[self._pool.ctypes.data]
+        self.description = CudaIpcReader(self._memory).describe() or b""
+        self.refill(seed)
+
+    def refill(self, seed: int) -> None:
+        """Overwrites the pool."""
+        self.pattern = pattern(self._pool.nbytes, seed)
+        self._pool[:] = self.pattern
+
+    def kill(self) -> None:
+        _host.gone.add(self._memory.address)
+
+    def stop(self) -> None:
+        """Nobody would notice."""
+
+    def resume(self) -> None:
+        """Undoes `stop`."""
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+AnyOwner = Owner | DeviceOwner
+
+
+def make_owner(implementation: str, nbytes: int, seed: int) -> AnyOwner:
+    return DeviceOwner(nbytes, seed) if implementation == "cuda_ipc" else Owner(implementation, nbytes, seed)
 
 
 def own(implementation: str, nbytes: int, seed: int, pipe: Connection) -> None:

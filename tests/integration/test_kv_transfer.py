@@ -27,8 +27,12 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport import shared_memory
+from kv_transfer.transport.base import Bytes
+from kv_transfer.transport.cuda_ipc import CudaMemory
 from kv_transfer.transport.nixl_agent import nixl_is_available
+from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.security import KEYS
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
@@ -43,11 +47,12 @@ class Worker:
     """A connector with a pool of its own; `pool` starts with contents that differ from every other worker's."""
 
     transport: ClassVar[str] = "auto"
+    host: ClassVar[FakeHost | None] = None
+    """Where pools are in the memory of a pretended device."""
 
     def __init__(self, name: str, incarnation: str) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
-        memory = SharedMemory(64 * BLOCK_BYTES)
-        self.pool = memory.array.reshape(64, BLOCK_BYTES)
+        blocks, memory = self._make_pool(64 * BLOCK_BYTES)
         self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
         self._has_news = threading.Event()
         self._news: list[KVConnectorOutput] = []
@@ -57,13 +62,23 @@ class Worker:
             KEYS.kv,
             incarnation,
             SystemClock(),
-            self.pool,
+            blocks,
             FINGERPRINT,
             self._has_news.set,
             memory=memory,
         )
         self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
+
+    def _make_pool(self, num_bytes: int) -> tuple[Bytes | DeviceBlocks, SharedMemory | None]:
+        """What a connector is told of `self.pool`, [num_blocks, bytes of a block]."""
+        if self.host is None:
+            memory = SharedMemory(num_bytes)
+            self.pool = memory.array.reshape(-1, BLOCK_BYTES)
+            return self.pool, memory
+        device = CudaMemory(num_bytes, 0, FakeDriver(self.host))
+        self.pool = np.frombuffer(self.host.memories[device.address], np.uint8).reshape(-1, BLOCK_BYTES)
+        return DeviceBlocks(device, BLOCK_BYTES), None
 
     def order(self, *orders: OrderAtOnce | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
         at_once = tuple(order for order in orders if not isinstance(order, LoadBlocks))
@@ -85,15 +100,29 @@ class Worker:
             self._has_news.clear()
             self._news.append(self.connector.get_finished())
 
+    def gather(self, is_enough: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
+        """Everything that happens until it is enough."""
+        end, news = time.monotonic() + 10.0, KVConnectorOutput()
+        while not is_enough(news):
+            assert self._has_news.wait(max(0.0, end - time.monotonic())), f"only {news}"
+            self._has_news.clear()
+            news += self.connector.get_finished()
+        return news
+
     def stop(self) -> None:
         self.connector.shutdown()
 
 
-@pytest.fixture(autouse=True, params=["zmq_tcp", "shared_memory", "nixl"])
+@pytest.fixture(
+    autouse=True,
+    params=["zmq_tcp", "shared_memory", "nixl", "cuda_ipc on a device", "zmq_tcp on a device"],
+)
 def _transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "nixl" and not nixl_is_available():
+    transport, _, where = request.param.partition(" ")
+    if transport == "nixl" and not nixl_is_available():
         pytest.skip("nixl cannot run here: pip install 'baton[nixl]'")
-    monkeypatch.setattr(Worker, "transport", request.param)
+    monkeypatch.setattr(Worker, "transport", transport)
+    monkeypatch.setattr(Worker, "host", FakeHost() if where else None)
 
 
 @pytest.fixture
@@ -133,9 +162,30 @@ def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, dec
     prefill.order(FinishSend("r", 3, (3,), TOKEN))
     received = decode.until(lambda news: news.finished_recving)
     assert (received.request_id, received.first_token, received.num_bytes) == ("r", TOKEN, 3 * BLOCK_BYTES)
+    assert received.transport == Worker.transport
     assert (decode.pool[10:13] == prefill.pool[1:4]).all()
     assert prefill.until(lambda news: news.finished_sending) == "r"
     assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
+
+
+def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Worker) -> None:
+    """Each gives its blocks 1, 2, 3 sixteen times, and has a place of its own for each time that it takes."""
+    pairs, places = [(prefill, decode), (decode, prefill)], range(10, 58, 3)
+    for first in places:
+        for giver, taker in pairs:
+            name = f"{giver.ref.name} {first}"
+            to_giver, to_taker = legs(giver, taker, name)
+            giver.order(BeginSend(name, to_giver, 40), after=(SendBlocks(name, 0, (1, 2)),))
+            taker.order(BeginLoad(name, to_taker, 40), LoadBlocks(name, 0, (first, first + 1, first + 2)))
+            giver.order(FinishSend(name, 3, (3,), TOKEN))
+    for giver, taker in pairs:
+        news = taker.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
+        assert sorted(load.request_id for load in news.finished_recving) == [
+            f"{giver.ref.name} {first}" for first in places
+        ]
+        assert sorted(news.finished_sending) == [f"{taker.ref.name} {first}" for first in places]
+        for first in places:
+            assert (taker.pool[first : first + 3] == giver.pool[1:4]).all()
 
 
 def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(

@@ -7,7 +7,7 @@ import pytest
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole
 from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
+from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.remote_pools import RemotePools
 from kv_transfer.taking import READ_TIMEOUT_S
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
@@ -217,3 +217,20 @@ def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
     with pytest.raises(TransportError, match="not open"):
         pools.read(key, make_runs((0, 0, 1)))
     assert reader.closed == ["pool"]
+
+
+def test_c42_a_way_that_failed_is_tried_again_after_a_while_though_there_are_always_hand_overs() -> None:
+    fabric = FragileFabric()
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    fabric.readers[1].num_failures = 1
+    begin(prefill, decode, "r0", decode.blocks_for(NUM_TOKENS))
+    ways: list[str] = []
+    for number in range(20):  # one begins before the last one ends
+        fabric.deliver()
+        begin(prefill, decode, f"r{number + 1}", decode.blocks_for(NUM_TOKENS))
+        fabric.deliver()
+        give(prefill, f"r{number}")
+        fabric.advance(RETRY_S / 10)
+        ways += [received.transport for received in decode.news().finished_recving]
+    assert ways == [ZMQ_TCP] * 11 + [SHARED_MEMORY] * 9
+    assert fabric.readers[1].num_opened == 2
