@@ -39,13 +39,14 @@ class KVConnectorWorker:
         *,
         rank: int = 0,
         memory: SharedMemory | None = None,
+        advertise_host: str | None = None,
     ) -> None:
         """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is what blocks in host memory live in, if other processes may map that.
+        `memory` is what blocks in host memory live in, if other processes may map that. The hosts are `network`'s.
         """
         pool = make_pool(blocks, fingerprint, rank)
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys)
+        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys, advertise_host)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import zmq
 
+from baton.addresses import connect, listen
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
@@ -33,16 +34,20 @@ MAX_ARRIVALS_PER_TURN = 64
 class ZmqChannel:
     """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
 
-    def __init__(self, bind_host: str, block_nbytes: int, keys: PlaneKeys | None) -> None:
-        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard."""
+    def __init__(
+        self, bind_host: str, block_nbytes: int, keys: PlaneKeys | None, advertise_host: str | None = None
+    ) -> None:
+        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
+
+        The hosts are those of `network` in the configuration; ConfigError if this machine has no such place.
+        """
         self._keys = keys
         self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
-        port = self._router.bind_to_random_port(f"tcp://{bind_host}")
-        self.address = f"tcp://{bind_host}:{port}"
+        self.address = listen(self._router, bind_host, advertise_host)
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
@@ -106,7 +111,7 @@ class ZmqChannel:
             dealer = self._configured(zmq.DEALER)
             secure_client(dealer, self._keys)
             try:
-                dealer.connect(address)
+                connect(dealer, address)
             except zmq.ZMQError:
                 dealer.close()
                 raise

@@ -28,6 +28,7 @@ from kv_transfer.orders import (
     WithdrawBlocks,
 )
 from kv_transfer.transport.nixl_agent import nixl_is_available
+from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
@@ -42,6 +43,7 @@ class Worker:
     """A connector with a pool of its own; `pool` starts with contents that differ from every other worker's."""
 
     transport: ClassVar[str] = "auto"
+    bind_host: ClassVar[str] = "127.0.0.1"
 
     def __init__(self, name: str, incarnation: str) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
@@ -52,7 +54,7 @@ class Worker:
         self._news: list[KVConnectorOutput] = []
         self.connector = KVConnectorWorker(
             CONFIG.with_values("test", transport=self.transport),
-            "127.0.0.1",
+            self.bind_host,
             KEYS.kv,
             incarnation,
             SystemClock(),
@@ -135,6 +137,21 @@ def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, dec
     assert (decode.pool[10:13] == prefill.pool[1:4]).all()
     assert prefill.until(lambda news: news.finished_sending) == "r"
     assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("bind_host", BIND_HOSTS)
+def test_workers_hand_over_wherever_they_listen(bind_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "bind_host", bind_host)
+    prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
+    try:
+        start(prefill, decode)
+        prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+        prefill.order(FinishSend("r", 3, (3,), TOKEN))
+        decode.until(lambda news: news.finished_recving)
+        assert (decode.pool[10:13] == prefill.pool[1:4]).all()
+    finally:
+        prefill.stop()
+        decode.stop()
 
 
 def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(
