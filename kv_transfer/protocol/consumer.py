@@ -163,6 +163,15 @@ class Consumer:
             case Pieces():
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
+    def on_other_language(self, address: str, reason: str) -> list[Effect]:
+        """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
+        lost = [
+            transfer
+            for transfer in self._transfers.values()
+            if transfer.address == address and transfer.state in (State.HOLDING, State.LOADING)
+        ]
+        return [effect for t in lost for effect in self._lose(t, Loss(reason, is_producers_word=True))]
+
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
 
