@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from baton.addresses import WILDCARDS
 from baton.errors import ConfigError
 
 
@@ -158,8 +159,13 @@ class GatewayConfig(Section):
 class NetworkConfig(Section):
     """Addresses, protection and signs of life of the planes between gateway and workers."""
 
-    bind_host: str = "127.0.0.1"
-    """Where workers listen, on both planes."""
+    bind_host: str = Field("127.0.0.1", min_length=1)
+    """Where workers listen, on both planes, each on a free port: an address, IPv4 or IPv6, or the name of an interface,
+    which means another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
+    advertise_host: str | None = Field(None, min_length=1)
+    """What workers tell others to connect to, where that is not where they listen (address translation). None: the
+    address they listen on; with `0.0.0.0` or `::`, the node's address in Ray or, without Ray, that of its route to
+    others."""
     security: Literal["curve", "none"] = "curve"
     """`curve`: both planes are encrypted, and admit only who knows the cluster's secret. `none`: neither, so anybody
     who can connect may give orders and read KV; allowed on loopback only."""
@@ -170,8 +176,22 @@ class NetworkConfig(Section):
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
 
+    @field_validator("bind_host", "advertise_host")
+    @classmethod
+    def _check_host(cls, host: str | None) -> str | None:
+        if host is not None and not _is_host(host):
+            raise ValueError(
+                f"got '{host}'; a host is an address or a name, without brackets, scheme or port"
+            )
+        return host
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.advertise_host in WILDCARDS:
+            raise ValueError(
+                f"advertise_host '{self.advertise_host}' is no place to connect to; leave it out, or name this "
+                "machine's address"
+            )
         if self.security == "none" and not _is_loopback(self.bind_host):
             raise ValueError(
                 f"security 'none' on bind_host '{self.bind_host}' would let everybody who reaches this machine give "
@@ -236,6 +256,16 @@ def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[
         under = merged.get(section) or {}
         merged[section] = {**under, **keys} if isinstance(under, dict) else under
     return merged
+
+
+def _is_host(host: str) -> bool:
+    """Whether it may be one; only a connection shows whether it is."""
+    if ":" not in host:
+        return not set(host) & set("[]/ ")
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ from enum import Enum
 from baton.errors import WireError
 
 PROTOCOL_VERSION = 3
+"""Of the KV plane: it stands in front of every message, and counts up whenever one of them changes."""
 
 MAX_NAME_CHARS = 512
 """Of anything that is named or described; what quotes a few of them still fits into a message."""

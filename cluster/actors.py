@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.addresses import WILDCARDS
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
@@ -33,7 +34,8 @@ class WorkerActor:
     def __init__(
         self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
     ) -> None:
-        self._arguments = (config, keys, model_path, role, name)
+        self._config = config
+        self._arguments = (keys, model_path, role, name)
         self._stopped = threading.Event()
 
     def start(self) -> WorkerEndpoint:
@@ -41,7 +43,8 @@ class WorkerActor:
         # driver, which only names this class, does not load torch.
         from cluster.worker_process import build_worker
 
-        self._worker = build_worker(*self._arguments)
+        config = on_node(self._config, ray.util.get_node_ip_address())
+        self._worker = build_worker(config, *self._arguments)
         return self._worker.start()
 
     def status(self) -> WorkerStatus:
@@ -57,6 +60,15 @@ class WorkerActor:
     def wait(self) -> None:
         """Returns once the worker was stopped; a process that dies instead fails this call at the caller."""
         self._stopped.wait()
+
+
+def on_node(config: BatonConfig, node_address: str) -> BatonConfig:
+    """The configuration of a worker on one node: if it listens everywhere, others reach it where they reach its Ray."""
+    network = config.network
+    if network.advertise_host is not None or network.bind_host not in WILDCARDS:
+        return config
+    advertised = network.with_values("network", advertise_host=node_address)
+    return config.model_copy(update={"network": advertised})
 
 
 class WorkerHandle:

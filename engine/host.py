@@ -72,6 +72,7 @@ class EngineHost:
             pool.fingerprint(model.digest),
             on_news=lambda: self._loop.wake(),
             memory=memory,
+            advertise_host=self._config.network.advertise_host,
         )
         self._server = RequestServer(
             self._config.network,

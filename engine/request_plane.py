@@ -12,6 +12,7 @@ from typing import Protocol
 
 import zmq
 
+from baton.addresses import listen
 from baton.clock import Clock
 from baton.config import NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys
@@ -70,8 +71,7 @@ class RequestServer:
         self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._doorkeeper = Doorkeeper("the request plane", self._socket, keys)
-        port = self._socket.bind_to_random_port(f"tcp://{network.bind_host}")
-        self.address = f"tcp://{network.bind_host}:{port}"
+        self.address = listen(self._socket, network.bind_host, network.advertise_host)
 
     @property
     def num_denied(self) -> int:

@@ -8,6 +8,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from baton.addresses import connect
 from baton.config import NetworkConfig
 from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
@@ -57,7 +58,7 @@ class WorkerClient:
         secure_client(self._socket, keys)
         # Before `connect`: some refusals come once and are not tried again by libzmq.
         self._handshakes = self._socket.get_monitor_socket(FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._socket.connect(endpoint.request_address)
+        connect(self._socket, endpoint.request_address)
 
     @property
     def name(self) -> str:

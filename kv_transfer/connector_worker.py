@@ -39,10 +39,11 @@ class KVConnectorWorker:
         *,
         rank: int = 0,
         memory: SharedMemory | None = None,
+        advertise_host: str | None = None,
     ) -> None:
         """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is what blocks in host memory live in, if other processes may map that.
+        `memory` is what blocks in host memory live in, if other processes may map that. The hosts are `network`'s.
         """
         pool = make_pool(blocks, fingerprint, rank)
         self._channel = ZmqChannel(
@@ -50,6 +51,7 @@ class KVConnectorWorker:
             pool.block_nbytes,
             keys,
             clock,
+            advertise_host,
             max_queued_bytes=2 * config.max_inflight_mib * 2**20,
             idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than the latter
         )

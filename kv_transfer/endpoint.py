@@ -19,7 +19,14 @@ from kv_transfer.giving import GivingEnd, GivingOrder
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
-from kv_transfer.protocol.messages import TO_CONSUMER, TO_PRODUCER, ChecksumPolicy, Unreadable
+from kv_transfer.protocol.messages import (
+    TO_CONSUMER,
+    TO_PRODUCER,
+    ChecksumPolicy,
+    DamagedFrame,
+    OtherVersion,
+    Unreadable,
+)
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
 from kv_transfer.protocol.transports import Reach
 from kv_transfer.taking import TakingEnd, TakingOrder
@@ -50,6 +57,7 @@ COUNTERS = (
     "kv_foreign_messages",
     "kv_bad_messages",
     "kv_unreadable_messages",
+    "kv_version_mismatches",
     "kv_unreachable_pools",
 )
 """Every counter exists from the start, so that other threads may copy them while they grow."""
@@ -85,14 +93,18 @@ class TransferEndpoint:
         """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
         try:
             if arrival.is_from_producer:
-                self._taking.take(TO_CONSUMER.decode(arrival.header))
+                self._taking.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
             else:
                 self._giving.take(arrival.peer, TO_PRODUCER.decode(arrival.header))
         except WireError as error:
             self._counters["kv_bad_messages"] += 1
+            self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
             logger.warning("dropped a message on the KV plane: %s", error)
             if not arrival.is_from_producer:
-                self._channel.send(arrival.peer, TO_CONSUMER.encode(Unreadable(str(error))))
+                unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
+                self._channel.send(arrival.peer, TO_CONSUMER.encode(unreadable))
+            elif isinstance(error, OtherVersion):
+                self._taking.give_up_on(arrival.peer, str(error))
 
     def on_time(self) -> None:
         """Does what is due. To be called after every wake-up, and at `next_deadline`."""

@@ -17,9 +17,9 @@ from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Peer, Quiesced, Received, Send
 from kv_transfer.protocol.incoming import WantedPieces
-from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
+from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.remote_pools import PoolKey, RemotePools
@@ -89,12 +89,20 @@ class TakingEnd:
                 for end in self._legs.of(request_id):
                     self._do(self._consumer.give_up(end.leg, reason, is_cancelled))
 
-    def take(self, message: ToConsumer) -> None:
+    def take(self, peer: Peer, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
         if isinstance(message, Pieces):
             self._take_pieces(message)
-        else:
-            self._do(self._consumer.on_message(message, self._clock.now()))
+            return
+        self._do(self._consumer.on_message(message, self._clock.now()))
+        if isinstance(message, Unreadable) and not message.is_damaged:
+            self.give_up_on(peer, message.reason)
+
+    def give_up_on(self, peer: Peer, reason: str) -> None:
+        """This producer and we do not speak one language; loads from it fail at once."""
+        assert isinstance(peer, str), "consumers know producers by their addresses"
+        why = f"we and the prefill worker cannot read each other: {reason}"
+        self._do(self._consumer.on_other_language(peer, why))
 
     def on_time(self) -> None:
         now = self._clock.now()

@@ -158,6 +158,15 @@ class Consumer:
             case Pieces():
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
+    def on_other_language(self, address: str, reason: str) -> list[Effect]:
+        """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
+        lost = [
+            transfer
+            for transfer in self._transfers.values()
+            if transfer.address == address and transfer.state in (State.HOLDING, State.LOADING)
+        ]
+        return [effect for t in lost for effect in self._lose(t, Loss(reason, is_producers_word=True))]
+
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
 
@@ -353,12 +362,9 @@ class Consumer:
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
-        num_valid = self._num_valid_tokens(transfer)
+        # Without checksums, nothing but the producer's End says that the bytes were still there to be read.
+        num_valid = 0 if transfer.is_unproven else transfer.num_valid_tokens
         return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
-
-    def _num_valid_tokens(self, transfer: Incoming) -> int:
-        """Without checksums, nothing but the producer's End says that the bytes were still there to be read."""
-        return 0 if transfer.is_unproven else transfer.num_valid_tokens
 
     def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
         """The outcome is news as soon as nothing is being written."""

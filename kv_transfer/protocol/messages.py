@@ -10,7 +10,7 @@
       Release   ---------------------------->   everything is verified; free your blocks
       Cancel    ---------------------------->   from any state; free your blocks
                 <----------------------------   Aborted: from any state; there will be no more
-                <----------------------------   Unreadable: your last message was none of ours
+                <----------------------------   Unreadable: your last message was damaged, or is none of ours
 
 Hold and Open are repeated while nothing else moves: they are the heartbeat that lengthens the lease, their answers are
 the producer's sign of life, and an Open that lists what arrived heals every lost message.
@@ -23,12 +23,14 @@ from typing import Generic, TypeVar
 import xxhash
 
 from baton.errors import WireError
-from baton.kv import KVFingerprint, check_names
+from baton.kv import PROTOCOL_VERSION, KVFingerprint, check_names
 from baton.request import FirstToken
 from baton.wire import Codec
 
 MAX_HEADER_BYTES = 1024 * 1024
 SEAL_BYTES = 8
+VERSION_BYTES = 2
+PREFIX_BYTES = SEAL_BYTES + VERSION_BYTES
 MAX_PIECES_PER_MESSAGE = 1024
 MAX_TRANSPORTS = 16
 MAX_REASON_CHARS = 1000
@@ -181,12 +183,13 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Tells a consumer that it does not speak our language.
-
-    Said one way only: two who cannot read each other would never stop.
+    """Tells a consumer that its message could not be read. Said one way only: two who cannot read each other would
+    never stop.
     """
 
     reason: str
+    is_damaged: bool
+    """It suffered on the way, and will be repeated; otherwise we do not speak one language, and nothing will help."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)
@@ -203,22 +206,40 @@ ToConsumer = Opened | Refused | Pieces | End | Aborted | Unreadable
 M = TypeVar("M")
 
 
+class DamagedFrame(WireError):
+    """The bytes are not those that were sent."""
+
+
+class OtherVersion(WireError):
+    """The bytes are as they were sent, by somebody of another version of this protocol."""
+
+
 class SealedCodec(Generic[M]):
-    """A Codec whose frames begin with their own xxh3_64: a flipped bit in a token id must not pass either."""
+    """A Codec whose frames begin with a seal, the xxh3_64 of all the rest, and with the protocol's version.
+
+    Seal: a flipped bit in a token id must not pass either. Version: what follows may be anything in another one.
+    """
 
     def __init__(self, *kinds: type[M]) -> None:
-        self._codec: Codec[M] = Codec(*kinds, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES)
+        self._codec: Codec[M] = Codec(*kinds, max_bytes=MAX_HEADER_BYTES - PREFIX_BYTES)
 
     def encode(self, message: M) -> bytes:
-        data = self._codec.encode(message)
-        return xxhash.xxh3_64_digest(data) + data
+        return seal(self._codec.encode(message), PROTOCOL_VERSION)
 
     def decode(self, frame: bytes) -> M:
-        """The message in a frame; WireError says what is wrong with it."""
-        seal, data = frame[:SEAL_BYTES], frame[SEAL_BYTES:]
-        if seal != xxhash.xxh3_64_digest(data):
-            raise WireError(f"a frame of {len(frame)} bytes is damaged")
-        return self._codec.decode(data)
+        """The message in a frame; WireError says what is wrong with it: DamagedFrame, OtherVersion, or the message."""
+        if len(frame) < PREFIX_BYTES or frame[:SEAL_BYTES] != xxhash.xxh3_64_digest(frame[SEAL_BYTES:]):
+            raise DamagedFrame(f"a frame of {len(frame)} bytes is damaged")
+        version = int.from_bytes(frame[SEAL_BYTES:PREFIX_BYTES])
+        if version != PROTOCOL_VERSION:
+            raise OtherVersion(f"protocol_version: {PROTOCOL_VERSION} != {version}")
+        return self._codec.decode(frame[PREFIX_BYTES:])
+
+
+def seal(data: bytes, version: int) -> bytes:
+    """A frame of this version, as SealedCodec reads it."""
+    body = version.to_bytes(VERSION_BYTES) + data
+    return xxhash.xxh3_64_digest(body) + body
 
 
 TO_PRODUCER: SealedCodec[ToProducer] = SealedCodec(Hold, Open, Ack, Release, Cancel)

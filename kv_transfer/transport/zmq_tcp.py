@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
+from baton.addresses import connect, listen
 from baton.clock import Clock
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.wakeup import WakeUp
@@ -64,12 +65,14 @@ class ZmqChannel:
         block_nbytes: int,
         keys: PlaneKeys | None,
         clock: Clock,
+        advertise_host: str | None = None,
         *,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         idle_s: float = IDLE_S,
     ) -> None:
         """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
 
+        The hosts are those of `network` in the configuration; ConfigError if this machine has no such place.
         A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped; that something was
         taken, we learn a little later than the peer. Peers answer over the connection we made: `idle_s` must exceed the
         pauses between what is said of a hand-over.
@@ -83,8 +86,7 @@ class ZmqChannel:
         self._router = self._configured(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
-        port = self._router.bind_to_random_port(f"tcp://{bind_host}")
-        self.address = f"tcp://{bind_host}:{port}"
+        self.address = listen(self._router, bind_host, advertise_host)
         self._connections: dict[str, _Connection] = {}
         """By the peer's address; the one unused for longest comes first."""
         self._poller = zmq.Poller()
@@ -176,7 +178,7 @@ class ZmqChannel:
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         secure_client(dealer, self._keys)
         try:
-            dealer.connect(address)
+            connect(dealer, address)
         except zmq.ZMQError:
             dealer.close()
             raise

@@ -91,13 +91,15 @@ class EndpointConnector:
 class Worker:
     """All ranks of one worker. Block i of a prompt lives in block 1 + i of every rank's pool."""
 
-    def __init__(self, fabric: "Fabric", name: str, num_ranks: int, block_size: int) -> None:
+    def __init__(
+        self, fabric: "Fabric", name: str, num_ranks: int, block_size: int, fingerprint: KVFingerprint
+    ) -> None:
         addresses = tuple(f"{name}/{rank}" for rank in range(num_ranks))
         self.ref = WorkerRef(name, f"{name}-life", addresses, block_size)
         self.blocks: list[Bytes] = []
         """Of every rank, [num_blocks, bytes of a block], wherever they are."""
         connectors = []
-        fingerprint = replace(FINGERPRINT, block_size=block_size, num_ranks=num_ranks)
+        fingerprint = replace(fingerprint, block_size=block_size, num_ranks=num_ranks)
         for rank, address in enumerate(addresses):
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
@@ -177,11 +179,20 @@ class Fabric:
         """Whether a frame to this address is lost."""
         self.num_payloads_to_lose = 0
         """So many of the next headers arrive without the bytes that follow them."""
+        self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
+        """What becomes of a header that this address has sent."""
         self._channels: dict[str, QueueChannel] = {}
         self._queue: deque[tuple[str, str, bool, list[bytes]]] = deque()
 
-    def add(self, name: str, num_ranks: int = 1, block_size: int = 16) -> Worker:
-        return Worker(self, name, num_ranks, block_size)
+    def add(
+        self,
+        name: str,
+        num_ranks: int = 1,
+        block_size: int = 16,
+        fingerprint: KVFingerprint = FINGERPRINT,
+    ) -> Worker:
+        """`fingerprint`: its ranks and block size are those of the other arguments."""
+        return Worker(self, name, num_ranks, block_size, fingerprint)
 
     def make_pool(
         self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
@@ -217,7 +228,8 @@ class Fabric:
             self.num_payloads_to_lose -= 1
             frames = frames[:1]
         if not self.lose(target, frames[0]):
-            self._queue.append((source, target, is_from_producer, frames))
+            header, *payload = frames
+            self._queue.append((source, target, is_from_producer, [self.alter(source, header), *payload]))
 
     def deliver(self) -> None:
         """Everything under way, and what that leads to."""

@@ -14,13 +14,14 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack
-import xxhash
 
 from baton.errors import BatonError, WireError
+from baton.kv import PROTOCOL_VERSION
 from baton.messages import TO_GATEWAY, TO_WORKER
 from baton.sampling import SamplingParams
 from baton.wire import unpack
-from kv_transfer.protocol.messages import SEAL_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
+from kv_transfer.protocol import messages
+from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
 
 CODECS = {
     "TO_WORKER": TO_WORKER,
@@ -123,7 +124,7 @@ def hostile_frame(codec: Any, rng: random.Random) -> bytes:
     if rng.random() < 0.05:
         data = rng.randbytes(rng.randint(0, 80))
     else:
-        data = valid_frame(codec, rng)[SEAL_BYTES if is_sealed else 0 :]
+        data = valid_frame(codec, rng)[PREFIX_BYTES if is_sealed else 0 :]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         data = rng.choice(MUTATIONS)(data, rng)
     if not is_sealed:
@@ -135,7 +136,7 @@ def hostile_frame(codec: Any, rng: random.Random) -> bytes:
 
 def seal(data: bytes) -> bytes:
     """As a SealedCodec does it."""
-    return xxhash.xxh3_64_digest(data) + data
+    return messages.seal(data, PROTOCOL_VERSION)
 
 
 # mutations

@@ -33,6 +33,7 @@ from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.cuda_ipc import CudaMemory
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.fake_cuda import FakeDriver, FakeHost
+from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
@@ -49,6 +50,7 @@ class Worker:
     transport: ClassVar[str] = "auto"
     host: ClassVar[FakeHost | None] = None
     """Where pools are in the memory of a pretended device."""
+    bind_host: ClassVar[str] = "127.0.0.1"
 
     def __init__(self, name: str, incarnation: str) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
@@ -58,7 +60,7 @@ class Worker:
         self._news: list[KVConnectorOutput] = []
         self.connector = KVConnectorWorker(
             CONFIG.with_values("test", transport=self.transport),
-            "127.0.0.1",
+            self.bind_host,
             KEYS.kv,
             incarnation,
             SystemClock(),
@@ -186,6 +188,21 @@ def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Wor
         assert sorted(news.finished_sending) == [f"{taker.ref.name} {first}" for first in places]
         for first in places:
             assert (taker.pool[first : first + 3] == giver.pool[1:4]).all()
+
+
+@pytest.mark.parametrize("bind_host", BIND_HOSTS)
+def test_workers_hand_over_wherever_they_listen(bind_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "bind_host", bind_host)
+    prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
+    try:
+        start(prefill, decode)
+        prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+        prefill.order(FinishSend("r", 3, (3,), TOKEN))
+        decode.until(lambda news: news.finished_recving)
+        assert (decode.pool[10:13] == prefill.pool[1:4]).all()
+    finally:
+        prefill.stop()
+        decode.stop()
 
 
 def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import WireError
 from baton.wire import MAX_MESSAGE_BYTES
-from kv_transfer.protocol.messages import MAX_HEADER_BYTES, SEAL_BYTES, SealedCodec
+from kv_transfer.protocol.messages import MAX_HEADER_BYTES, PREFIX_BYTES, SealedCodec
 from tests.factories.wire_values import CODECS, hostile_frame, kinds_of, maker, seal, valid_frame
 from tests.property.wire_fuzz import check_cost, check_decoder, fuzz_endpoint
 
@@ -108,7 +108,7 @@ def test_a_frame_over_the_limit_is_refused_unread(codec: Any) -> None:
     limit = MAX_HEADER_BYTES if isinstance(codec, SealedCodec) else MAX_MESSAGE_BYTES
     text = b"\x92\xa5Hello\xdb" + struct.pack(">I", limit)
     frame = framed(codec, text + b"a" * (limit + 1 - len(text)))
-    frame = frame[: limit + 1] if not isinstance(codec, SealedCodec) else framed(codec, frame[SEAL_BYTES:])
+    frame = frame[: limit + 1] if not isinstance(codec, SealedCodec) else framed(codec, frame[PREFIX_BYTES:])
     with pytest.raises(WireError, match="exceeds the limit"):
         codec.decode(frame)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.protocol.effects import Peer
-from kv_transfer.protocol.messages import SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
+from kv_transfer.protocol.messages import PREFIX_BYTES, SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
 from kv_transfer.transport.base import Arrival, Bytes
 from tests.simulation.world import Process, World
 
@@ -195,8 +195,8 @@ def flip_bit(data: bytes, bit: int) -> bytes:
 
 
 def kind_of(header: bytes) -> str:
-    """The kind of message in an undamaged header: msgpack's array and short string, behind the seal."""
-    start = SEAL_BYTES + 2
+    """The kind of message in an undamaged header: msgpack's array and short string, behind the prefix."""
+    start = PREFIX_BYTES + 2
     return header[start : start + (header[start - 1] & 31)].decode()
 
 

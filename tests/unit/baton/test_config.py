@@ -60,6 +60,19 @@ def test_loopback_may_do_without_security(host: str) -> None:
     assert BatonConfig.from_mapping(values).network.security == "none"
 
 
+@pytest.mark.parametrize("key", ["bind_host", "advertise_host"])
+@pytest.mark.parametrize("host", ["10.0.0.1:5000", "[::1]", "tcp://10.0.0.1", "", "node 1", "::1::2"])
+def test_what_is_no_host_is_refused_by_name(key: str, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"network\.{key}: "):
+        BatonConfig.from_mapping({"network": {key: host}})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_nobody_can_connect_to_every_interface(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"advertise_host '{re.escape(host)}' is no place to connect to"):
+        BatonConfig.from_mapping({"network": {"advertise_host": host}})
+
+
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         BatonConfig.from_mapping({"gateway": {"grpc_port": -1}, "cluster": {"decode": 0}})

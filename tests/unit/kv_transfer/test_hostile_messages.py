@@ -21,7 +21,7 @@ from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.protocol.messages import (
     MAX_HEADER_BYTES,
-    SEAL_BYTES,
+    PREFIX_BYTES,
     TO_CONSUMER,
     TO_PRODUCER,
     Aborted,
@@ -70,7 +70,7 @@ def test_a_name_too_long_to_be_answered_is_refused() -> None:
     """
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
-    hold = unpack(TO_PRODUCER.encode(Hold(OURS))[SEAL_BYTES:])
+    hold = unpack(TO_PRODUCER.encode(Hold(OURS))[PREFIX_BYTES:])
     hold[1][0] = "x" * (MAX_HEADER_BYTES - 100)
     end.take(Arrival(b"d", False, seal(msgpack.packb(hold))))
     assert [type(message) for message in channel.sent] == [Unreadable]

@@ -1,0 +1,90 @@
+"""Where workers listen and what they tell others: whatever `network` says, the published address can be dialled."""
+
+import re
+
+import pytest
+import zmq
+
+from baton.addresses import WILDCARDS, connect, listen
+from baton.clock import SystemClock
+from baton.config import NetworkConfig
+from baton.curve import secure_client
+from baton.errors import ConfigError
+from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from engine.request_plane import RequestServer
+from kv_transfer.transport.zmq_tcp import ZmqChannel
+from tests.factories.hosts import BIND_HOSTS
+from tests.factories.security import KEYS
+from tests.integration.test_request_plane import STATUS, RecordingSink
+
+TIMEOUT_S = 10.0
+NOBODYS = "203.0.113.77"  # RFC 5737: of no machine
+
+
+def host_of(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+@pytest.mark.parametrize("bind_host", BIND_HOSTS)
+def test_a_kv_plane_is_reached_where_it_says(bind_host: str) -> None:
+    clock = SystemClock()
+    giver = ZmqChannel(bind_host, 64, KEYS.kv, clock)
+    taker = ZmqChannel("127.0.0.1", 64, KEYS.kv, clock)
+    try:
+        assert host_of(giver.address) not in WILDCARDS
+        taker.send(giver.address, b"header")
+        headers = []
+        for _ in range(100):  # the handshake wakes it too
+            headers += [arrival.header for arrival in giver.wait(TIMEOUT_S / 100)]
+            list(taker.wait(0.0))
+            if headers:
+                break
+        assert headers == [b"header"]
+    finally:
+        taker.close()
+        giver.close()
+
+
+@pytest.mark.parametrize("bind_host", BIND_HOSTS)
+def test_a_request_plane_is_reached_where_it_says(bind_host: str) -> None:
+    server = RequestServer(
+        NetworkConfig(bind_host=bind_host), KEYS.request, "life-1", lambda: STATUS, SystemClock()
+    )
+    server.start(RecordingSink())
+    try:
+        assert host_of(server.address) not in WILDCARDS
+        with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+            gateway.setsockopt(zmq.LINGER, 0)
+            secure_client(gateway, KEYS.request)
+            connect(gateway, server.address)
+            gateway.send(TO_WORKER.encode(Hello("life-1", None, 0)))
+            assert gateway.poll(int(TIMEOUT_S * 1000))
+            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(("host", "in_url"), [("node-1.example", "node-1.example"), ("fd00::7", "[fd00::7]")])
+def test_what_is_advertised_is_published_as_it_stands(host: str, in_url: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        assert re.fullmatch(rf"tcp://{re.escape(in_url)}:[1-9]\d*", listen(listener, "127.0.0.1", host))
+
+
+@pytest.mark.parametrize("bind_host", [NOBODYS, "no-such-interface", "2001:db8::77"])
+def test_a_place_that_this_machine_does_not_have_is_named(bind_host: str) -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as listener,
+        pytest.raises(ConfigError, match=rf"network\.bind_host: cannot listen on '{re.escape(bind_host)}'"),
+    ):
+        listen(listener, bind_host, None)
+
+
+def test_a_machine_without_a_route_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.addresses._own_address", lambda _: None)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as listener,
+        pytest.raises(ConfigError, match=r"no address to tell them; set network\.advertise_host"),
+    ):
+        listen(listener, "0.0.0.0", None)

@@ -1,0 +1,25 @@
+"""What a worker's actor makes of the configuration on its node."""
+
+import pytest
+
+from baton.config import BatonConfig
+from cluster.actors import on_node
+
+
+@pytest.mark.parametrize(
+    ("network", "advertised"),
+    [
+        ({"bind_host": "0.0.0.0"}, "10.0.0.7"),
+        ({"bind_host": "::"}, "10.0.0.7"),
+        ({"bind_host": "0.0.0.0", "advertise_host": "192.0.2.9"}, "192.0.2.9"),
+        ({"bind_host": "eth0"}, None),
+        ({}, None),
+    ],
+)
+def test_a_worker_that_listens_everywhere_is_reached_where_its_node_is(
+    network: dict[str, str], advertised: str | None
+) -> None:
+    config = BatonConfig.from_mapping({"network": {**network, "peer_timeout_s": 3.0}})
+    placed = on_node(config, "10.0.0.7")
+    assert placed.network.advertise_host == advertised
+    assert (placed.network.bind_host, placed.network.peer_timeout_s) == (config.network.bind_host, 3.0)
