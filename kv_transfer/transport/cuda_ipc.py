@@ -66,15 +66,20 @@ class CudaMemory:
     def _copy(self, runs: Runs, host: Address, *, is_read: bool) -> None:
         if self._stream is None:
             self._stream = self.driver.make_stream()
-        for there, here, length in zip(
-            runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
-        ):
-            ends = (host + there, self.address + here)
-            self.driver.copy(*(ends if is_read else ends[::-1]), length, self._stream)
-        self.driver.wait(self._stream)
+        try:
+            for there, here, length in zip(
+                runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
+            ):
+                ends = (host + there, self.address + here)
+                self.driver.copy(*(ends if is_read else ends[::-1]), length, self._stream)
+        finally:  # the caller's array may go as soon as this returns, or raises
+            self.driver.wait(self._stream)
 
     def free(self) -> None:
         """No tensor over it and no peer's read may be left."""
+        if self._stream is not None:
+            self.driver.drop_stream(self._stream)
+            self._stream = None
         self.driver.free(self.address)
 
 
