@@ -16,6 +16,10 @@ class Hello:
 
     incarnation: str
     """The life of the worker that the gateway means; another life answers with its own status and nothing else."""
+    session: int | None
+    """The worker's last word on it; None before the first. See baton/session.py."""
+    num_orders: int
+    """SubmitRequests and AbortRequests in this session so far: if the worker has another number, some were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class SubmitRequest:
     """Gateway -> worker: one leg of a request."""
 
     request: EngineRequest
+    session: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class AbortRequests:
     """Gateway -> worker: forget these. Unknown or finished ids are no error."""
 
     request_ids: tuple[str, ...]
+    session: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,10 @@ class Heartbeat:
     """Worker -> gateway: alive, and this is how it stands."""
 
     status: WorkerStatus
+    session: int | None
+    """A new number whenever the worker has ended everything that it did for this gateway; None: they have none."""
+    num_outputs: int
+    """Outputs in this session so far: if the gateway has another number, some were lost."""
 
 
 ToWorker = Hello | SubmitRequest | AbortRequests

@@ -1,6 +1,6 @@
 """How fast KV blocks move: whole hand-overs between two processes, beside memcpy and a plain socket pair.
 
-    python -m benchmarks.kv_transfer [--transport NAME ...] [--quick] [--adjacent] [--json FILE]
+    python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--adjacent]
 
 Two processes, each with the real connector worker: agent thread, endpoint, protocol, transport. A hand-over is timed
 from the producer's order that all blocks are ready and the prompt complete to the news, on the consumer, that it is
@@ -58,8 +58,6 @@ from kv_transfer.orders import BeginLoad, LoadBlocks
 from kv_transfer.transport.nixl_agent import nixl_is_available
 
 KIB, MIB = 2**10, 2**20
-BLOCKS_NBYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
-TRANSFERS_NBYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 MIN_POOL_NBYTES = 256 * MIB
 ROUNDS_NBYTES = 1024 * MIB
 """Every figure comes from at least so many bytes, or MAX_ROUNDS."""
@@ -315,9 +313,9 @@ def show(rows: Sequence[Row], checksums: Mapping[int, float], console: Console) 
 def main() -> None:
     options = _options()
     keep_freed_memory()  # as a worker does
-    ways = {name: WAYS[name] for name in options.transport}
-    blocks = BLOCKS_NBYTES[1:3] if options.quick else BLOCKS_NBYTES
-    transfers = transfers_that_fit(TRANSFERS_NBYTES[:4] if options.quick else TRANSFERS_NBYTES)
+    ways = {name: WAYS[name] for name in options.transports}
+    blocks = [kib * KIB for kib in options.blocks]
+    transfers = transfers_that_fit([mib * MIB for mib in options.sizes])
     rows, checksums = [], {}
     pool_nbytes = max(MIN_POOL_NBYTES, *transfers)
     with two_processes(pool_nbytes, not options.adjacent) as taker:
@@ -342,9 +340,12 @@ def _options() -> argparse.Namespace:
     here = [name for name in WAYS if name != "nixl" or nixl_is_available()]
     parser = argparse.ArgumentParser(description="How fast KV blocks move between two processes.")
     parser.add_argument(
-        "--transport", nargs="+", choices=list(WAYS), default=here, help="default: all that are here"
+        "--transports", nargs="+", choices=list(WAYS), default=here, help="default: all that are here"
     )
-    parser.add_argument("--quick", action="store_true", help="two block sizes, and transfers to 64 MiB")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[64, 256, 1024, 4096], help="KiB")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="MiB, of transfers"
+    )
     parser.add_argument("--adjacent", action="store_true", help="blocks that lie side by side in both pools")
     parser.add_argument("--rounds", type=int, help="default: by the size of the transfer")
     parser.add_argument("--json", type=Path, help="write the figures here too")

@@ -16,8 +16,9 @@ from baton.clock import Clock
 from baton.config import NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys
 from baton.errors import WireError
-from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Heartbeat, Hello, Outputs, SubmitRequest
+from baton.messages import TO_GATEWAY, TO_WORKER, Hello, Outputs, SubmitRequest
 from baton.request import EngineRequest, RequestOutput
+from baton.session import WorkerSessions
 from baton.wakeup import WakeUp
 from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import WorkerStatus
@@ -39,7 +40,9 @@ class RequestSink(Protocol):
 
 
 class RequestServer:
-    """Listens for gateways. A gateway is known from its first Hello until it is silent for `peer_timeout_s`."""
+    """Listens for gateways. A gateway has a session from its Hello until it is silent for `peer_timeout_s`, out of
+    reach, or has said what did not arrive; then its requests end, and the next Hello opens another.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,9 @@ class RequestServer:
     ) -> None:
         """Without `keys`, everybody who can connect is served."""
         self._network = network
-        self._incarnation = incarnation
         self._status = status
         self._clock = clock
-        self._last_heard: dict[bytes, float] = {}
+        self._sessions = WorkerSessions(incarnation)
         self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]]] = queue.SimpleQueue()
         self._wakeup = WakeUp()
         self._is_stopping = False
@@ -129,25 +131,25 @@ class RequestServer:
     def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
-            if message.incarnation == self._incarnation:
-                self._last_heard[peer] = self._clock.now()
-            self._send(peer, TO_GATEWAY.encode(Heartbeat(self._status())), sink)
-        elif peer not in self._last_heard:
-            raise WireError(f"{type(message).__name__} from a gateway that has not said Hello")
-        elif isinstance(message, SubmitRequest):
+            if gap := self._sessions.hear(peer, message, self._clock.now()):
+                self._end_requests(peer, sink, gap)
+            self._send_heartbeat(peer, self._status(), sink)
+            return
+        self._sessions.take(peer, message)
+        if isinstance(message, SubmitRequest):
             sink.submit(_client_id(peer), message.request)
         else:
-            assert isinstance(message, AbortRequests)
             sink.abort(_client_id(peer), message.request_ids)
 
     def _beat(self, sink: RequestSink) -> None:
-        frame = TO_GATEWAY.encode(Heartbeat(self._status()))
-        now = self._clock.now()
-        for peer, heard in list(self._last_heard.items()):
-            if now - heard > self._network.peer_timeout_s:
-                self._forget(peer, sink, "silent for too long")
-            else:
-                self._send(peer, frame, sink)
+        for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._clock.now()):
+            self._forget(peer, sink, "silent for too long")
+        status = self._status()
+        for peer in self._sessions.peers:
+            self._send_heartbeat(peer, status, sink)
+
+    def _send_heartbeat(self, peer: bytes, status: WorkerStatus, sink: RequestSink) -> None:
+        self._send(peer, TO_GATEWAY.encode(self._sessions.heartbeat(peer, status)), sink)
 
     def _send_outbox(self, sink: RequestSink) -> None:
         while True:
@@ -155,7 +157,9 @@ class RequestServer:
                 client_id, outputs = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            self._send(bytes.fromhex(client_id), TO_GATEWAY.encode(Outputs(tuple(outputs))), sink)
+            peer = bytes.fromhex(client_id)
+            if self._sessions.count_outputs(peer):
+                self._send(peer, TO_GATEWAY.encode(Outputs(tuple(outputs))), sink)
 
     def _send(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         try:
@@ -168,9 +172,12 @@ class RequestServer:
             self._forget(peer, sink, "disconnected")
 
     def _forget(self, peer: bytes, sink: RequestSink, why: str) -> None:
-        if self._last_heard.pop(peer, None) is not None:
-            logger.warning("gateway %s is gone (%s), its requests end", peer.hex(), why)
-            sink.abort_client(_client_id(peer))
+        if self._sessions.end(peer):
+            self._end_requests(peer, sink, why)
+
+    def _end_requests(self, peer: bytes, sink: RequestSink, why: str) -> None:
+        logger.warning("the session of gateway %s is over (%s), its requests end", peer.hex(), why)
+        sink.abort_client(_client_id(peer))
 
 
 def _client_id(peer: bytes) -> str:

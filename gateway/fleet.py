@@ -53,7 +53,7 @@ class Fleet:
             self._network,
             self._keys,
             self._on_outputs,
-            self._note_silence,
+            self._note_loss,
         )
         self._clients[client.name] = client
         self._tasks[client.name] = asyncio.create_task(self._watch(client))
@@ -110,9 +110,9 @@ class Fleet:
             del self._tasks[client.name]
             self._on_lost(client.name, reason)
 
-    def _note_silence(self, name: str, reason: str) -> None:
-        """What the worker had is tried elsewhere; if it is heard again, it gets new requests."""
-        logger.warning("worker %s is lost for now: %s", name, reason)
+    def _note_loss(self, name: str, reason: str) -> None:
+        """What the worker had is tried elsewhere; it gets new requests as soon as it is heard again."""
+        logger.warning("what worker %s had is lost: %s", name, reason)
         self._on_lost(name, reason)
 
     def _num_requests(self, client: WorkerClient) -> int:

@@ -11,17 +11,9 @@ from zmq.utils.monitor import recv_monitor_message
 from baton.config import NetworkConfig
 from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
-from baton.messages import (
-    TO_GATEWAY,
-    TO_WORKER,
-    AbortRequests,
-    Heartbeat,
-    Hello,
-    Outputs,
-    SubmitRequest,
-    ToWorker,
-)
+from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Heartbeat, Outputs, SubmitRequest
 from baton.request import EngineRequest, RequestOutput
+from baton.session import GatewaySession
 from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
@@ -41,8 +33,9 @@ class WorkerClient:
         network: NetworkConfig,
         keys: PlaneKeys | None,
         on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
-        on_silent: Callable[[str, str], None],
+        on_lost: Callable[[str, str], None],
     ) -> None:
+        """`on_lost` is told, with the reason, when what the worker had cannot be waited for; the worker may go on."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
@@ -53,7 +46,8 @@ class WorkerClient:
         self.num_bad_messages = 0
         self._network = network
         self._on_outputs = on_outputs
-        self._on_silent = on_silent
+        self._on_lost = on_lost
+        self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
         """Nothing was heard for `peer_timeout_s`: it gets no requests, until it is heard again."""
         self._socket = context.socket(zmq.DEALER)
@@ -86,14 +80,14 @@ class WorkerClient:
             self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
-        await self._send(SubmitRequest(request))
+        await self._order(self._session.submit(request))
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
-        await self._send(AbortRequests(request_ids))
+        await self._order(self._session.abort(request_ids))
 
     async def _greet(self) -> None:
         while True:
-            await self._send(Hello(self.endpoint.ref.incarnation))
+            await self._send(TO_WORKER.encode(self._session.hello()))
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
     async def _watch_handshakes(self) -> None:
@@ -128,6 +122,7 @@ class WorkerClient:
                 logger.warning("dropped a message of worker %s: %s", self.name, error)
                 continue
             if isinstance(message, Outputs):
+                self._session.note_outputs()
                 self._on_outputs(self.name, message.outputs)
             elif reason := self._take_heartbeat(message):
                 return reason
@@ -135,7 +130,7 @@ class WorkerClient:
     def _fall_silent(self, reason: str) -> None:
         self.is_silent = True
         self.first_sign.set()
-        self._on_silent(self.name, reason)
+        self._on_lost(self.name, reason)
 
     async def _has_news(self) -> bool:
         """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""
@@ -151,15 +146,22 @@ class WorkerClient:
         """Why the worker is lost, if this heartbeat says so."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return "restarted"
+        if loss := self._session.note_heartbeat(message):
+            self._on_lost(self.name, loss)
         self.status = message.status
         self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             return f"its engine is {message.status.state.value}"
         return None
 
-    async def _send(self, message: ToWorker) -> None:
+    async def _order(self, order: SubmitRequest | AbortRequests) -> None:
+        frame = TO_WORKER.encode(order)
+        self._session.count_order()
+        await self._send(frame)
+
+    async def _send(self, frame: bytes) -> None:
         try:
-            await self._socket.send(TO_WORKER.encode(message), zmq.NOBLOCK)
+            await self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # A full queue or a closed socket: the worker is as good as lost, which `_listen` will notice.
+            # A full queue or a closed socket. `_listen` will notice, or the worker, when it hears the next Hello.
             logger.warning("could not send to worker %s: %s", self.name, error)

@@ -51,7 +51,7 @@ class TransferAgent:
         self._wakeup.close()
 
     def post(self, orders: Sequence[Order]) -> None:
-        """Gives orders. Returns at once, unless one takes blocks back: then when none of them is sent any more."""
+        """Gives orders. Returns at once, unless one takes blocks back: then when none of them is offered any more."""
         done = threading.Event()
         self._orders.put((orders, done))
         self._wakeup.set()

@@ -16,7 +16,7 @@ from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.choice import make_reach, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory
-from kv_transfer.transport.zmq_tcp import ZmqChannel
+from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 
 
 class KVConnectorWorker:
@@ -45,7 +45,14 @@ class KVConnectorWorker:
         `memory` is what blocks in host memory live in, if other processes may map that.
         """
         pool = make_pool(blocks, fingerprint, rank)
-        self._channel = ZmqChannel(bind_host, pool.block_nbytes, keys)
+        self._channel = ZmqChannel(
+            bind_host,
+            pool.block_nbytes,
+            keys,
+            clock,
+            max_queued_bytes=2 * config.max_inflight_mib * 2**20,
+            idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than the latter
+        )
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
         endpoint = make_endpoint(
@@ -69,7 +76,7 @@ class KVConnectorWorker:
     def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up.
 
-        Returns at once, unless blocks are taken back: then when nothing sends them any more.
+        Returns at once, unless blocks are taken back: then when none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
             self._agent.post(metadata.at_once)

@@ -50,7 +50,7 @@ class GivingEnd:
         """How their hand-overs went, likewise."""
 
     def obey(self, order: GivingOrder) -> None:
-        """One order of the engine. After `WithdrawBlocks` none of those blocks is sent any more."""
+        """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
         request_id, now = order.request_id, self._clock.now()
         if isinstance(order, BeginSend):
             self._begin(order)
@@ -139,7 +139,8 @@ class GivingEnd:
         checksums = tuple(map(view.checksum, effect.piece_ids)) if effect.has_checksums else ()
         header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, checksums)
         payload = view.spans(effect.piece_ids) if effect.has_payload else []
-        self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload)
+        if not self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload):
+            return  # the consumer will ask again
         num_bytes = len(effect.piece_ids) * view.nbytes
         self._counters["kv_bytes_sent"] += num_bytes
         self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)

@@ -27,22 +27,29 @@ PoolKey = tuple[str, int, str]
 class _OpenPool:
     pool: RemotePool
     used_at: float
+    has_failed: bool = False
+    """A read of it failed; it is opened anew before it is read for another hand-over."""
 
 
 class RemotePools:
+    """Owns the readers: `close` ends them."""
+
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:
         self._readers = readers
         self._clock = clock
         self._open: dict[PoolKey, _OpenPool] = {}
 
     def open(self, key: PoolKey, description: bytes) -> None:
-        """Gets ready to read; nothing happens if it is so already. TransportError if the pool is out of reach."""
-        transport = key[2]
-        if key in self._open:
+        """Gets ready to read; nothing happens if it is so already, unless a read of that pool has failed meanwhile.
+
+        TransportError if the pool is out of reach.
+        """
+        if key in self._open and not self._open[key].has_failed:
             return
         if len(description) > MAX_DESCRIPTION_BYTES:
             raise TransportError(f"a pool's description of {len(description)} bytes")
-        self._open[key] = _OpenPool(self._readers[transport].open(description), self._clock.now())
+        self.close_one(key)
+        self._open[key] = _OpenPool(self._readers[key[2]].open(description), self._clock.now())
 
     def read(self, key: PoolKey, runs: Runs) -> int:
         """Begins a read; see RemotePool. TransportError if the pool is not open."""
@@ -51,6 +58,11 @@ class RemotePools:
             raise TransportError("the peer's pool is not open")
         pool.used_at = self._clock.now()
         return pool.pool.read(runs)
+
+    def mark_failed(self, key: PoolKey) -> None:
+        """A read of this pool failed. What failed for good stays so, but the next `open` begins with a new one."""
+        if key in self._open:
+            self._open[key].has_failed = True
 
     def poll(self) -> Iterator[tuple[str, ReadDone]]:
         """Reads that are over, with their transport."""
@@ -83,8 +95,14 @@ class RemotePools:
             self._close(key)
 
     def close(self) -> None:
+        """Every pool first, since to close one its reader must still be there, and then the readers."""
         for key in list(self._open):
             self._close(key)
+        for transport, reader in self._readers.items():
+            try:
+                reader.close()
+            except TransportError as error:
+                logger.warning("closing %s: %s", transport, error)
 
     def next_deadline(self) -> float | None:
         """When `close_unused` has something to do at the latest."""

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 TakingOrder = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
 
 READ_TIMEOUT_S = 10.0
-"""A read that takes this long will not end by itself; closing its pool ends it."""
+"""A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,22 @@ class TakingEnd:
 
     def on_time(self) -> None:
         now = self._clock.now()
-        for read in list(self._reads.values()):
-            if now - read.begun_at > READ_TIMEOUT_S:
-                self._pools.close_one(read.pool)
+        late = [name for name, read in self._reads.items() if now >= read.begun_at + READ_TIMEOUT_S]
+        for name in late:
+            self._pools.close_one(self._reads[name].pool)
         self.poll()
+        for name in late:
+            if name in self._reads:
+                self._unread(self._reads.pop(name), f"no word of its end for {READ_TIMEOUT_S:g} s")
         self._do(self._consumer.on_time(now))
         self._pools.close_unused(self._consumer.knows)
 
     def poll(self) -> None:
         """Takes in reads that are over."""
         for transport, done in self._pools.poll():
-            read = self._reads.pop((transport, done.number))
+            read = self._reads.pop((transport, done.number), None)
+            if read is None:  # it was given up, long after nothing wrote any more
+                continue
             if done.error is None:
                 self._arrived(read.message, read.wanted, (), transport)
             else:
@@ -119,9 +124,11 @@ class TakingEnd:
         if self._reads:
             intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
             times += [self._clock.now() + interval for interval in intervals if interval is not None]
+            times.append(min(read.begun_at for read in self._reads.values()) + READ_TIMEOUT_S)
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
+        """Ends every read, and the readers with them."""
         self._pools.close()
 
     def check_integrity(self) -> None:
@@ -231,6 +238,7 @@ class TakingEnd:
 
     def _unread(self, read: _Read, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
+        self._pools.mark_failed(read.pool)
         key, transport, now = read.message.key, read.pool[2], self._clock.now()
         self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
 

@@ -47,8 +47,9 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     Unreadable,
 )
+from kv_transfer.protocol.silence import Silence
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach
+from kv_transfer.protocol.transports import SENDS_BYTES, Reach, Ways
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
@@ -78,10 +79,8 @@ class Consumer:
         self._transfers: dict[TransferKey, Incoming] = {}
         self._keys: dict[Leg, TransferKey] = {}
         self._num_by_producer: Counter[str] = Counter()
-        self._last_heard: dict[str, float] = {}
-        """When each producer, by incarnation, last said anything about any leg."""
-        self._unreachable: dict[tuple[str, int], set[str]] = {}
-        """Transports that turned out not to reach a producer's rank, while there are legs from it."""
+        self._silence = Silence(identity.heartbeat_s)
+        self._ways = Ways(identity.reach.transports)
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers()
 
@@ -101,7 +100,7 @@ class Consumer:
         self._transfers[key] = transfer
         self._keys[leg] = key
         self._num_by_producer[key.producer] += 1
-        self._last_heard.setdefault(key.producer, now)
+        self._silence.begin(key, now)
         return self._beat(transfer, now)
 
     def load(self, leg: Leg, first_token: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
@@ -149,10 +148,11 @@ class Consumer:
             self._counters["kv_unreadable_messages"] += 1
             return []
         transfer = self._transfers.get(message.key)
+        if transfer is not None:
+            self._silence.heard(message.key.producer, now)
         if transfer is None or transfer.state in (State.LOST, State.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
-        self._last_heard[message.key.producer] = now
         match message:
             case Opened():
                 return self._on_opened(transfer, message)
@@ -176,10 +176,12 @@ class Consumer:
         if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
-        self._last_heard[message.key.producer] = now
+        self._silence.heard(message.key.producer, now)
         if transfer.first_piece_at is None:
             transfer.first_piece_at = now
+        num_bad = transfer.num_bad
         wanted = transfer.claim(message.indices, message.version)
+        self._counters["kv_checksum_failures"] += transfer.num_bad - num_bad
         self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
         if wanted and not self.wants_checksums(message.key):
             transfer.is_unproven = True
@@ -200,7 +202,11 @@ class Consumer:
     def on_arrived(
         self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
     ) -> list[Effect]:
-        """Nothing writes these pieces any more; their checksums, where wanted, were compared."""
+        """Nothing writes these pieces any more; their checksums, where wanted, were compared.
+
+        A damaged piece counts against the path only when it is offered again in the same version. A preemption may have
+        taken its block away while it was read, and then it comes in another one.
+        """
         transfer = self._transfers[key]
         for index in (*valid, *damaged):
             del transfer.arriving[index]
@@ -209,11 +215,9 @@ class Consumer:
         self._beats.set(key, now + self._identity.heartbeat_s)
         transfer.verified.update(dict.fromkeys(valid, version))
         effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
-        if damaged:
-            self._counters["kv_checksum_failures"] += len(damaged)
-            transfer.num_bad += len(damaged)
-            if transfer.num_bad > MAX_BAD_PIECES:
-                return effects + self._lose(transfer, Loss(f"{transfer.num_bad} pieces arrived damaged"))
+        transfer.damaged.update(dict.fromkeys(damaged, version))
+        if damaged and transfer.num_bad > MAX_BAD_PIECES:
+            return effects + self._lose(transfer, Loss(f"{transfer.num_bad} pieces arrived damaged"))
         return effects + self._complete(transfer, now)
 
     def on_unread(
@@ -225,10 +229,8 @@ class Consumer:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
             return self._drain(transfer)
-        if transfer.transport not in (
-            transport,
-            None,
-        ):  # what was offered of these in the new way was not taken
+        has_moved_on = transfer.transport not in (transport, None)
+        if has_moved_on:  # what was offered of these in the new way was not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -238,23 +240,24 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._unreachable.setdefault((key.producer, key.producer_rank), set()).add(transport)
+        self._ways.has_failed(key.producer, key.producer_rank, transport)
         if transfer.state is not State.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
-        if not self._transports_to(key):
+        if not self._ways.to(key.producer, key.producer_rank):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
     def on_time(self, now: float) -> list[Effect]:
         """Repeats what was not answered, and gives up what took too long."""
+        self._silence.stay_awake(now)
         effects: list[Effect] = []
         for key in list(self._deadlines.pop_due(now)):
             reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
             effects += self._lose(self._transfers[key], Loss(reason))
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
-            silent_s = now - self._last_heard[key.producer]
+            silent_s = self._silence.seconds(key, now)
             if silent_s > self._identity.peer_timeout_s:
                 effects += self._lose(transfer, Loss(f"the prefill worker was silent for {silent_s:.1f} s"))
             else:
@@ -284,10 +287,6 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
 
-    def _transports_to(self, key: TransferKey) -> tuple[str, ...]:
-        unreachable = self._unreachable.get((key.producer, key.producer_rank), set())
-        return tuple(name for name in self._identity.reach.transports if name not in unreachable)
-
     def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
@@ -301,7 +300,7 @@ class Consumer:
             tuple(transfer.verified),
             tuple(transfer.verified.values()),
             self._identity.reach.host,
-            self._transports_to(transfer.key),
+            self._ways.to(transfer.key.producer, transfer.key.producer_rank),
             self._identity.checksums,
         )
         return [Send(transfer.address, message)]
@@ -309,7 +308,7 @@ class Consumer:
     def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._transports_to(transfer.key):
+        if message.transport not in self._ways.to(transfer.key.producer, transfer.key.producer_rank):
             return []  # the answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
@@ -386,10 +385,11 @@ class Consumer:
         producer = transfer.key.producer
         del self._transfers[transfer.key]
         del self._keys[transfer.leg]
+        self._silence.end(transfer.key)
         self._num_by_producer[producer] -= 1
         if not self._num_by_producer[producer]:
-            del self._num_by_producer[producer], self._last_heard[producer]
-            for place in [place for place in self._unreachable if place[0] == producer]:
-                del self._unreachable[place]
+            del self._num_by_producer[producer]
+            self._silence.forget(producer)
+            self._ways.forget(producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

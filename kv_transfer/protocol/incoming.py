@@ -63,7 +63,10 @@ class Incoming:
     """Version of each piece that is here."""
     arriving: dict[int, int] = field(default_factory=dict)
     """Version of each piece that is being written at this moment."""
+    damaged: dict[int, int] = field(default_factory=dict)
+    """Version of each piece whose checksum did not match, until it is offered again."""
     num_bad: int = 0
+    """Pieces that were damaged, and were offered again as if nothing had happened to the producer's blocks."""
     producer_host: str | None = None
     """Known once it answered an Open."""
     transport: str | None = None
@@ -105,6 +108,8 @@ class Incoming:
         ]
         wanted = [indices[position] for position in positions]
         arriving.update(dict.fromkeys(wanted, version))
+        if self.damaged:
+            self.num_bad += sum(self.damaged.pop(index, None) == version for index in wanted)
         for index in verified.keys() & wanted:  # an older version is about to be overwritten
             del verified[index]
         return WantedPieces(positions, wanted, self.piece_ids(wanted))

@@ -11,7 +11,7 @@ from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
 from kv_transfer.protocol.transports import SENDS_BYTES
 
-BYTES_PER_TURN = 1024 * 1024
+BYTES_PER_TURN = 4 * 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
@@ -98,6 +98,12 @@ class Outgoing:
         self.unsent.clear()
         for index in sorted(self.ready):
             self._offer(index)
+
+    def arrived(self, indices: Iterable[int]) -> None:
+        """The consumer has these. One that was queued to be offered again is not."""
+        self.acked.update(indices)
+        if not self.acked.isdisjoint(self.unsent):
+            self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
     def withdraw(self) -> None:
         """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""

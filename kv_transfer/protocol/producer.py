@@ -165,7 +165,8 @@ class Producer:
             return []
         match message:
             case Hold():
-                transfer.peer = peer
+                if transfer.state is not State.STREAMING:  # else it was overtaken by an Open
+                    transfer.peer = peer
                 return [Send(peer, self._opened(transfer))]
             case Open():
                 return self._open(transfer, message, peer)
@@ -289,12 +290,15 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        valid = [index for index in message.valid if self._window.acknowledged(transfer, index)]
+        # An Open may have come between, and what is acknowledged here may be about to be offered again.
+        valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
+        for index in valid:
+            self._window.acknowledged(transfer, index)
         damaged = [index for index in message.damaged if self._window.acknowledged(transfer, index)]
         num_unknown = len(message.valid) + len(message.damaged) - len(valid) - len(damaged)
         self._counters["kv_duplicate_messages"] += num_unknown
         self._counters["kv_pieces_resent"] += len(damaged)
-        transfer.acked.update(valid)
+        transfer.arrived(valid)
         transfer.unsent.extend(damaged)
         return self._pump(transfer)
 

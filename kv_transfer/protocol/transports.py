@@ -32,3 +32,23 @@ class Reach:
             if is_reachable and name in self.transports and (name in SENDS_BYTES or name in self.pools):
                 return name
         return None
+
+
+class Ways:
+    """How a consumer reaches each rank of its producers: in all the ways it has, but those that failed."""
+
+    def __init__(self, transports: tuple[str, ...]) -> None:
+        self._transports = transports
+        self._failed: dict[str, set[tuple[int, str]]] = {}
+        """Rank and transport, by incarnation."""
+
+    def to(self, producer: str, rank: int) -> tuple[str, ...]:
+        failed = self._failed.get(producer, set())
+        return tuple(name for name in self._transports if (rank, name) not in failed)
+
+    def has_failed(self, producer: str, rank: int, transport: str) -> None:
+        self._failed.setdefault(producer, set()).add((rank, transport))
+
+    def forget(self, producer: str) -> None:
+        """The next leg from it tries everything again."""
+        self._failed.pop(producer, None)

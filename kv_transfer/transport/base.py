@@ -42,8 +42,11 @@ class Channel(Protocol):
     @property
     def num_dropped(self) -> int: ...
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
-        """Queues a header and the payload behind it. The payload may be read long after this has returned."""
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
+        """Queues a header and the payload behind it; False if they were dropped.
+
+        The payload may be read long after this has returned.
+        """
         ...
 
     def read_payload(self) -> Iterator[Bytes]:
@@ -98,12 +101,15 @@ class RemotePool(Protocol):
     def read(self, runs: Runs) -> int:
         """Begins to copy; returns the read's number, which `PoolReader.poll` names when it is over.
 
-        TransportError if that cannot even be begun, or a run lies outside the pool.
+        TransportError if that cannot even be begun, or a run lies outside the pool; then nothing is being written.
         """
         ...
 
     def close(self) -> None:
-        """Reads under way are over when this returns, and are still reported."""
+        """Reads under way are over when this returns, and are still reported.
+
+        TransportError if something cannot be given back; the reads are over all the same.
+        """
         ...
 
 
@@ -130,4 +136,6 @@ class PoolReader(Protocol):
         """How often `poll` wants to be called while reads are under way; None if they are over as soon as begun."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends every read, and lets nobody read our pool any more. TransportError if something cannot be given back."""
+        ...

@@ -7,6 +7,7 @@ which is PyTorch's too.
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -116,7 +117,12 @@ class CudaDriver:
         """An event that is over when everything queued so far is."""
         event = ctypes.c_void_p()
         self._in_context("cuEventCreate", ctypes.byref(event), ctypes.c_uint(EVENT_WITHOUT_TIMING))
-        self._in_context("cuEventRecord", event, ctypes.c_void_p(stream))
+        try:
+            self._in_context("cuEventRecord", event, ctypes.c_void_p(stream))
+        except CudaError:
+            with suppress(CudaError):
+                self.drop(event.value or 0)
+            raise
         return event.value or 0
 
     def is_over(self, event: int) -> bool:

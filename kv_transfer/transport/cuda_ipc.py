@@ -6,6 +6,7 @@ of the engine is between them.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgpack
@@ -102,25 +103,28 @@ class CudaIpcReader:
         if handle == self._handle:  # a process cannot open what it shares itself
             return CudaPool(self, self._memory.address, num_bytes, lambda: None)
         address = self._driver.open(handle)
-        if num_bytes > (
-            real := self._driver.size_of(address)
-        ):  # to read beyond it would end every kernel of ours too
+        try:
+            self._check_size(address, num_bytes)
+        except TransportError:
             self._driver.close(address)
-            raise TransportError(
-                f"a description of {num_bytes} bytes stands for {real} bytes of device memory"
-            )
+            raise
         return CudaPool(self, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
-        """Queues the copies; see `RemotePool.read`."""
+        """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those are over."""
         runs.check_within(num_bytes, self._memory.nbytes)
         runs = runs.coalesced()
-        for remote, local, length in zip(
-            runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
-        ):
-            self._driver.copy(self._memory.address + local, source + remote, length, self._stream)
+        try:
+            for remote, local, length in zip(
+                runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
+            ):
+                self._driver.copy(self._memory.address + local, source + remote, length, self._stream)
+            event = self._driver.record(self._stream)
+        except TransportError:
+            self._wait()
+            raise
         self._num_reads += 1
-        self._under_way[self._num_reads] = self._driver.record(self._stream)
+        self._under_way[self._num_reads] = event
         return self._num_reads
 
     def poll(self) -> list[ReadDone]:
@@ -129,6 +133,7 @@ class CudaIpcReader:
                 if not self._driver.is_over(event):
                     break  # the stream is in order
             except TransportError as error:
+                self._wait()
                 self._end(number, str(error))
             else:
                 self._end(number, None)
@@ -137,11 +142,7 @@ class CudaIpcReader:
 
     def finish(self) -> None:
         """Waits for every read; on one host that is as long as the copies take."""
-        error = None
-        try:
-            self._driver.wait(self._stream)
-        except TransportError as failure:
-            error = str(failure)
+        error = self._wait()
         for number in list(self._under_way):
             self._end(number, error)
 
@@ -149,9 +150,30 @@ class CudaIpcReader:
         self.finish()
         self._driver.drop_stream(self._stream)
 
+    def _wait(self) -> str | None:
+        """Nothing that was queued writes any more when this returns; why it may not have been written.
+
+        A wait fails only where the device's context is lost, and with it everything that was queued there.
+        """
+        try:
+            self._driver.wait(self._stream)
+        except TransportError as error:
+            return str(error)
+        return None
+
     def _end(self, number: int, error: str | None) -> None:
-        self._driver.drop(self._under_way.pop(number))
+        event = self._under_way.pop(number)
         self._done.append(ReadDone(number, error))
+        with suppress(TransportError):  # it is lost with its context
+            self._driver.drop(event)
+
+    def _check_size(self, address: Address, num_bytes: int) -> None:
+        """To read beyond the memory's end would end every kernel of ours too."""
+        real = self._driver.size_of(address)
+        if num_bytes > real:
+            raise TransportError(
+                f"a description of {num_bytes} bytes stands for {real} bytes of device memory"
+            )
 
 
 class CudaPool:
@@ -173,8 +195,8 @@ class CudaPool:
     def close(self) -> None:
         if self._unmap is not None:
             self._reader.finish()
-            self._unmap()
-            self._unmap = None
+            unmap, self._unmap = self._unmap, None
+            unmap()
 
 
 def _parse(description: bytes) -> tuple[bytes, int]:

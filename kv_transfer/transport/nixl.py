@@ -2,8 +2,8 @@
 
 Two agents: peers read our pool through the one, which has a thread to answer their connecting; we read theirs through
 the other, which moves on when we poll. NIXL offers no way to end a read that does not end by itself, other than to
-end the agent that reads. Then every read under way ends with an error, and the next one connects anew; peers that
-read from us do not notice.
+end the agent that reads. Then every read under way ends with an error, and the next one begins with a new agent; peers
+that read from us do not notice. Where no new agent can be had, nothing can be opened or read until one can.
 
 What ends a read, as found with NIXL 1.5.1 (UCX), on one host:
 
@@ -78,7 +78,9 @@ class NixlReader:
         self._clock = clock
         self._host, self._has_rdma = this_host(), has_rdma()
         self._serving = _new_agent(memory, has_progress_thread=True)
-        self._reading = _new_agent(memory, has_progress_thread=False)
+        self._reading: NixlAgent | None = _new_agent(memory, has_progress_thread=False)
+        """None after a restart, until it is needed again."""
+        self._is_closed = False
         self._pools: set[NixlPool] = set()
         self._connected: dict[str, Description] = {}
         """Whom the reading agent knows, by their agents' names; who connected first comes first."""
@@ -117,11 +119,12 @@ class NixlReader:
 
     def close(self) -> None:
         """Ends every read, and lets nobody read our pool any more."""
-        for number in list(self._reads):
-            self._finish(number, "this worker stops")
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_reading("this worker stops")
         self._pools.clear()
-        for agent in (self._reading, self._serving):
-            agent.close()
+        self._serving.close()
 
     def begin(self, pool: NixlPool, runs: Runs) -> int:
         """See `NixlPool.read`."""
@@ -135,12 +138,13 @@ class NixlReader:
             self._done.append(ReadDone(number, None))
             return number
         self._connect(pool)
+        agent = self._agent()
         handle = _translated(
-            lambda: self._reading.prepare(theirs.agent, theirs.memory, runs.remote, runs.local, runs.lengths)
+            lambda: agent.prepare(theirs.agent, theirs.memory, runs.remote, runs.local, runs.lengths)
         )
         self._reads[number] = Read(handle, pool)
         try:
-            if self._reading.start(handle):
+            if agent.start(handle):
                 self._finish(number, None)
         except NixlError as error:
             self._fail(number, error)
@@ -172,12 +176,20 @@ class NixlReader:
             metadata=self._serving.metadata(),
         )
 
+    def _agent(self) -> NixlAgent:
+        """The agent that reads. TransportError if there is none and none can be had."""
+        if self._is_closed:
+            raise TransportError("this worker reads nothing through NIXL any more")
+        if self._reading is None:
+            self._reading = _new_agent(self._memory, has_progress_thread=False)
+        return self._reading
+
     def _connect(self, pool: NixlPool) -> None:
         """Makes the peer known to the reading agent, if it is not."""
-        theirs = pool.description
+        theirs, reading = pool.description, self._agent()
         if theirs.agent in self._connected:
             return
-        _translated(lambda: self._reading.connect(theirs.metadata))
+        _translated(lambda: reading.connect(theirs.metadata))
         self._connected[theirs.agent] = theirs
         if len(self._connected) > MAX_PEERS:
             in_use = {other.description.agent for other in (pool, *self._pools)}
@@ -187,22 +199,24 @@ class NixlReader:
     def _disconnect(self, agent: str) -> None:
         if self._connected.pop(agent, None) is not None:
             with suppress(NixlError):  # it may have gone by itself
-                self._reading.disconnect(agent)
+                self._agent().disconnect(agent)
 
     def _under_way(self, is_meant: Callable[[Read], bool]) -> list[int]:
         return [number for number, read in self._reads.items() if is_meant(read)]
 
     def _advance(self, number: int) -> None:
         try:
-            if self._reading.advance(self._reads[number].handle):
+            if self._agent().advance(self._reads[number].handle):
                 self._finish(number, None)
         except NixlError as error:
             self._fail(number, error)
 
     def _finish(self, number: int, error: str | None) -> None:
         """Reports a read of which nothing writes our pool any more."""
+        handle = self._reads.pop(number).handle
         with suppress(NixlError):
-            self._reading.release(self._reads.pop(number).handle)
+            assert self._reading is not None, "reads end before their agent does"
+            self._reading.release(handle)
         self._done.append(ReadDone(number, error))
 
     def _fail(self, number: int, error: NixlError) -> None:
@@ -219,13 +233,17 @@ class NixlReader:
         self._disconnect(agent)
 
     def _restart(self, reason: str) -> None:
-        """Ends every read under way by ending the reading agent, and begins with a new one."""
+        """Ends every read under way by ending the reading agent; the next read begins with a new one."""
         logger.warning("reading through NIXL begins anew, %d reads are lost: %s", len(self._reads), reason)
+        self._end_reading(f"reading through NIXL began anew: {reason}")
+
+    def _end_reading(self, reason: str) -> None:
         for number in list(self._reads):
-            self._finish(number, f"reading through NIXL began anew: {reason}")
+            self._finish(number, reason)
         self._connected.clear()
-        self._reading.close()
-        self._reading = _new_agent(self._memory, has_progress_thread=False)
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
 
 
 def _new_agent(memory: Memory, *, has_progress_thread: bool) -> NixlAgent:

@@ -6,6 +6,7 @@ the interval that it sets, the thread spins and takes a whole core from the engi
 
 import importlib
 import importlib.metadata
+import logging
 import uuid
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from baton.errors import ConfigError
 from kv_transfer.transport.base import Bytes
+
+logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
 """Builds for either CUDA version; without a GPU both work alike."""
@@ -163,8 +166,12 @@ class NixlAgent:
 
     def close(self) -> None:
         """Nothing reads or writes the pool through this agent any more, however its reads stood. Release them first."""
-        self._do(self._agent.deregisterMem, self._registered, [self._backend])
-        del self._agent  # its destructor closes every connection
+        try:
+            self._do(self._agent.deregisterMem, self._registered, [self._backend])
+        except NixlError as error:
+            reason = str(error)  # a record with the error itself would keep the agent alive
+            logger.warning("NIXL does not give a pool back: %s", reason)
+        del self._agent  # its destructor closes every connection, and gives back what is left
 
     def _is_over(self, status: Any) -> bool:
         return bool(status == self._nixl.NIXL_SUCCESS)

@@ -3,12 +3,16 @@
 Knows no protocol. Nothing here blocks: what cannot be queued is dropped and counted, and the protocol heals it.
 """
 
+import errno
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import zmq
 
+from baton.clock import Clock
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
@@ -17,11 +21,23 @@ from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
-MAX_PEERS = 256
-"""Connections kept open; past this the one unused for longest is closed, and opened again when needed."""
+MAX_QUEUED_BYTES = 128 * 1024 * 1024
+"""Of payload, to one peer."""
 
-UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT}
-"""Its queue is full, its peer is gone, or its address, which another process gave us, is none."""
+MAX_PEERS = 256
+"""Connections kept from turn to turn; past this those unused for longest are closed, and opened again when needed."""
+
+IDLE_S = 30.0
+"""A connection over which nothing was said for this long is closed: its peer may be gone, and nobody would tell."""
+
+LINGER_MS = 1000
+"""What was said over a connection just before it was closed still has so long to leave."""
+
+RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
+"""A peer that does not answer is tried again after the first; the pause doubles, up to the last."""
+
+UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
+"""Its queue is full, its peer is gone, its address, which another process gave us, is none, or no socket is left."""
 
 MIN_FRAME_BYTES = 128 * 1024
 """Smaller spans are copied into one: a frame of their own would cost more."""
@@ -30,12 +46,38 @@ MAX_ARRIVALS_PER_TURN = 64
 """A peer that never stops sending must not keep orders and deadlines waiting."""
 
 
+@dataclass(slots=True)
+class _Connection:
+    """To a worker that we spoke to."""
+
+    socket: "zmq.Socket[bytes]"
+    used_at: float
+    """When we last said something."""
+
+
 class ZmqChannel:
     """Belongs to one thread. `address` is where others connect, on a port of the system's choosing."""
 
-    def __init__(self, bind_host: str, block_nbytes: int, keys: PlaneKeys | None) -> None:
-        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard."""
+    def __init__(
+        self,
+        bind_host: str,
+        block_nbytes: int,
+        keys: PlaneKeys | None,
+        clock: Clock,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
+
+        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped; that something was
+        taken, we learn a little later than the peer. Peers answer over the connection we made: `idle_s` must exceed the
+        pauses between what is said of a hand-over.
+        """
         self._keys = keys
+        self._clock = clock
+        self._max_queued_bytes = max_queued_bytes
+        self._idle_s = idle_s
         self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER)
@@ -43,11 +85,14 @@ class ZmqChannel:
         self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
         port = self._router.bind_to_random_port(f"tcp://{bind_host}")
         self.address = f"tcp://{bind_host}:{port}"
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._connections: dict[str, _Connection] = {}
+        """By the peer's address; the one unused for longest comes first."""
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._doorkeeper.register(self._poller)
         self._reading: zmq.Socket[bytes] | None = None
+        self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
+        """Payloads that ZMQ may still read, and their bytes, oldest first."""
         self.num_dropped = 0
 
     @property
@@ -60,15 +105,15 @@ class ZmqChannel:
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
-        """Sleeps until something arrives or the time is over, then yields what has arrived."""
-        timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
-        ready = dict(self._poller.poll(timeout_ms))
+        """Sleeps until something arrives or the time is over, seldom less, then yields what has arrived."""
+        self._close_unused()
+        ready = dict(self._poller.poll(self._timeout_ms(timeout_s)))
         self._doorkeeper.attend(ready)
         if self._router in ready:
             yield from self._arrivals(self._router, None)
-        for address, dealer in list(self._dealers.items()):
-            if dealer in ready:
-                yield from self._arrivals(dealer, address)
+        for address, connection in list(self._connections.items()):
+            if connection.socket in ready:
+                yield from self._arrivals(connection.socket, address)
 
     def read_payload(self) -> Iterator[Bytes]:
         """The payload of the arrival at hand, where ZMQ received it."""
@@ -76,47 +121,85 @@ class ZmqChannel:
         while self._reading.getsockopt(zmq.RCVMORE):
             yield np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         """Queues a header and the payload behind it, which ZMQ reads where it is, when its turn comes."""
         frames = list(_worth_a_frame(payload))
         more = zmq.SNDMORE if frames else 0
+        if frames and self._num_queued_bytes(peer) >= self._max_queued_bytes:
+            self.num_dropped += 1
+            return False
         try:
             if isinstance(peer, bytes):
                 socket = self._router
                 socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             else:
-                socket = self._dealer(peer)
+                socket = self._connected(peer)
             socket.send(header, zmq.NOBLOCK | more)
             if frames:
-                socket.send_multipart([frame.data for frame in frames], zmq.NOBLOCK, copy=False)
+                tracker = socket.send_multipart(
+                    [frame.data for frame in frames], zmq.NOBLOCK, copy=False, track=True
+                )
+                assert tracker is not None
+                self._queued.setdefault(peer, deque()).append((tracker, sum(map(len, frames))))
         except zmq.ZMQError as error:
             if error.errno not in UNDELIVERABLE:
                 raise
             self.num_dropped += 1
+            return False
+        return True
 
     def close(self) -> None:
         self._doorkeeper.close()
-        for socket in [self._router, *self._dealers.values()]:
+        for socket in [self._router, *(connection.socket for connection in self._connections.values())]:
             socket.close()
         self._context.term()
 
-    def _dealer(self, address: str) -> "zmq.Socket[bytes]":
-        dealer = self._dealers.pop(address, None)
-        if dealer is None:
-            dealer = self._configured(zmq.DEALER)
-            secure_client(dealer, self._keys)
-            try:
-                dealer.connect(address)
-            except zmq.ZMQError:
-                dealer.close()
-                raise
-            self._poller.register(dealer, zmq.POLLIN)
-        self._dealers[address] = dealer  # last in the dict: the most recently used
-        if len(self._dealers) > MAX_PEERS:
-            oldest = self._dealers.pop(next(iter(self._dealers)))
-            self._poller.unregister(oldest)
-            oldest.close()
+    def _num_queued_bytes(self, peer: Peer) -> int:
+        """What this peer has not taken yet."""
+        for other in list(self._queued) if len(self._queued) > MAX_PEERS else [peer]:
+            queued = self._queued.get(other, deque())
+            while queued and queued[0][0].done:
+                queued.popleft()
+            if not queued:
+                self._queued.pop(other, None)
+        return sum(num_bytes for _, num_bytes in self._queued.get(peer, ()))
+
+    def _connected(self, address: str) -> "zmq.Socket[bytes]":
+        connection = self._connections.pop(address, None)
+        socket = connection.socket if connection is not None else self._connect(address)
+        self._connections[address] = _Connection(socket, self._clock.now())  # last in the dict
+        return socket
+
+    def _connect(self, address: str) -> "zmq.Socket[bytes]":
+        dealer = self._configured(zmq.DEALER)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        secure_client(dealer, self._keys)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
+        self._poller.register(dealer, zmq.POLLIN)
         return dealer
+
+    def _close_unused(self) -> None:
+        """Between turns only: within one, an arrival of any connection may be at hand."""
+        now, num_surplus = self._clock.now(), len(self._connections) - MAX_PEERS
+        for position, (address, connection) in enumerate(list(self._connections.items())):
+            if position >= num_surplus and now < connection.used_at + self._idle_s:
+                break
+            del self._connections[address]
+            self._poller.unregister(connection.socket)
+            connection.socket.close(LINGER_MS)
+
+    def _timeout_ms(self, timeout_s: float | None) -> int | None:
+        """Also wakes for a connection that is to be closed."""
+        oldest = next(iter(self._connections.values()), None)
+        if oldest is not None:
+            idle_s = oldest.used_at + self._idle_s - self._clock.now()
+            timeout_s = idle_s if timeout_s is None else min(timeout_s, idle_s)
+        return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
 
     def _configured(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
@@ -136,8 +219,6 @@ class ZmqChannel:
             except zmq.Again:
                 return
             yield Arrival(peer, address is not None, header)
-            if socket.closed:  # to make room for another peer, in answering this arrival
-                return
             while socket.getsockopt(zmq.RCVMORE):
                 socket.recv(copy=False)
 

@@ -45,10 +45,11 @@ class QueueChannel:
         self.num_dropped = 0
         self.payload: list[bytes] = []
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         target = peer.decode() if isinstance(peer, bytes) else peer
         frames = [header, *(span.tobytes() for span in payload)]
         self._fabric.post(self.address, target, isinstance(peer, bytes), frames)
+        return True
 
     def read_payload(self) -> Iterator[Bytes]:
         return (np.frombuffer(span, np.uint8) for span in self.payload)
@@ -101,7 +102,7 @@ class Worker:
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
             pools = {name: reader.describe() or b"" for name, reader in readers.items()}
-            reach = Reach("host", (fabric.transport,), pools)
+            reach = Reach("host", fabric.transports, pools)
             counters: Counter[str] = Counter()
             endpoint = make_endpoint(
                 CONFIG,
@@ -163,12 +164,17 @@ class Worker:
 class Fabric:
     """The network, and the only clock."""
 
-    def __init__(self, transport: str, *, on_device: bool = False, began_at: float = 0.0) -> None:
-        """`began_at` is what the clock reads at first."""
+    def __init__(
+        self, transport: str, *fallbacks: str, on_device: bool = False, began_at: float = 0.0
+    ) -> None:
+        """Every worker offers `transport`, and then the `fallbacks`. `began_at` is what the clock reads at first."""
         self.transport = transport
+        self.transports = (transport, *fallbacks)
         self._host = FakeHost() if on_device or transport == CUDA_IPC else None
         self.clock = VirtualClock(began_at)
         self.endpoints: dict[str, TransferEndpoint] = {}
+        self.drivers: list[FakeDriver] = []
+        """Of every rank on a device, in the order in which they were added."""
         self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
         """Whether a frame to this address is lost."""
         self.sent: list[tuple[str, bytes]] = []
@@ -187,7 +193,8 @@ class Fabric:
         """A rank's pool as an array and as endpoints see it, and the readers that go with it."""
         num_bytes, shape = NUM_BLOCKS * block_nbytes, (NUM_BLOCKS, block_nbytes)
         if self._host is not None:
-            device = CudaMemory(num_bytes, 0, FakeDriver(self._host))
+            self.drivers.append(FakeDriver(self._host))
+            device = CudaMemory(num_bytes, 0, self.drivers[-1])
             on_device = np.frombuffer(self._host.memories[device.address], np.uint8).reshape(shape)
             pool = DeviceKVBytes(DeviceBlocks(device, block_nbytes), fingerprint, rank)
             return on_device, pool, {CUDA_IPC: CudaIpcReader(device)} if self.transport == CUDA_IPC else {}

@@ -44,7 +44,10 @@ class FakeDriver:
     num_over: int = 0
     opened: list[int] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
+    room: int | None = None
+    """How many copies may be queued at a time; one more is refused."""
     failure: str | None = None
+    """Once set, the context is lost: every call about streams and events fails."""
     _own: list[int] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> int:
@@ -76,6 +79,9 @@ class FakeDriver:
 
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         assert stream == 1
+        self._check_context()
+        if self.room is not None and len(self.queued) >= self.room:
+            raise CudaError("cuMemcpyAsync: out of memory (2)")
         self.queued.append((to, source, num_bytes))
         self.num_queued += 1
         if not self.is_slow:
@@ -90,23 +96,29 @@ class FakeDriver:
 
     def record(self, stream: int) -> int:
         assert stream == 1
+        self._check_context()
         event = len(self.events) + 1
         self.events[event] = self.num_queued
         return event
 
     def is_over(self, event: int) -> bool:
-        if self.failure is not None:
-            raise CudaError(self.failure)
+        self._check_context()
         return self.num_over >= self.events[event]
 
     def drop(self, event: int) -> None:
+        self._check_context()
+        assert self.events.get(event, -1) >= 0, "no such event, or it was dropped"
         self.events[event] = -1
 
     def wait(self, stream: int) -> None:
         assert stream == 1
-        if self.failure is not None:
-            raise CudaError(self.failure)
+        self._check_context()
         self.run()
 
     def drop_stream(self, stream: int) -> None:
         assert stream == 1
+        self._check_context()
+
+    def _check_context(self) -> None:
+        if self.failure is not None:
+            raise CudaError(self.failure)

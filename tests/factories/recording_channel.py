@@ -28,12 +28,13 @@ class RecordingChannel:
         """Keys that were said on the wire: what an eavesdropper knows."""
         self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         codec: Any = TO_PRODUCER if isinstance(peer, str) else TO_CONSUMER
         message = codec.decode(header)
         self.sent.append(message)
         if not isinstance(message, Unreadable):
             self.seen.append(message.key)
+        return True
 
     def read_payload(self) -> Iterator[Bytes]:
         return iter(self.payload)

@@ -27,6 +27,7 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.transport import shared_memory
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.security import KEYS
 
@@ -252,4 +253,17 @@ def test_stopping_ends_the_thread_and_closes_the_port() -> None:
     worker = Worker("p0", "p-life-1")
     assert threading.active_count() == before + 1
     worker.stop()
+    assert threading.active_count() == before
+
+
+def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "MIN_BYTES_FOR_TWO", 1)  # so small a prompt is copied by two threads
+    before = threading.active_count()
+    prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
+    start(prefill, decode)
+    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    decode.until(lambda news: news.finished_recving)
+    prefill.stop()
+    decode.stop()
     assert threading.active_count() == before

@@ -102,22 +102,22 @@ def gateway(server: RequestServer) -> Iterator[GatewaySocket]:
 
 
 def test_a_hello_is_answered_and_heartbeats_follow(gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1"))
-    assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS), Heartbeat(STATUS)]
+    gateway.send(Hello("life-1", None, 0))
+    assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS, 1, 0)] * 2
 
 
 def test_requests_and_aborts_reach_the_engine_with_their_client(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1"))
-    gateway.send(SubmitRequest(REQUEST))
-    gateway.send(AbortRequests(("r",)))
+    gateway.send(Hello("life-1", None, 0))
+    gateway.send(SubmitRequest(REQUEST, 1))
+    gateway.send(AbortRequests(("r",), 1))
     assert sink.heard.get(timeout=10) == ("submit", gateway.client_id, REQUEST)
     assert sink.heard.get(timeout=10) == ("abort", gateway.client_id, ("r",))
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1"))
+    gateway.send(Hello("life-1", None, 0))
     gateway.receive()
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
@@ -127,11 +127,11 @@ def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: Ga
 def test_c44_a_hello_meant_for_another_life_opens_nothing(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-0"))
-    assert gateway.receive() == Heartbeat(STATUS)  # from which the gateway learns who is there now
-    gateway.send(SubmitRequest(REQUEST))
-    gateway.send(Hello("life-1"))
-    gateway.send(AbortRequests(("r",)))
+    gateway.send(Hello("life-0", None, 0))
+    assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
+    gateway.send(SubmitRequest(REQUEST, None))
+    gateway.send(Hello("life-1", None, 0))
+    gateway.send(AbortRequests(("r",), 1))
     assert sink.heard.get(timeout=10) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
 
@@ -139,10 +139,10 @@ def test_c44_a_hello_meant_for_another_life_opens_nothing(
 def test_garbage_is_counted_and_the_next_message_is_served(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1"))
+    gateway.send(Hello("life-1", None, 0))
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
-    gateway.send(SubmitRequest(REQUEST))
+    gateway.send(SubmitRequest(REQUEST, 1))
     assert sink.heard.get(timeout=10) == ("submit", gateway.client_id, REQUEST)
     assert server.num_bad_messages == 2
 
@@ -150,14 +150,37 @@ def test_garbage_is_counted_and_the_next_message_is_served(
 def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1"))
+    gateway.send(Hello("life-1", None, 0))
     assert sink.heard.get(timeout=10) == ("abort_client", gateway.client_id)
 
 
 def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x02gone")
-        gateway.send(Hello("life-1"))
+        gateway.send(Hello("life-1", None, 0))
         gateway.receive()
         gateway.socket.close()
     assert sink.heard.get(timeout=10) == ("abort_client", gateway.client_id)
+
+
+def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
+    gateway.send(Hello("life-1", None, 0))
+    gateway.send(SubmitRequest(REQUEST, 1))
+    gateway.send(Hello("life-1", 1, 2))  # the second order is the one that did not come
+    gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
+    gateway.send(SubmitRequest(REQUEST, 2))
+    heard = [sink.heard.get(timeout=10) for _ in range(3)]
+    assert heard == [
+        ("submit", gateway.client_id, REQUEST),
+        ("abort_client", gateway.client_id),
+        ("submit", gateway.client_id, REQUEST),
+    ]
+    assert [gateway.receive() for _ in range(2)] == [Heartbeat(STATUS, 1, 0), Heartbeat(STATUS, 2, 0)]
+
+
+def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway: GatewaySocket) -> None:
+    gateway.send(Hello("life-1", None, 0))
+    gateway.receive()
+    server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
+    gateway.receive_outputs()
+    assert gateway.receive() == Heartbeat(STATUS, 1, 1)

@@ -1,27 +1,33 @@
 """ZmqChannel over loopback: what is sent is what is read, whatever is left unread."""
 
+import socket
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from baton.clock import SystemClock, VirtualClock
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
+from kv_transfer.transport import zmq_tcp
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.zmq_tcp import MIN_FRAME_BYTES, ZmqChannel
+from kv_transfer.transport.zmq_tcp import IDLE_S, MIN_FRAME_BYTES, ZmqChannel
 
 LARGE = MIN_FRAME_BYTES
 
 
 @pytest.fixture
 def giver() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
 
 @pytest.fixture
 def taker() -> Iterator[ZmqChannel]:
-    channel = ZmqChannel("127.0.0.1", LARGE, None)
+    channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
@@ -94,10 +100,132 @@ def test_a_payload_outlives_the_arrival_that_brought_it(giver: ZmqChannel, taker
         assert (np.concatenate(taken[b"%d" % number]) == piece).all()
 
 
-def test_what_was_not_sent_in_time_does_not_keep_a_channel_from_closing(taker: ZmqChannel) -> None:
-    giver = ZmqChannel("127.0.0.1", LARGE, None)
+def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory(taker: ZmqChannel) -> None:
+    giver = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), max_queued_bytes=64 * LARGE)
     peer, pool = meet(giver, taker), random_bytes(64 * LARGE)
-    for _ in range(100):  # far more than the sockets' buffers hold; nobody reads
-        giver.send(peer, b"pieces", [pool[:LARGE]] * 8)
-    giver.close()
-    assert len(pool) == 64 * LARGE
+    was_sent = [giver.send(peer, b"pieces", [pool[:LARGE], pool[LARGE : 2 * LARGE]]) for _ in range(1000)]
+    assert was_sent[0]
+    assert not was_sent[-1]
+    assert giver.num_dropped == was_sent.count(False)
+    giver.close()  # although ZMQ still has some of it
+
+
+def test_c33_a_peer_that_reads_is_sent_all_of_it(giver: ZmqChannel, taker: ZmqChannel) -> None:
+    peer, pool = meet(giver, taker), random_bytes(BYTES_PER_TURN)
+    for number in range(64):
+        assert giver.send(peer, b"%d" % number, [pool])
+        [arrived] = take(taker, 1)[b"%d" % number]
+        assert (arrived == pool).all()
+    assert giver.num_dropped == 0
+
+
+@pytest.fixture
+def producers() -> Iterator[list[ZmqChannel]]:
+    channels = [ZmqChannel("127.0.0.1", LARGE, None, SystemClock()) for _ in range(5)]
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def headers(channel: ZmqChannel) -> list[bytes]:
+    return [arrival.header for arrival in channel.wait(10.0)]
+
+
+def test_c42_room_for_another_peer_is_not_made_while_one_is_listened_to(
+    producers: list[ZmqChannel], taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "MAX_PEERS", 2)
+    first, second, third = producers[:3]
+    for producer in (first, second):
+        producer.send(meet(producer, taker), b"pieces")
+    time.sleep(0.2)  # both have arrived
+    heard = []
+    for arrival in taker.wait(10.0):
+        heard.append(arrival.peer)
+        taker.send(arrival.peer, b"thanks")
+        taker.send(third.address, b"hello")
+    assert sorted(map(str, heard)) == sorted([first.address, second.address])
+    assert [headers(each)[0] for each in (first, second, third)] == [b"thanks", b"thanks", b"hello"]
+
+
+def test_what_was_said_to_more_peers_than_are_kept_still_arrives(
+    producers: list[ZmqChannel], taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "MAX_PEERS", 2)
+    for producer in producers:
+        taker.send(producer.address, b"hello")
+    assert list(taker.wait(0.0)) == []
+    assert [headers(producer) for producer in producers] == [[b"hello"]] * 5
+
+
+def listen() -> socket.socket:
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(10.0)
+    return server
+
+
+def accept(server: socket.socket) -> socket.socket:
+    connection, _ = server.accept()
+    return connection
+
+
+def is_open(connection: socket.socket, timeout_s: float) -> bool:
+    """Reads what comes until the other end closes the connection, or the time is over."""
+    connection.settimeout(timeout_s)
+    try:
+        while connection.recv(4096):
+            pass
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does() -> None:
+    clock = VirtualClock()
+    taker = ZmqChannel("127.0.0.1", LARGE, None, clock)
+    with listen() as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        taker.send(address, b"hello")
+        with accept(server) as connection:
+            clock.advance(IDLE_S - 1)
+            list(taker.wait(0.0))
+            taker.send(address, b"still here")
+            clock.advance(IDLE_S - 1)
+            list(taker.wait(0.0))
+            assert is_open(connection, 0.2)
+            clock.advance(1.0)
+            list(taker.wait(0.0))
+            assert not is_open(connection, 10.0)
+        taker.send(address, b"hello again")
+        accept(server).close()
+    taker.close()
+
+
+def test_c48_an_idle_channel_wakes_to_close_what_nobody_needs_and_then_sleeps() -> None:
+    taker = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
+    with listen() as server:
+        taker.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
+        with accept(server) as connection:
+            assert list(taker.wait(None)) == []
+            began = time.monotonic()
+            assert list(taker.wait(0.3)) == []
+            assert time.monotonic() - began >= 0.3
+            assert not is_open(connection, 10.0)
+    taker.close()
+
+
+def test_c48_a_peer_that_is_gone_is_tried_again_ever_more_seldom(
+    taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_tcp, "RECONNECT_MS", 10)
+    monkeypatch.setattr(zmq_tcp, "MAX_RECONNECT_MS", 80)
+    with listen() as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    taker.send(address, b"hello")
+    with taker._connections[address].socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
+        pauses_ms = []
+        for _ in range(6):
+            assert monitor.poll(10_000)
+            pauses_ms.append(recv_monitor_message(monitor)["value"])
+        taker._connections[address].socket.disable_monitor()
+    assert pauses_ms[-1] >= 80, pauses_ms

@@ -128,7 +128,7 @@ class SimChannel:
         self._payload = Payload(())
         network.listening[self.address] = self
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> None:
+    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
         network, late_bytes = self._network, Payload(payload)
         if isinstance(peer, str):
             network.post(
@@ -150,6 +150,8 @@ class SimChannel:
             )
         else:
             self.num_dropped += 1
+            return False
+        return True
 
     def read_payload(self) -> Iterator[Bytes]:
         if self._payload:

@@ -87,7 +87,7 @@ def complete_twice() -> Patch:
             self._transfers[transfer.key] = transfer
             self._keys[transfer.leg] = transfer.key
             self._num_by_producer[transfer.key.producer] += 1
-            self._last_heard.setdefault(transfer.key.producer, now)
+            self._silence.begin(transfer.key, now)
         return effects
 
     return patch.object(Consumer, "_complete", complete)

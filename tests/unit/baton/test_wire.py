@@ -85,7 +85,7 @@ def test_request_plane_messages_survive_the_wire() -> None:
             TransferRole.PRODUCER, "t", 0, WorkerRef("d0", "i", ("tcp://127.0.0.1:1",), 16)
         ),
     )
-    assert TO_WORKER.decode(TO_WORKER.encode(SubmitRequest(request))) == SubmitRequest(request)
+    assert TO_WORKER.decode(TO_WORKER.encode(SubmitRequest(request, 1))) == SubmitRequest(request, 1)
     output = RequestOutput(
         request_id="r",
         first_position=0,
@@ -101,11 +101,11 @@ def test_request_plane_messages_survive_the_wire() -> None:
     ("data", "complaint"),
     [
         (msgpack.packb(["Nobody"]), "unknown kind of message 'Nobody'"),
-        (msgpack.packb(["Hello"]), "Hello: expected 1 fields"),
-        (msgpack.packb(["Hello", 5]), "Hello.incarnation: expected str, got 5"),
-        (msgpack.packb(["Hello", None]), "Hello.incarnation: expected str, got None"),
-        (msgpack.packb(["AbortRequests", [1]]), "AbortRequests.request_ids: expected str, got 1"),
-        (msgpack.packb(["SubmitRequest", []]), "SubmitRequest.request: expected 7 fields"),
+        (msgpack.packb(["Hello"]), "Hello: expected 3 fields"),
+        (msgpack.packb(["Hello", 5, 1, 0]), "Hello.incarnation: expected str, got 5"),
+        (msgpack.packb(["Hello", None, None, 0]), "Hello.incarnation: expected str, got None"),
+        (msgpack.packb(["AbortRequests", [1], 1]), "AbortRequests.request_ids: expected str, got 1"),
+        (msgpack.packb(["SubmitRequest", [], 1]), "SubmitRequest.request: expected 7 fields"),
         (msgpack.packb({"kind": "Hello"}), "expected an array"),
         (b"\xdd\xff\xff\xff\xff", "not msgpack"),
         (b"", "not msgpack"),
@@ -118,7 +118,7 @@ def test_a_refusal_names_what_is_wrong_and_where(data: bytes, complaint: str) ->
 
 def test_a_value_that_contradicts_itself_is_a_wire_error() -> None:
     good = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams())
-    parts = msgpack.unpackb(TO_WORKER.encode(SubmitRequest(good)))
+    parts = msgpack.unpackb(TO_WORKER.encode(SubmitRequest(good, 1)))
     parts[1][2][0] = 0  # sampling_params.max_tokens
     with pytest.raises(
         WireError, match=r"SubmitRequest.request.sampling_params: max_tokens: must be at least 1"
@@ -135,6 +135,6 @@ def test_a_bool_is_not_an_int() -> None:
 def test_size_limits_hold_on_both_ends() -> None:
     codec: Codec[Hello] = Codec(Hello, max_bytes=64)
     with pytest.raises(WireError, match="exceeds the limit of 64"):
-        codec.encode(Hello("x" * 64))
+        codec.encode(Hello("x" * 64, None, 0))
     with pytest.raises(WireError, match="exceeds the limit of 64"):
         codec.decode(b"x" * 65)

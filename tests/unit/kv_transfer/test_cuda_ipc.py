@@ -4,6 +4,7 @@ import msgpack
 import pytest
 
 from kv_transfer.transport.base import ReadDone, TransportError
+from kv_transfer.transport.cuda_driver import CudaError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader, CudaMemory
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.pool_readers import make_runs
@@ -115,3 +116,61 @@ def test_nothing_outside_either_pool_is_touched(host: FakeHost) -> None:
         with pytest.raises(TransportError, match="outside"):
             pool.read(make_runs(run))
     assert consumer.driver.num_queued == 0
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_c46_a_read_of_which_only_a_part_can_be_queued_is_over_when_it_is_refused(
+    host: FakeHost, room: int
+) -> None:
+    producer, consumer = Process(host, fill=7), Process(host)
+    consumer.driver.is_slow = True
+    consumer.driver.room = room
+    pool = consumer.reader.open(description_of(producer))
+    with pytest.raises(TransportError, match="out of memory"):
+        pool.read(make_runs((0, 0, 16), (32, 48, 16), (96, 128, 16)))
+    assert consumer.reader.poll() == []
+    consumer.bytes[:] = b"\x2a" * NBYTES  # another request's
+    consumer.driver.run()
+    assert consumer.bytes == b"\x2a" * NBYTES
+
+
+def test_c46_a_read_whose_end_cannot_be_marked_is_over_when_it_is_refused(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_stream: int) -> int:
+        raise CudaError("cuEventCreate: out of memory (2)")
+
+    producer, consumer = Process(host, fill=7), Process(host)
+    consumer.driver.is_slow = True
+    monkeypatch.setattr(consumer.driver, "record", refuse)
+    pool = consumer.reader.open(description_of(producer))
+    with pytest.raises(TransportError, match="cuEventCreate"):
+        pool.read(make_runs((0, 0, 16)))
+    assert not consumer.driver.queued
+
+
+def test_a_device_that_is_lost_refuses_reads_and_lets_its_reader_be_closed(host: FakeHost) -> None:
+    producer, consumer = Process(host), Process(host)
+    consumer.driver.is_slow = True
+    pool = consumer.reader.open(description_of(producer))
+    number = pool.read(make_runs((0, 0, 8)))
+    consumer.driver.failure = "an illegal address was encountered (700)"
+    with pytest.raises(TransportError, match="700"):
+        pool.read(make_runs((0, 0, 8)))
+    pool.close()
+    assert consumer.reader.poll() == [ReadDone(number, consumer.driver.failure)]
+    with pytest.raises(TransportError, match="700"):
+        consumer.reader.close()
+
+
+def test_a_pool_that_cannot_be_measured_is_not_left_open(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_address: int) -> int:
+        raise CudaError("cuMemGetAddressRange_v2: invalid argument (1)")
+
+    producer, consumer = Process(host), Process(host)
+    monkeypatch.setattr(consumer.driver, "size_of", refuse)
+    with pytest.raises(TransportError, match="invalid argument"):
+        consumer.reader.open(description_of(producer))
+    assert consumer.driver.opened == []

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kv_transfer.protocol.consumer import MAX_BAD_PIECES
 from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
 from kv_transfer.protocol.messages import Ack, ChecksumPolicy, End, Open, Pieces
 from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, Reach
@@ -151,7 +152,37 @@ def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None
     wire.deliver()
     wire.source_blocks[100] = -1
     wire.finish_reads()
-    assert wire.consumer_counters["kv_checksum_failures"] == 1
+    wire.source_blocks[100] = 100_000
+    wire.deliver()
+    assert wire.consumer_counters["kv_checksum_failures"] == 1, "it was offered again, in the same version"
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.finish_reads()
+    wire.deliver()
+    wire.finish_reads()
+    wire.deliver()
+    assert wire.received_blocks() == TRUTH
+
+
+def test_c45_a_preemption_under_many_reads_is_no_broken_path() -> None:
+    """More pieces fail their checksums than a broken path is allowed, but none of them in the version that counts."""
+    num_blocks = 2 * MAX_BAD_PIECES
+    wire = Wire(transport=SHARED_MEMORY, checksums=ChecksumPolicy.ON, window_blocks=num_blocks)
+    wire.reads_at_once = False
+    start(wire, num_blocks=num_blocks)
+    wire.ready(0, num_blocks)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.source_blocks.update(dict.fromkeys(range(100, 100 + num_blocks), -1))
+    wire.finish_reads()
+    wire.reads_at_once = True
+    wire.deliver()
+    wire.ready(0, num_blocks)
+    wire.finish_send()
+    wire.deliver()
+    wire.advance(HEARTBEAT_S)
+    assert isinstance(wire.news[0], Received)
+    assert wire.consumer_counters["kv_checksum_failures"] == 0
 
 
 def test_a_pool_that_cannot_be_reached_is_tried_in_the_next_best_way() -> None:

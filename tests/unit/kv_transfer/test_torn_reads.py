@@ -57,9 +57,7 @@ def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> Non
     wire.ready(0, 2)
     wire.finish_send()
     wire.deliver()
-    wire.source_blocks[101] = (
-        FOREIGN  # where the slow read still looks; the block was computed again elsewhere
-    )
+    wire.source_blocks[101] = FOREIGN  # where the slow read looks; the block was computed again elsewhere
     wire.finish_reads()
     wire.source_blocks[101] = 101_000
     wire.deliver()

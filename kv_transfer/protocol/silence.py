@@ -1,0 +1,42 @@
+"""Silence: for how long producers have not answered; knows no message."""
+
+from kv_transfer.protocol.messages import TransferKey
+
+
+class Silence:
+    """Counts from a leg's first question, or from the producer's last word, and only while we were awake ourselves."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._asked_at: dict[TransferKey, float] = {}
+        self._heard_at: dict[str, float] = {}
+        """By incarnation."""
+        self._awake_at = 0.0
+
+    def begin(self, key: TransferKey, now: float) -> None:
+        """From now on the leg asks its producer something every heartbeat."""
+        self._asked_at[key] = now
+
+    def end(self, key: TransferKey) -> None:
+        self._asked_at.pop(key, None)
+
+    def heard(self, producer: str, now: float) -> None:
+        self._heard_at[producer] = now
+
+    def forget(self, producer: str) -> None:
+        """It has no leg any more."""
+        self._heard_at.pop(producer, None)
+
+    def seconds(self, key: TransferKey, now: float) -> float:
+        """For how long the leg's producer has said nothing, about this leg or any other."""
+        asked_at = self._asked_at[key]
+        return now - max(asked_at, self._heard_at.get(key.producer, asked_at))
+
+    def stay_awake(self, now: float) -> None:
+        """To be called every heartbeat while legs ask. Where it was not, this process stood still, and heard nobody."""
+        slept_s = now - self._awake_at - self._heartbeat_s
+        self._awake_at = now
+        if slept_s > 0.0:
+            for times in (self._asked_at, self._heard_at):
+                for key, when in times.items():
+                    times[key] = min(now, when + slept_s)  # type: ignore[index]

@@ -1,0 +1,166 @@
+"""The connection between gateway and worker breaks for a moment: no request waits for what was lost on the way.
+
+Each break is shorter than the silence that would end a worker anyway, so that it has to be noticed by itself.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.request import EngineRequest, RequestOutput
+from baton.worker import WorkerRole
+from gateway.worker_client import WorkerClient
+from tests.factories.breakable_line import BreakableLine, breakable_line
+from tests.factories.gateway import (
+    NETWORK,
+    GatewayUnderTest,
+    ScriptedWorker,
+    answering,
+    gateway_with,
+    outputs_of,
+)
+from tests.factories.models import make_model_dir
+
+ANSWER = [5, 6, 7, 8]
+BREAK_S = NETWORK.peer_timeout_s / 5
+
+
+def half(request: EngineRequest) -> list[RequestOutput]:
+    return outputs_of(request, ANSWER[:2], finish=None)
+
+
+def the_rest(request: EngineRequest) -> list[RequestOutput]:
+    return outputs_of(request, ANSWER[2:], start=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_model_dir(tmp_path)
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def within_time() -> None:
+        async with asyncio.timeout(30):
+            await test
+
+    asyncio.run(within_time())
+
+
+@asynccontextmanager
+async def worker_behind_a_line(
+    folder: Path,
+) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, BreakableLine]]:
+    """A gateway that has only d0, which it reaches over a line; d0 computes half of each answer."""
+    d0 = ScriptedWorker("d0", WorkerRole.DECODE, half)
+    try:
+        async with (
+            breakable_line(d0.endpoint.request_address) as line,
+            gateway_with(folder, {}, {}) as under_test,
+        ):
+            under_test.gateway.add_worker(replace(d0.endpoint, request_address=line.address))
+            await under_test.until(lambda: under_test.gateway.num_ready == 1)
+            yield under_test, d0, line
+    finally:
+        d0.stop()
+
+
+async def tokens_of(under_test: GatewayUnderTest) -> list[int]:
+    stream = under_test.client.generate(text="Hello", sampling={"max_tokens": len(ANSWER)})
+    return [token_id async for event in stream for token_id in event.token_ids]
+
+
+async def add_healthy_worker(under_test: GatewayUnderTest) -> ScriptedWorker:
+    d1 = ScriptedWorker("d1", WorkerRole.DECODE, answering(ANSWER))
+    under_test.workers["d1"] = d1  # the gateway's factory stops it
+    under_test.gateway.add_worker(d1.endpoint)
+    await under_test.until(lambda: under_test.gateway.num_ready == 2)
+    return d1
+
+
+def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An output finds no connection, so the worker ends the request; the gateway hears of it when it is back."""
+
+    async def test() -> None:
+        async with worker_behind_a_line(folder) as (under_test, d0, line):
+            tokens = asyncio.create_task(tokens_of(under_test))
+            leg = await d0.next_leg()
+            await add_healthy_worker(under_test)
+            line.cut()
+            await asyncio.sleep(BREAK_S / 2)
+            d0.say(leg, the_rest(leg))
+            assert (await d0.next_abort()).startswith("client ")
+            line.mend()
+            assert await tokens == ANSWER
+
+    run(test())
+    assert "what worker d0 had is lost: it had lost us" in caplog.text
+    assert "silent for" not in caplog.text
+
+
+def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker sent them and never learned that they did not arrive."""
+
+    async def test() -> None:
+        async with worker_behind_a_line(folder) as (under_test, d0, line):
+            tokens = asyncio.create_task(tokens_of(under_test))
+            leg = await d0.next_leg()
+            await add_healthy_worker(under_test)
+            line.swallows = "to gateway"
+            d0.say(leg, the_rest(leg))
+            await under_test.until(lambda: line.num_swallowed > 0)
+            line.cut()
+            line.mend()
+            assert await tokens == ANSWER
+
+    run(test())
+    assert "what worker d0 had is lost" in caplog.text
+    assert "silent for" not in caplog.text
+
+
+def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with worker_behind_a_line(folder) as (under_test, d0, line):
+            line.swallows = "to worker"
+            tokens = asyncio.create_task(tokens_of(under_test))
+            await under_test.until(lambda: under_test.gateway._dispatcher.fleet.num_legs["d0"] == 1)
+            await add_healthy_worker(under_test)
+            line.cut()
+            line.mend()
+            assert await tokens == ANSWER
+            heard = [d0.heard.get_nowait() for _ in range(d0.heard.qsize())]
+            assert not any(isinstance(news, EngineRequest) for news in heard), "the order was to be lost"
+
+    run(test())
+    assert "what worker d0 had is lost" in caplog.text
+    assert "silent for" not in caplog.text
+
+
+def is_in_session(client: WorkerClient, number: int) -> bool:
+    return client._session.hello().session == number
+
+
+def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
+    async def test() -> None:
+        async with worker_behind_a_line(folder) as (under_test, d0, line):
+            client = under_test.gateway._dispatcher.fleet.client("d0")
+            assert client is not None
+            for number in (1, 2, 3):
+                await under_test.until(partial(is_in_session, client, number))
+                tokens = asyncio.create_task(tokens_of(under_test))
+                leg = await d0.next_leg()
+                d0.say(leg, the_rest(leg))
+                assert await tokens == ANSWER
+                line.cut()
+                assert (await d0.next_abort()).startswith("client "), "its heartbeat finds no connection"
+                line.mend()
+
+    run(test())

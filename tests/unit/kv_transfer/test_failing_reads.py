@@ -1,0 +1,219 @@
+"""Reads that fail, or of which nobody hears again: loads end, their blocks are quiet, and the next try is fair."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from baton.kv import KVFingerprint, KVTransferParams, TransferRole
+from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.pool import KVPool
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
+from kv_transfer.remote_pools import RemotePools
+from kv_transfer.taking import READ_TIMEOUT_S
+from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
+from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.pool_readers import make_runs
+
+NUM_TOKENS = 64
+SCATTERED = (1, 3, 5, 7)
+"""Blocks that do not adjoin are read in a run each."""
+
+
+class FragilePool:
+    """A pool whose first reads fail, and that fails for good with them."""
+
+    def __init__(self, pool: RemotePool, reader: "FragileReader") -> None:
+        self._pool = pool
+        self._reader = reader
+        self._has_failed = False
+
+    def read(self, runs: Runs) -> int:
+        if self._has_failed:
+            raise TransportError("the connection broke before")
+        number = self._pool.read(runs)
+        if self._reader.num_failures:
+            self._reader.num_failures -= 1
+            self._has_failed = True
+            self._reader.broken.add(number)
+        return number
+
+    def close(self) -> None:
+        self._reader.closed.append("pool")
+        self._pool.close()
+        if self._reader.cannot_close:
+            raise TransportError("the pool cannot be closed")
+
+
+class FragileReader:
+    """A SharedMemoryReader some of whose reads fail, or are never heard of again."""
+
+    name = SHARED_MEMORY
+    poll_interval_s: float | None = None
+
+    def __init__(self, reader: PoolReader) -> None:
+        self._reader = reader
+        self.num_failures = 0
+        self.is_silent = False
+        self.cannot_close = False
+        self.broken: set[int] = set()
+        self.closed: list[str] = []
+        self.num_opened = 0
+
+    def describe(self) -> bytes | None:
+        return self._reader.describe()
+
+    def open(self, description: bytes) -> RemotePool:
+        self.num_opened += 1
+        return FragilePool(self._reader.open(description), self)
+
+    def poll(self) -> list[ReadDone]:
+        if self.is_silent:
+            return []
+        return [
+            ReadDone(done.number, "the connection broke") if done.number in self.broken else done
+            for done in self._reader.poll()
+        ]
+
+    def close(self) -> None:
+        self.closed.append("reader")
+        self._reader.close()
+        if self.cannot_close:
+            raise TransportError("the reader cannot be closed")
+
+
+class FragileFabric(Fabric):
+    """Shared memory read by FragileReaders; then TCP."""
+
+    def __init__(self) -> None:
+        super().__init__(SHARED_MEMORY, ZMQ_TCP)
+        self.readers: list[FragileReader] = []
+
+    def make_pool(
+        self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
+    ) -> tuple[Bytes, KVPool, dict[str, PoolReader]]:
+        blocks, pool, readers = super().make_pool(block_nbytes, fingerprint, rank)
+        self.readers.append(FragileReader(readers[SHARED_MEMORY]))
+        return blocks, pool, {SHARED_MEMORY: self.readers[-1]}
+
+
+def begin(prefill: Worker, decode: Worker, name: str, block_ids: Sequence[int]) -> None:
+    """Both ends know of the request, and its blocks are reserved."""
+    to_prefill = KVTransferParams(TransferRole.PRODUCER, name, 0, decode.ref)
+    to_decode = KVTransferParams(TransferRole.CONSUMER, name, 0, prefill.ref)
+    prefill.order(BeginSend(name, to_prefill, NUM_TOKENS))
+    decode.order(BeginLoad(name, to_decode, NUM_TOKENS))
+    decode.load(LoadBlocks(name, 0, tuple(block_ids)))
+
+
+def give(prefill: Worker, name: str) -> None:
+    prefill.compute(NUM_TOKENS)
+    prefill.save(SendBlocks(name, 0, prefill.blocks_for(NUM_TOKENS)))
+    prefill.order(FinishSend(name, 4, (), TOKEN))
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_c46_no_copy_that_was_queued_writes_blocks_whose_load_has_failed(room: int) -> None:
+    fabric = Fabric(CUDA_IPC)
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(prefill, decode, "r", SCATTERED)
+    fabric.deliver()
+    driver = fabric.drivers[1]
+    driver.is_slow, driver.room = True, room
+    give(prefill, "r")
+    fabric.deliver()
+    [failed] = decode.news().failed_recving
+    assert "out of memory" in failed.reason
+    decode.blocks[0][:] = 0x2A  # the scheduler gave them to others
+    driver.run()
+    assert (decode.blocks[0] == 0x2A).all()
+
+
+def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
+    fabric = Fabric(CUDA_IPC)
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(prefill, decode, "r", SCATTERED)
+    fabric.deliver()
+    fabric.drivers[1].is_slow = True
+    give(prefill, "r")
+    fabric.deliver()
+    decode.order(AbortLoad("r", "the client left"))
+    fabric.deliver()
+    assert decode.news().quiesced == (), "it is being copied"
+    fabric.drivers[1].failure = "an illegal memory access was encountered (700)"
+    fabric.advance(0.01)
+    assert decode.news().quiesced == ("r",)
+    fabric.assert_at_rest()
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_aborted: bool) -> None:
+    fabric = FragileFabric()
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(prefill, decode, "r", SCATTERED)
+    fabric.deliver()
+    fabric.readers[1].is_silent = True
+    give(prefill, "r")
+    fabric.deliver()
+    if is_aborted:
+        decode.order(AbortLoad("r", "the client left"))
+    fabric.advance(READ_TIMEOUT_S - 0.1)
+    assert not decode.news(), "its bytes may still be on their way"
+    fabric.advance(0.1)
+    news = decode.news()
+    assert [*news.quiesced, *(failed.request_id for failed in news.failed_recving)] == ["r"]
+    assert fabric.readers[1].closed == ["pool"]
+    fabric.readers[1].is_silent = False  # now it says so, to nobody
+    fabric.advance(1.0)
+    assert not decode.news()
+    fabric.assert_at_rest()
+
+
+def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
+    """Peers that have traffic all the time would otherwise never be read in this way again."""
+    fabric = FragileFabric()
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    fabric.readers[1].num_failures = 1
+    ways = []
+    for number in range(4):
+        name = f"r{number}"
+        begin(prefill, decode, name, decode.blocks_for(NUM_TOKENS))
+        fabric.deliver()
+        give(prefill, name)
+        fabric.deliver()
+        fabric.advance(1.0)
+        [received] = decode.news().finished_recving
+        ways.append(received.transport)
+        assert decode.holds(NUM_TOKENS)
+    assert ways == [ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY, SHARED_MEMORY]
+    assert fabric.readers[1].num_opened == 2
+
+
+@pytest.mark.parametrize("cannot_close", [False, True])
+def test_an_endpoint_that_is_closed_closes_its_pools_and_then_its_readers(cannot_close: bool) -> None:
+    fabric = FragileFabric()
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(prefill, decode, "r", SCATTERED)
+    give(prefill, "r")
+    fabric.deliver()
+    for reader in fabric.readers:
+        reader.cannot_close = cannot_close
+    prefill.connector.shutdown()
+    decode.connector.shutdown()
+    assert [reader.closed for reader in fabric.readers] == [["reader"], ["pool", "reader"]]
+
+
+def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
+    fabric = FragileFabric()
+    fabric.add("p0")
+    reader = fabric.readers[0]
+    description = reader.describe()
+    assert description is not None
+    pools = RemotePools({SHARED_MEMORY: reader}, fabric.clock)
+    key = ("p0-life", 0, SHARED_MEMORY)
+    pools.open(key, description)
+    pools.mark_failed(key)
+    with pytest.raises(TransportError):
+        pools.open(key, b"nothing of the kind")
+    with pytest.raises(TransportError, match="not open"):
+        pools.read(key, make_runs((0, 0, 1)))
+    assert reader.closed == ["pool"]

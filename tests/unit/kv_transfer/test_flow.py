@@ -1,0 +1,57 @@
+"""Who is sent how much and when: windows, turns, and acknowledgements that cross an Open."""
+
+from kv_transfer.protocol.effects import Freed, Leg, Received
+from kv_transfer.protocol.messages import Ack, Hold, Release
+from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
+
+
+def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> None:
+    """A heartbeat asks for it while it is being read, and another leg has taken its place in the window."""
+    wire = Wire(transport=SHARED_MEMORY, window_blocks=2)
+    wire.reads_at_once = False
+    for name, first_block in (("a", 200), ("b", 300)):
+        key = make_key(name)
+        wire.begin_send(key, 32, name)
+        wire.begin_load(key, 32, name)
+        wire.at_consumer(wire.consumer.load(Leg(name), 0, (first_block, first_block + 1), wire.clock.now()))
+        wire.deliver()
+        wire.ready(0, 2, name)
+        wire.deliver()
+        wire.clock.advance(HEARTBEAT_S / 2)
+    wire.at_consumer(wire.consumer.on_time(wire.clock.now()))
+    wire.deliver()
+    wire.finish_send("a")
+    wire.finish_send("b")
+    wire.reads_at_once = True
+    wire.finish_reads()
+    wire.deliver()
+    received = [news.leg.request_id for news in wire.news if isinstance(news, Received)]
+    assert sorted(received) == ["a", "b"], "without waiting for another heartbeat"
+    assert sum(isinstance(news, Freed) for news in wire.news) == 2
+    wire.assert_at_rest()
+
+
+def test_c33_a_late_hold_does_not_take_the_window_elsewhere() -> None:
+    wire = Wire(window_blocks=2)
+    start(wire, num_blocks=2)
+    wire.tamper = lambda frame: [] if isinstance(frame.message, Ack) else [frame]
+    wire.ready(0, 2)
+    wire.deliver()
+    for message in (Hold(KEY), Ack(KEY, 0, (0, 1), ())):
+        wire.producer.on_message(b"another connection", message, 0.0)
+    assert not +wire.producer._window._inflight
+    assert not -wire.producer._window._inflight
+    wire.producer.on_message(b"another connection", Release(KEY), 0.0)
+    assert not wire.producer._window._inflight.total()
+
+
+def test_an_ack_that_comes_twice_is_counted_and_changes_nothing() -> None:
+    wire = Wire(lambda frame: [frame, frame] if isinstance(frame.message, Ack) else [frame])
+    start(wire)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert isinstance(wire.news[0], Received)
+    assert wire.producer_counters["kv_duplicate_messages"] > 0
+    wire.assert_at_rest()

@@ -1,0 +1,61 @@
+"""Behaviour 34: how long a producer that says nothing is waited for."""
+
+import pytest
+
+from kv_transfer.protocol.effects import Failed, Leg, Received
+from tests.factories.transfer import HEARTBEAT_S, PEER_TIMEOUT_S, Frame, Wire, make_key, start
+
+
+def mute_producer(frame: Frame) -> list[Frame]:
+    return [] if frame.source == "producer" else [frame]
+
+
+@pytest.mark.parametrize("has_spoken", [False, True])
+def test_c34_a_silent_producer_is_given_up_after_the_timeout_and_not_before(has_spoken: bool) -> None:
+    wire = Wire() if has_spoken else Wire(mute_producer)
+    start(wire)
+    wire.tamper = mute_producer
+    steps = int(PEER_TIMEOUT_S / HEARTBEAT_S)
+    for _ in range(steps):
+        wire.advance(HEARTBEAT_S)
+        assert wire.news == []
+    wire.advance(HEARTBEAT_S)
+    [news] = wire.news
+    assert isinstance(news, Failed)
+    assert "silent" in news.reason
+
+
+def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> None:
+    wire = Wire()
+    wire.begin_send(make_key("a"), 16, "a")
+    wire.begin_load(make_key("a"), 16, "a")
+    wire.deliver()
+    wire.at_producer(wire.producer.abort(Leg("a"), "the prefill failed", False))
+    wire.deliver()  # the scheduler will learn of it when it has room for the request
+    wire.advance(100.0)
+    wire.tamper = mute_producer
+    wire.begin_send(make_key("b"), 16, "b")
+    wire.begin_load(make_key("b"), 16, "b")
+    wire.deliver()
+    wire.advance(HEARTBEAT_S)
+    wire.tamper = lambda frame: [frame]
+    wire.at_consumer(wire.consumer.load(Leg("b"), 0, (200,), wire.clock.now()))
+    wire.ready(0, 1, "b")
+    wire.finish_send("b")
+    wire.deliver()
+    assert any(isinstance(news, Received) and news.leg == Leg("b") for news in wire.news)
+
+
+def test_c34_time_in_which_the_consumer_itself_stood_still_is_nobodys_silence() -> None:
+    wire = Wire()
+    start(wire, num_blocks=3)
+    wire.ready(0, 1)
+    wire.deliver()
+    wire.clock.advance(3 * PEER_TIMEOUT_S)  # SIGSTOP, a suspended laptop
+    wire.at_consumer(wire.consumer.on_time(wire.clock.now()))
+    assert wire.news == [], "nobody could answer"
+    wire.deliver()
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.deliver()
+    assert isinstance(wire.news[0], Received)
