@@ -77,8 +77,13 @@ class KVConnectorScheduler:
 
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """The whole rest of the prompt, once; after a failed load or a preemption there is nothing to load."""
+    ) -> tuple[int, bool]:
+        """The whole rest of the prompt, once; after a failed load or a preemption there is nothing to load.
+
+        Never "not known yet", which a scheduler allows: the request itself says that its producer computes the whole
+        prompt, so there is nothing to look up. Room is reserved before a block of it exists, and what becomes of
+        the producer, or whether it ever took the request, is told as the end of the load.
+        """
         if request.request_id not in self._waiting_to_load:
             return 0, False
         return request.num_prompt_tokens - num_computed_tokens, True

@@ -35,7 +35,7 @@ class Legs:
         self._by_key: dict[TransferKey, LegEnd] = {}
 
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[LegEnd, ...]:
-        """The legs of a new request; `close` must follow. None if the two workers cannot exchange KV; see `refusal`."""
+        """The legs of a new request; `close` must follow. Empty if the workers cannot exchange KV; see `refusal`."""
         ours, peer = self._pool.layout, transfer.peer
         num_peers = len(peer.kv_addresses)
         ends: list[LegEnd] = []

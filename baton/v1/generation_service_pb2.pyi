@@ -342,8 +342,9 @@ class Timing(_message.Message):
 
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
-        """Each hand-over of the prompt as each of its two workers saw it, those of failed attempts included. The prefill
-        worker's part is missing if the request ended before the worker knew that its blocks were released.
+        """Each hand-over of the prompt as each of its two workers saw it, those of failed attempts included. A part is missing
+        if the attempt ended before its worker knew how the hand-over did: the prefill worker's, if the decode worker's
+        load failed or its last token came first, and both, if the prefill worker answered alone.
         """
 
     def __init__(

@@ -166,17 +166,21 @@ class Worker:
 class Fabric:
     """The network, and the only clock."""
 
-    def __init__(self, transport: str, *fallbacks: str, on_device: bool = False) -> None:
-        """Every worker offers `transport`, and then the `fallbacks`."""
+    def __init__(
+        self, transport: str, *fallbacks: str, on_device: bool = False, began_at: float = 0.0
+    ) -> None:
+        """Every worker offers `transport`, and then the `fallbacks`. `began_at` is what the clock reads at first."""
         self.transport = transport
         self.transports = (transport, *fallbacks)
         self._host = FakeHost() if on_device or transport == CUDA_IPC else None
-        self.clock = VirtualClock()
+        self.clock = VirtualClock(began_at)
         self.endpoints: dict[str, TransferEndpoint] = {}
         self.drivers: list[FakeDriver] = []
         """Of every rank on a device, in the order in which they were added."""
         self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
         """Whether a frame to this address is lost."""
+        self.sent: list[tuple[str, bytes]] = []
+        """Every header that was sent, as it was encoded, and where to; lost ones too."""
         self.num_payloads_to_lose = 0
         """So many of the next headers arrive without the bytes that follow them."""
         self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
@@ -224,6 +228,7 @@ class Fabric:
         self.lose = lambda _address, _header: False
 
     def post(self, source: str, target: str, is_from_producer: bool, frames: list[bytes]) -> None:
+        self.sent.append((target, frames[0]))
         if len(frames) > 1 and self.num_payloads_to_lose:
             self.num_payloads_to_lose -= 1
             frames = frames[:1]

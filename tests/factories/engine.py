@@ -12,7 +12,7 @@ from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
-from engine.core import EngineCore
+from engine.core import ConnectorWorker, EngineCore
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
@@ -70,7 +70,7 @@ def make_grammars() -> GrammarCompiler:
 
 def make_core(
     runner: Runner | None = None,
-    connector: FakeConnectorWorker | None = None,
+    connector: ConnectorWorker | None = None,
     clock: Clock | None = None,
     trace: StepTraceWriter | None = None,
     **overrides: Any,

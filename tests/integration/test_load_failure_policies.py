@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.kv import OnLoadFailure, TransferRole
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
 from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir
@@ -48,10 +49,22 @@ def only_from(prefill: str) -> Script:
                 finish_reason=FinishReason.ERROR,
                 error="the prefill worker was silent",
                 error_kind=ErrorKind.KV_LOAD_FAILED,
+                stage_times=StageTimes(transfer_s=0.5, transfers=(lost_transfer(request.kv_transfer),)),
             )
         ]
 
     return script
+
+
+def lost_transfer(transfer: KVTransferParams) -> TransferRecord:
+    """Begun a second after its leg's arrival, and given up two seconds later."""
+    return TransferRecord(
+        role=transfer.role,
+        peer=transfer.peer.name,
+        attempt=transfer.attempt,
+        events=(TransferEvent(TransferEventKind.BEGUN, 1.0), TransferEvent(TransferEventKind.FAILED, 3.0)),
+        reason="the prefill worker was silent",
+    )
 
 
 def with_stages(output: RequestOutput, transfer_bytes: int) -> RequestOutput:
@@ -99,6 +112,33 @@ def test_c34_retry_recomputes_where_no_other_prefill_worker_is_left(folder: Path
             assert tokens == ANSWER
             assert (placement["mode"], placement["attempts"]) == ("local", 2)
             assert await paths(under_test) == {"fallback": 1}
+
+    run(test)
+
+
+def test_c34_the_transfers_of_attempts_that_failed_are_in_the_timing(folder: Path) -> None:
+    async def test() -> None:
+        prefill = {"p0": handing_over, "p1": handing_over}
+        async with gateway_with(folder, prefill, {"d0": only_from("nobody")}) as under_test:
+            events = [event async for event in under_test.client.generate(text="Hello")]
+        assert events[-1].completion is not None
+        transfers = events[-1].completion.timing["transfers"]
+        assert [(end["worker"], end["role"], end["attempt"]) for end in transfers] == [
+            ("d0", "consumer", 1),
+            ("d0", "consumer", 2),
+        ]
+        assert {end["peer"] for end in transfers} == {"p0", "p1"}
+        offsets = []
+        for end in transfers:
+            begun, failed = end["events"]
+            assert (begun["name"], failed["name"], end["reason"]) == (
+                "begun",
+                "failed",
+                "the prefill worker was silent",
+            )
+            assert failed["at_s"] - begun["at_s"] == pytest.approx(2.0)
+            offsets.append(begun["at_s"] - 1.0)
+        assert 0.0 <= offsets[0] < offsets[1] < 10.0, "each attempt counts from the request's arrival"
 
     run(test)
 

@@ -254,6 +254,7 @@ class SimGateway:
             if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return
             raise _failure(placement, is_prefill, news)
+        self._check_times(worker, news)
         self._note_path(request, is_prefill, news)
         self._accept(request, worker, news)
         if request.end is None and not attempt.open_legs:
@@ -276,6 +277,14 @@ class SimGateway:
             request.num_tokens_at_end = news.first_position + len(news.token_ids)
         if request.num_tokens_at_end is not None and len(request.tokens) >= request.num_tokens_at_end:
             self._finish(request, End.DONE)
+
+    def _check_times(self, worker: str, news: RequestOutput) -> None:
+        """Whatever happened to a transfer, its events are in order, and a worker tells of one it was part of."""
+        for transfer in news.stage_times.transfers if news.stage_times else ():
+            times = [event.at_s for event in transfer.events]
+            self._world.counts[f"transfer {transfer.events[-1].kind.value}"] += 1
+            if times != sorted(times) or times[0] < 0.0 or transfer.peer == worker:
+                self._world.violate("times are in order", f"{worker}: {transfer}")
 
     def _note_path(self, request: ClientRequest, is_prefill: bool, news: RequestOutput) -> None:
         """How often each way was really gone."""

@@ -53,6 +53,7 @@ def test_every_promise_is_kept_and_everything_happened() -> None:
         *(f"fault {fault}" for fault in FAULTS),
         *(f"path {path}" for path in PATHS),
         *(f"counter {counter}" for counter in COUNTERS),
+        *(f"transfer {end}" for end in ("verified", "released", "failed")),
         *(f"request {end}" for end in ("done", "error", "left")),
     ]
     assert [what for what in expected if not counts[what]] == [], "the simulation is blind there"

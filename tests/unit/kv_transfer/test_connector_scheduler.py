@@ -15,7 +15,7 @@ from kv_transfer.orders import (
     WithdrawBlocks,
 )
 from scheduler import RequestStatus, Scheduler
-from tests.factories.scheduling import FakeRunner, make_config, make_request, received
+from tests.factories.scheduling import FakeRunner, failed, make_config, make_request, received
 
 PRODUCER, CONSUMER = TransferRole.PRODUCER, TransferRole.CONSUMER
 
@@ -131,3 +131,19 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         assert isinstance(order, AbortSend)
         assert (order.is_cancelled, order.is_held) == (is_cancelled, True)
         assert scheduler.kv_block_counts().leased == 1
+
+
+def test_c30_how_much_can_be_loaded_is_known_from_the_first_step_on_and_asked_for_once() -> None:
+    connector = KVConnectorScheduler(16)
+    scheduler, runner = Scheduler(make_config(), connector, hash_key=b"k" * 16), FakeRunner()
+    request = make_request(40, role=CONSUMER)
+    scheduler.add_request(request)
+    for num_hit_tokens in (0, 16, 32):  # nothing was heard of the producer yet
+        assert connector.get_num_new_matched_tokens(request, num_hit_tokens) == (40 - num_hit_tokens, True)
+    step(scheduler, runner)
+    assert scheduler.request_counts().waiting_for_remote_kvs == 1, "it does not wait to be asked about again"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_connector_output(failed(request))
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    plan = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {request.request_id: 40}

@@ -1,0 +1,126 @@
+"""The real engine loop, core, scheduler and connector: steps and timers while transfers are outstanding."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from baton.clock import SystemClock
+from baton.config import KVTransferConfig
+from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
+from baton.request import FinishReason
+from baton.transfer import TransferEventKind
+from decode_worker import DecodeWorker
+from engine.role import Role
+from kv_transfer import KVConnectorWorker
+from prefill_worker import PrefillWorker
+from tests.factories.engine import RunningLoop, make_core, make_engine_request
+from tests.factories.security import KEYS
+
+NUM_BLOCKS, BLOCK_NBYTES = 101, 2 * 2 * 2 * 16 * 8 * 4
+FINGERPRINT = KVFingerprint(PROTOCOL_VERSION, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
+NOBODY = WorkerRef("nobody", "life-0", ("tcp://127.0.0.1:1",), 16)
+"""A worker that never answers."""
+LONG_S, SHORT_S, SLACK_S = 60.0, 0.5, 5.0
+TO_NOBODY = KVTransferParams(TransferRole.PRODUCER, "t", 0, NOBODY)
+FROM_NOBODY = KVTransferParams(TransferRole.CONSUMER, "t", 0, NOBODY)
+
+
+@contextmanager
+def running_worker(role: Role, patience_s: float) -> Iterator[RunningLoop]:
+    """A worker without a device, which waits `patience_s` for peers that are silent."""
+    loops: list[RunningLoop] = []
+    connector = KVConnectorWorker(
+        KVTransferConfig(lease_s=patience_s, peer_timeout_s=patience_s, load_timeout_s=patience_s),
+        "127.0.0.1",
+        KEYS.kv,
+        "life-1",
+        SystemClock(),
+        np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
+        FINGERPRINT,
+        on_news=lambda: loops[0].loop.wake(),
+    )
+    loops.append(RunningLoop(make_core(connector=connector), role))
+    connector.start()
+    try:
+        with loops[0]:
+            yield loops[0]
+    finally:
+        connector.shutdown()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = SLACK_S) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)
+
+
+def test_c48_the_loop_keeps_stepping_while_a_load_is_outstanding() -> None:
+    with running_worker(DecodeWorker(100), LONG_S) as running:
+        running.loop.submit("gateway", make_engine_request("loads", kv_transfer=FROM_NOBODY))
+        wait_until(lambda: running.loop.snapshot.requests.waiting_for_remote_kvs == 1)
+        began = time.monotonic()
+        for request_id in ("first", "second", "third"):
+            running.loop.submit("gateway", make_engine_request(request_id, max_tokens=20))
+            assert running.until_finished(request_id).finish_reason is FinishReason.LENGTH
+        assert time.monotonic() - began < SLACK_S
+        snapshot = running.loop.snapshot
+        assert snapshot.requests.waiting_for_remote_kvs == 1
+        assert snapshot.kv_blocks.referenced == 1
+        running.loop.abort("gateway", ("loads",))
+        assert running.until_finished("loads").finish_reason is FinishReason.ABORT
+        wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
+
+
+def test_c48_the_loop_keeps_stepping_while_the_freeing_of_blocks_is_delayed() -> None:
+    with running_worker(PrefillWorker(100), LONG_S) as running:
+        running.loop.submit("gateway", make_engine_request("gives", kv_transfer=TO_NOBODY))
+        assert running.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
+        wait_until(lambda: running.loop.snapshot.kv_blocks.leased == 1)
+        began = time.monotonic()
+        for number in range(5):
+            transfer = KVTransferParams(TransferRole.PRODUCER, f"t{number}", 0, NOBODY)
+            request = make_engine_request(f"other{number}", 100, kv_transfer=transfer)
+            running.loop.submit("gateway", request)
+            assert running.until_finished(request.request_id).finish_reason is FinishReason.HANDED_OVER
+        assert time.monotonic() - began < SLACK_S
+        wait_until(lambda: running.loop.snapshot.kv_blocks.leased > 1)
+
+
+def test_c48_a_loads_deadline_fires_on_an_idle_engine_which_used_no_cpu_until_then() -> None:
+    with running_worker(DecodeWorker(100), SHORT_S) as running:
+        before = time.process_time()
+        running.loop.submit("gateway", make_engine_request("loads", max_tokens=1, kv_transfer=FROM_NOBODY))
+        end = running.until_finished("loads")
+        assert time.process_time() - before < SHORT_S / 2
+    assert end.finish_reason is FinishReason.LENGTH, "it was computed here, as on_failure says"
+    assert end.stage_times is not None
+    (transfer,) = end.stage_times.transfers
+    assert transfer.events[-1].kind is TransferEventKind.FAILED
+    assert SHORT_S <= transfer.elapsed_s < SHORT_S + SLACK_S
+    assert end.stage_times.queue_s < SHORT_S <= end.stage_times.transfer_s
+
+
+def test_c48_a_lease_ends_on_an_idle_engine_and_its_blocks_come_home() -> None:
+    with running_worker(PrefillWorker(100), SHORT_S) as running:
+        running.loop.submit("gateway", make_engine_request("gives", kv_transfer=TO_NOBODY))
+        assert running.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
+        wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
+        assert running.loop.snapshot.kv_blocks.leased == 0
+        _, told = running.next_output()
+    assert (told.request_id, told.finish_reason, told.token_ids) == ("gives", None, ())
+    assert told.stage_times is not None
+    (transfer,) = told.stage_times.transfers
+    assert transfer.events[-1].kind is TransferEventKind.FAILED
+    assert "nothing was heard" in transfer.reason or "was not asked" in transfer.reason
+
+
+def test_c48_a_requests_own_deadline_fires_on_an_idle_engine_while_it_loads() -> None:
+    with running_worker(DecodeWorker(100), LONG_S) as running:
+        request = make_engine_request("loads", kv_transfer=FROM_NOBODY, timeout_s=SHORT_S)
+        running.loop.submit("gateway", request)
+        end = running.until_finished("loads")
+        assert (end.finish_reason, end.error) == (FinishReason.ABORT, "the request's deadline passed")
+        wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
