@@ -84,9 +84,7 @@ class RemotePools:
         for key, pool in list(self._open.items()):
             if is_needed(key[0]):
                 pool.used_at = now
-            elif (
-                now >= pool.used_at + IDLE_S
-            ):  # as `next_deadline` computes it, or the two may miss each other
+            elif now >= pool.used_at + IDLE_S:  # added up as in `next_deadline`, or the two may disagree
                 self._close(key)
 
     def close_one(self, key: PoolKey) -> None:
