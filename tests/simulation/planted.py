@@ -33,6 +33,7 @@ from tests.simulation.runs import results
 TIME_LIMIT_S = 60.0
 
 Patch = AbstractContextManager[Any]
+Plant = Callable[[], Patch]
 
 
 def free_consumers_blocks_on_abort() -> Patch:
@@ -172,7 +173,7 @@ def go_on_before_blocks_are_given_back() -> Patch:
     return patch.object(SimConnector, "_post", post)
 
 
-PLANTED: dict[str, Callable[[], Patch]] = {
+PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
         free_consumers_blocks_on_abort,
@@ -202,7 +203,7 @@ class Hunt:
     found: Result | None
 
 
-def hunt(plant: Callable[[], Patch], num_jobs: int, time_limit_s: float = TIME_LIMIT_S) -> Hunt:
+def hunt(plant: Plant, num_jobs: int, time_limit_s: float = TIME_LIMIT_S) -> Hunt:
     """Plays seeds from 0 on with the bug in place."""
     begun, num_seeds = time.monotonic(), 0
     with plant(), closing(results(count(), num_jobs)) as played:

@@ -11,17 +11,10 @@ from kv_transfer.protocol import messages
 from tests.simulation.planted import PLANTED, hunt
 from tests.simulation.run import play
 from tests.simulation.runs import results
+from tests.simulation.unmended import UNMENDED, Unmended
 
 NUM_SEEDS = 1_500
 NUM_JOBS = min(2, os.cpu_count() or 1)
-
-REGRESSIONS = {
-    5: "a request whose decode leg ended before its prefill leg never ended at the gateway",
-    22: "a hand-over that was cancelled before the prefill worker knew of it was never counted, or twice",
-    16: "a hand-over that was cancelled by the one end and then ended by the other counted twice",
-    1279: "a doubled Release, which came after a late Hold, counted as another hand-over that was done",
-}
-"""Seeds that broke a promise once, and how."""
 
 MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec._encoders)
 FAULTS = (
@@ -59,10 +52,13 @@ def test_every_promise_is_kept_and_everything_happened() -> None:
     assert [what for what in expected if not counts[what]] == [], "the simulation is blind there"
 
 
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_what_was_found_once_is_not_found_again(seed: int) -> None:
-    result = play(seed)
-    assert result.violation is None, f"{REGRESSIONS[seed]}: {result.violation}\nreplay: {result.replay}"
+@pytest.mark.parametrize("bug", UNMENDED, ids=lambda bug: bug.plant.__name__)
+def test_what_was_found_once_would_be_found_again(bug: Unmended) -> None:
+    """`python -m tests.simulation.unmended` finds other seeds when scenarios have changed."""
+    with bug.plant():
+        assert play(bug.seed).violation is not None, bug.plant.__doc__
+    result = play(bug.seed)
+    assert result.violation is None, f"{bug.plant.__doc__}: {result.violation}\nreplay: {result.replay}"
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:

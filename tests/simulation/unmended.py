@@ -1,0 +1,94 @@
+"""Bugs that the simulation found in this code, put back one at a time: the seed that showed each shows it still.
+
+python -m tests.simulation.unmended         # seeds for the table, when scenarios have changed
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.messages import Pieces
+from kv_transfer.protocol.outgoing import Outgoing, State
+from kv_transfer.protocol.producer import Producer
+from kv_transfer.taking import TakingEnd
+from tests.simulation.gateway import AttemptFailed, ClientRequest, SimGateway
+from tests.simulation.planted import Patch, Plant, hunt
+
+
+def go_on_without_any_leg() -> Patch:
+    """A prefill worker that is lost after the decode leg has ended left the client waiting for ever."""
+
+    def take_loss(self: SimGateway, request: ClientRequest, worker: str, reason: str) -> None:
+        attempt = request.attempt
+        assert attempt is not None
+        is_prefill = worker == attempt.placement.prefill
+        if is_prefill and attempt.decoder_copes:
+            attempt.open_legs.discard(worker)
+            return
+        raise AttemptFailed(worker, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
+
+    return patch.object(SimGateway, "_take_loss", take_loss)
+
+
+def count_what_never_began() -> Patch:
+    """A doubled Release, which came after a late Hold, counted as another hand-over that was done."""
+
+    def count_end(self: Producer, transfer: Outgoing, counter: str, reason: str = "") -> None:
+        transfer.end_reason = transfer.end_reason or reason
+        if transfer.state is not State.CANCELLED:
+            self._counters[counter] += 1
+
+    return patch.object(Producer, "_count_end", count_end)
+
+
+def count_ends_twice() -> Patch:
+    """A hand-over that was cancelled by the one end and then ended by the other counted twice."""
+
+    def count_end(self: Producer, transfer: Outgoing, counter: str, reason: str = "") -> None:
+        transfer.end_reason = transfer.end_reason or reason
+        if transfer.leg is not None:
+            self._counters[counter] += 1
+
+    return patch.object(Producer, "_count_end", count_end)
+
+
+def ask_late_how_a_piece_came() -> Patch:
+    """A read that ended after its transport had been given up ended the transfer thread."""
+    original = TakingEnd._arrived
+
+    def arrived(
+        self: TakingEnd, message: Pieces, wanted: WantedPieces, missing: Iterable[int], _transport: str
+    ) -> Any:
+        return original(self, message, wanted, missing, self._consumer.transport_of(message.key))
+
+    return patch.object(TakingEnd, "_arrived", arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """How to put a bug back, and a seed that finds it."""
+
+    plant: Plant
+    seed: int
+
+
+UNMENDED = (
+    Unmended(go_on_without_any_leg, 63),
+    Unmended(count_what_never_began, 5),
+    Unmended(count_ends_twice, 9),
+    Unmended(ask_late_how_a_piece_came, 182),
+)
+
+
+def main() -> int:
+    for bug in UNMENDED:
+        found = hunt(bug.plant, num_jobs=2).found
+        print(f"{bug.plant.__name__:<30} {found.seed if found else 'NOBODY'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
