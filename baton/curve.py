@@ -91,7 +91,7 @@ def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
 
 
 class Doorkeeper:
-    """Admits this plane's clients to a server socket, and counts whom it turned away; without keys, it does nothing.
+    """Admits this plane's clients to a server socket, and counts whom it turned away; without keys, nobody is.
 
     Made before `bind` and after MAXMSGSIZE, in a zmq.Context without another one. It belongs to the thread that polls
     the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
@@ -100,17 +100,21 @@ class Doorkeeper:
     def __init__(self, name: str, socket: "zmq.Socket[bytes]", keys: PlaneKeys | None) -> None:
         self.num_denied = 0
         """Connections that ended before they had proved to know the secret; a port scan counts too."""
+        self.num_disconnections = 0
+        """Connections that ended, whoever ended them: libzmq does it to one that brings a frame over MAXMSGSIZE."""
         self._name = name
         self._socket = socket
         self._client_key = b""
-        self._sockets: tuple[zmq.Socket[bytes], ...] = ()
+        self._zap: zmq.Socket[bytes] | None = None
+        failures = 0 if keys is None else FAILED_HANDSHAKES
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | failures)
+        self._sockets = [self._monitor]
         if keys is not None:
             self._client_key = z85.decode(keys.client_public)
             self._zap = socket.context.socket(zmq.REP)
             self._zap.setsockopt(zmq.LINGER, 0)
             self._zap.bind(_ZAP_ENDPOINT)
-            self._monitor = socket.get_monitor_socket(FAILED_HANDSHAKES)
-            self._sockets = (self._zap, self._monitor)
+            self._sockets.append(self._zap)
             self._secure_server(keys)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -120,15 +124,14 @@ class Doorkeeper:
 
     def attend(self, ready: Container[object]) -> None:
         """Answers whoever is at the door, if `ready` (what the poller found) says that somebody is."""
-        if self._sockets and self._zap in ready:
-            self._answer_all()
-        if self._sockets and self._monitor in ready:
+        if self._zap is not None and self._zap in ready:
+            self._answer_all(self._zap)
+        if self._monitor in ready:
             self._count_all()
 
     def close(self) -> None:
         """Before the socket itself is closed."""
-        if self._sockets:
-            self._socket.disable_monitor()
+        self._socket.disable_monitor()
         for socket in self._sockets:
             socket.close()
 
@@ -140,18 +143,21 @@ class Doorkeeper:
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         _make_room_for_overhead(self._socket)
 
-    def _answer_all(self) -> None:
-        while (frames := _receive(self._zap)) is not None:
+    def _answer_all(self, zap: "zmq.Socket[bytes]") -> None:
+        while (frames := _receive(zap)) is not None:
             # version, request id, domain, address, identity, mechanism, credentials
             is_known = len(frames) == 7 and frames[5:] == [b"CURVE", self._client_key]
             status = (b"200", b"OK") if is_known else (b"400", b"not a client of this plane")
-            self._zap.send_multipart([_ZAP_VERSION, frames[1], *status, b"", b""])
+            zap.send_multipart([_ZAP_VERSION, frames[1], *status, b"", b""])
 
     def _count_all(self) -> None:
         while (frames := _receive(self._monitor)) is not None:
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                self.num_disconnections += 1
+                continue
             self.num_denied += 1
             if self.num_denied.bit_count() == 1:  # 1, 2, 4, 8, ...: who tries for ever must not fill the log
-                event = parse_monitor_message(frames)["event"]
                 logger.warning(
                     "%s denied %d connection(s) so far, the last with %s: whoever connects must have this cluster's "
                     "secret, and network.security 'curve'",

@@ -105,6 +105,7 @@ class KVConnectorWorker:
             **self._counters,
             "kv_dropped_frames": self._channel.num_dropped,
             "kv_denied_peers": self._channel.num_denied,
+            "kv_disconnections": self._channel.num_disconnections,
         }
 
     def peers(self) -> tuple[KVPeerCounts, ...]:

@@ -102,6 +102,11 @@ class ZmqChannel:
         """Connections that were turned away; from any thread."""
         return self._doorkeeper.num_denied
 
+    @property
+    def num_disconnections(self) -> int:
+        """Connections of others that ended, whoever ended them; from any thread."""
+        return self._doorkeeper.num_disconnections
+
     def wake_on(self, wakeup: WakeUp) -> None:
         """`wait` also returns when `wakeup` is set."""
         self._poller.register(wakeup.fileno(), zmq.POLLIN)

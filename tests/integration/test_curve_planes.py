@@ -1,4 +1,7 @@
-"""Strangers on both planes, over real sockets: they get nothing through, are counted, and do not fill the log."""
+"""Strangers on both planes, over real sockets: they get nothing through, are counted, and do not fill the log.
+
+So do those who know the secret and speak another language.
+"""
 
 import asyncio
 import logging
@@ -16,7 +19,7 @@ from baton.clock import SystemClock
 from baton.config import KVTransferConfig, NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.errors import WorkerUnavailable
-from baton.kv import KVFingerprint, WorkerRef
+from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
 from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
 from baton.worker import (
     KVBlockCounts,
@@ -29,6 +32,7 @@ from baton.worker import (
 from engine.request_plane import RequestServer
 from gateway.fleet import Fleet
 from kv_transfer import KVConnectorWorker
+from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
@@ -265,3 +269,25 @@ def test_a_handshake_that_breaks_once_is_no_refusal() -> None:
 
         assert asyncio.run(join(KEYS.request, address, break_once)) == []
         server.stop()
+
+
+@pytest.mark.parametrize("keys", [None, KEYS.kv], ids=["in the clear", "curve"])
+def test_a_frame_larger_than_any_of_ours_ends_its_connection_and_is_counted(keys: PlaneKeys | None) -> None:
+    with kv_worker(keys) as worker, dealer(worker.kv_address, keys) as peer:
+        peer.send(b"x" * 2 * MAX_HEADER_BYTES)
+        until(lambda: worker.counters()["kv_disconnections"] == 1)
+        assert worker.counters()["kv_bad_messages"] == 0
+        assert not peer.poll(100), "nobody knows whom to tell"
+        peer.send(b"not a message of ours")  # on a new connection
+        until(lambda: worker.counters()["kv_bad_messages"] == 1)
+        assert peer.poll(TIMEOUT_MS)
+        assert worker.counters()["kv_denied_peers"] == 0
+
+
+def test_c43_a_peer_of_another_version_is_told_both_over_the_wire() -> None:
+    with kv_worker(KEYS.kv) as worker, dealer(worker.kv_address, KEYS.kv) as peer:
+        peer.send(seal(b"whatever this means in version 9", 9))
+        assert peer.poll(TIMEOUT_MS)
+        told = TO_CONSUMER.decode(peer.recv())
+        assert told == Unreadable(f"protocol_version: {PROTOCOL_VERSION} != 9", is_damaged=False)
+        assert worker.counters()["kv_version_mismatches"] == 1

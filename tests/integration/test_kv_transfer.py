@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import ClassVar, TypeVar
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ class Worker:
     host: ClassVar[FakeHost | None] = None
     """Where pools are in the memory of a pretended device."""
     bind_host: ClassVar[str] = "127.0.0.1"
+    fingerprint: ClassVar[KVFingerprint] = FINGERPRINT
 
     def __init__(self, name: str, incarnation: str) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
@@ -65,7 +67,7 @@ class Worker:
             incarnation,
             SystemClock(),
             blocks,
-            FINGERPRINT,
+            self.fingerprint,
             self._has_news.set,
             memory=memory,
         )
@@ -202,6 +204,26 @@ def test_workers_hand_over_wherever_they_listen(bind_host: str, monkeypatch: pyt
         assert (decode.pool[10:13] == prefill.pool[1:4]).all()
     finally:
         prefill.stop()
+        decode.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model", "another"), ("dtype", "float16"), ("layout", "HTKLD"), ("protocol_version", 9)],
+)
+def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
+    prefill: Worker, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "fingerprint", replace(FINGERPRINT, **{field: value}))
+    decode = Worker("d0", "d-life-1")
+    try:
+        start(prefill, decode)
+        prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+        failed = decode.until(lambda news: news.failed_recving)
+        assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
+        assert prefill.connector.counters()["kv_bytes_sent"] == 0
+        assert decode.connector.counters()["kv_bytes_received"] == 0
+    finally:
         decode.stop()
 
 

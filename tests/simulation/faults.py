@@ -74,15 +74,15 @@ class Fleet:
             partitions[fault.peer, fault.worker] = until
 
     def _disconnect(self, fault: Fault) -> None:
-        """What gateway and worker say to each other is lost, until both have noticed."""
-        self._gateway.cut_off(fault.worker)
-        self._later(fault.duration_s, lambda: self._notice(fault.worker))
-
-    def _notice(self, name: str) -> None:
-        self._gateway.note_silence(name)
-        self.workers[name].abort_client()
-        self._gateway.reconnect(name)
-        self._gateway.hear_again(name)
+        """What gateway and worker say to each other is lost. Each end may notice, or not: only long silence is sure."""
+        name = fault.worker
+        self._gateway.cut_off(name)
+        if self._world.chance(0.3):  # the worker's heartbeat finds no connection
+            self._later(self._world.between(0.0, fault.duration_s), self.workers[name].lose_gateway)
+        if fault.duration_s > self._peer_timeout_s:
+            self._later(self._peer_timeout_s, self.workers[name].lose_gateway)
+            self._later(self._peer_timeout_s, lambda: self._gateway.note_silence(name))
+        self._later(fault.duration_s, lambda: self._gateway.reconnect(name))
 
     def _fail_device(self, fault: Fault) -> None:
         self.workers[fault.worker].runner.must_fail = True

@@ -1,6 +1,7 @@
 """SimGateway: a stand-in for gateway/dispatcher.py, decision by decision, on events instead of coroutines.
 
-Real: the router. It checks what a client may rely on: every token right, each position once and in order, one end.
+Real: the router, and the session with each worker. It checks what a client may rely on: every token right, each
+position once and in order, one end.
 """
 
 from collections import Counter
@@ -11,14 +12,16 @@ from functools import partial
 
 from baton.errors import WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
+from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
+from baton.session import GatewaySession
 from baton.worker import WorkerRole
 from gateway.dispatcher import MAX_ATTEMPTS
 from gateway.router import Candidate, Mode, Placement, Router
 from tests.simulation.device import answer
 from tests.simulation.scenario import MAX_MODEL_LEN, Policy, RequestSpec
-from tests.simulation.worker import Worker
+from tests.simulation.worker import CLIENT_ID, Worker
 from tests.simulation.world import World
 
 MAX_DELAY_S = 0.002
@@ -82,6 +85,7 @@ class SimGateway:
         self._workers: dict[str, Worker] = {}
         self._silent: set[str] = set()
         self._cut_off: set[str] = set()
+        self._sessions: dict[str, GatewaySession] = {}
         self._by_attempt: dict[str, ClientRequest] = {}
         self._last_arrival: dict[tuple[str, str], float] = {}
         self._num_ids = 0
@@ -96,6 +100,9 @@ class SimGateway:
         self.lose(worker.name, "replaced")
         self._workers[worker.name] = worker
         self._silent.discard(worker.name)
+        session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
+        worker.hear(session.hello())
+        session.note_heartbeat(worker.heartbeat())
 
     def lose(self, name: str, reason: str) -> None:
         if self._workers.pop(name, None) is not None:
@@ -114,7 +121,26 @@ class SimGateway:
         self._cut_off.add(name)
 
     def reconnect(self, name: str) -> None:
+        """What is said from now on arrives. A Hello and its answer, as they come at a fixed pace, tell what did not."""
         self._cut_off.discard(name)
+        self.hear_again(name)
+        worker = self._workers.get(name)
+        if worker is not None:
+            hello = self._sessions[name].hello()
+            self._send("gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello)))
+
+    def _answer(self, worker: Worker, hello: Hello) -> None:
+        """On a worker's request plane."""
+        worker.hear(hello)
+        heartbeat = worker.heartbeat()
+        self._send(worker.name, "gateway", lambda: self._take_heartbeat(worker, heartbeat))
+
+    def _take_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
+        if self._workers.get(worker.name) is not worker:
+            return
+        if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
+            self._world.counts["path session lost"] += 1
+            self._on_lost(worker.name, loss)
 
     # what clients do
 
@@ -134,10 +160,16 @@ class SimGateway:
     # what workers say
 
     def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:
-        """On a worker's thread: sends outputs to the gateway."""
+        """On a worker's thread: sends outputs to the gateway, unless it finds no connection, or has no session."""
+        if not worker.sessions.count_outputs(CLIENT_ID):
+            return
+        if worker.name in self._cut_off and self._world.chance(0.5):
+            worker.lose_gateway()
+            return
 
         def arrive() -> None:
             if self._workers.get(worker.name) is worker:
+                self._sessions[worker.name].note_outputs()
                 for output in outputs:
                     self._on_output(worker.name, output)
 
@@ -226,7 +258,7 @@ class SimGateway:
 
     def _send_leg(self, worker: Worker, leg: EngineRequest, attempt: Attempt) -> None:
         attempt.open_legs.add(worker.name)
-        self._send("gateway", worker.name, lambda: self._reach(worker, lambda: worker.submit(leg)))
+        self._order(worker, self._sessions[worker.name].submit(leg))
 
     def _take_loss(self, request: ClientRequest, worker: str, reason: str) -> None:
         attempt = request.attempt
@@ -315,19 +347,30 @@ class SimGateway:
         self._by_attempt.pop(attempt.engine_request_id, None)
         for name in sorted(attempt.open_legs):
             if worker := self._workers.get(name):
-                abort = partial(worker.abort, (attempt.engine_request_id,))
-                self._send("gateway", name, partial(self._reach, worker, abort))
+                self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
         attempt.open_legs.clear()
 
     # the request plane: in order and reliable, except that it can be cut
 
+    def _order(self, worker: Worker, order: SubmitRequest | AbortRequests) -> None:
+        self._sessions[worker.name].count_order()
+        self._send("gateway", worker.name, lambda: self._reach(worker, lambda: worker.take(order)))
+
     def _send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
+        """Lost if the two are cut off from each other when it is sent, or when it would arrive."""
+
+        def try_to_arrive() -> None:
+            if source in self._cut_off or target in self._cut_off:
+                self._world.counts["fault request plane cut"] += 1
+            else:
+                arrive()
+
         if source in self._cut_off or target in self._cut_off:
-            self._world.counts["fault request plane cut"] += 1
+            try_to_arrive()
             return
         when = self._world.now + self._world.between(0.0001, MAX_DELAY_S)
         when = self._last_arrival[source, target] = max(when, self._last_arrival.get((source, target), 0.0))
-        self._world.at(when, arrive)
+        self._world.at(when, try_to_arrive)
 
     def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:

@@ -14,7 +14,10 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from baton import session
+from baton.messages import Heartbeat
 from baton.request import FirstToken
+from baton.session import GatewaySession
 from kv_transfer import KVConnectorScheduler, taking
 from kv_transfer.orders import WithdrawBlocks
 from kv_transfer.protocol.consumer import Consumer
@@ -173,6 +176,20 @@ def go_on_before_blocks_are_given_back() -> Patch:
     return patch.object(SimConnector, "_post", post)
 
 
+def overlook_lost_sessions() -> Patch:
+    """The gateway goes on waiting for what a worker has ended."""
+    original = GatewaySession.note_heartbeat
+
+    def note_heartbeat(self: GatewaySession, heartbeat: Heartbeat) -> None:
+        original(self, heartbeat)
+
+    return patch.object(GatewaySession, "note_heartbeat", note_heartbeat)
+
+
+def overlook_lost_orders() -> Patch:
+    return patch.object(session, "_gap", lambda _session, _hello: None)
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -190,6 +207,8 @@ PLANTED: dict[str, Plant] = {
         hit_blocks_before_they_arrive,
         end_a_lease_twice,
         go_on_before_blocks_are_given_back,
+        overlook_lost_sessions,
+        overlook_lost_orders,
     )
 }
 

@@ -25,7 +25,8 @@ FAULTS = (
 PATHS = (
     "attempt 1 disaggregated", "attempt 1 local", "attempt 2 disaggregated", "attempt 3 disaggregated",
     "attempt 3 local", "attempt failed", "deadline passed", "ended with token 0", "handed over",
-    "recomputed on decode", "Overloaded",
+    "recomputed on decode", "Overloaded", "session lost", "order missed", "order of another session",
+    "gateway lost",
 )  # fmt: skip
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
@@ -86,6 +87,8 @@ QUICK = (
     "offer withdrawn blocks",
     "hit blocks before they arrive",
     "end a lease twice",
+    "overlook lost sessions",
+    "overlook lost orders",
 )
 
 

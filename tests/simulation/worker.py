@@ -1,6 +1,6 @@
-"""Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role.
+"""Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role, sessions.
 
-Stand-ins: the loop's thread (engine/loop.py, line by line without its queue), the request plane, the device.
+Stand-ins: the loop's thread (engine/loop.py, line by line without its queue), the request plane's, the device.
 """
 
 import heapq
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.errors import InvalidRequest, Overloaded, RequestError
+from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
+from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.worker import WorkerRole
+from baton.session import WorkerSessions
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.core import ClientOutputs, EngineCore
 from engine.grammar import GrammarCompiler
@@ -35,6 +37,7 @@ from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
 from tests.simulation.world import Process, World
 
 CLIENT = "gateway"
+CLIENT_ID = CLIENT.encode()
 MAX_WAKE_DELAY_S = 0.001
 
 Outbox = Callable[["Worker", list[RequestOutput]], None]
@@ -66,6 +69,7 @@ class Worker(Process):
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
+        self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: set[str] = set()
         """Of the gateway's, those that have not ended here."""
         config = spec.scheduler
@@ -97,6 +101,34 @@ class Worker(Process):
 
     # what the request plane brings
 
+    def hear(self, hello: Hello) -> None:
+        if self.sessions.hear(CLIENT_ID, hello, self._world.now):
+            self._world.counts["path order missed"] += 1
+            self.abort_client()
+
+    def heartbeat(self) -> Heartbeat:
+        blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
+        status = WorkerStatus(self.ref, self.kind, WorkerState.READY, blocks, requests, {})
+        return self.sessions.heartbeat(CLIENT_ID, status)
+
+    def take(self, order: SubmitRequest | AbortRequests) -> None:
+        """RequestServer._receive, of what is not a Hello."""
+        try:
+            self.sessions.take(CLIENT_ID, order)
+        except WireError:
+            self._world.counts["path order of another session"] += 1
+            return
+        if isinstance(order, SubmitRequest):
+            self.submit(order.request)
+        else:
+            self.abort(order.request_ids)
+
+    def lose_gateway(self) -> None:
+        """It is out of reach, or was silent for too long."""
+        if self.sessions.end(CLIENT_ID):
+            self._world.counts["path gateway lost"] += 1
+            self.abort_client()
+
     def submit(self, request: EngineRequest) -> None:
         self._commands.append(lambda: self._admit(request))
         self.wake()
@@ -106,7 +138,7 @@ class Worker(Process):
         self.wake()
 
     def abort_client(self) -> None:
-        """The gateway was not heard of for too long."""
+        """The gateway's session is over."""
         self._commands.append(lambda: self._abort(tuple(self.request_ids)))
         self.wake()
 
