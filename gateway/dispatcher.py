@@ -76,7 +76,7 @@ class _Attempt:
 
 
 class _AttemptFailed(Exception):
-    """This attempt came to nothing, through no fault of the request; `worker` should not be asked again."""
+    """This attempt came to nothing, through no fault of the request, but of `worker`."""
 
     def __init__(
         self,
@@ -85,12 +85,15 @@ class _AttemptFailed(Exception):
         kind: ErrorKind = ErrorKind.INTERNAL,
         *,
         is_prompt_lost: bool = False,
+        may_ask_again: bool = False,
     ) -> None:
         super().__init__(reason)
         self.worker = worker
         self.kind = kind
         self.is_prompt_lost = is_prompt_lost
         """The decode worker is well, but has no prompt to go on with."""
+        self.may_ask_again = may_ask_again
+        """The worker was out of reach. As soon as the fleet has it back, it is as good as any other."""
 
     def as_final(self, request: ClientRequest) -> RequestError:
         """What the client is told when there is nobody left to ask."""
@@ -181,7 +184,8 @@ class Dispatcher:
         failures: dict[str, _AttemptFailed] = {}
         while True:
             try:
-                async with aclosing(self._attempt(generation, request, failures)) as deltas:
+                failed = [worker for worker, failure in failures.items() if not failure.may_ask_again]
+                async with aclosing(self._attempt(generation, request, failed)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
@@ -280,7 +284,8 @@ class Dispatcher:
             if is_prefill and attempt.decoder_copes and is_decoding:
                 self._close_leg(worker, attempt)
                 return None
-            raise _AttemptFailed(worker, f"the worker was lost: {news.reason}", is_prompt_lost=is_prefill)
+            reason = f"the worker was lost: {news.reason}"
+            raise _AttemptFailed(worker, reason, is_prompt_lost=is_prefill, may_ask_again=True)
         if news.request_id != attempt.engine_request_id:
             return None  # of an attempt that was given up
         if news.finish_reason is not None:

@@ -144,6 +144,25 @@ def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCa
     assert "silent for" not in caplog.text
 
 
+def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: Path) -> None:
+    """The worker was out of reach for a moment, and is asked again."""
+
+    async def test() -> None:
+        async with worker_behind_a_line(folder) as (under_test, d0, line):
+            tokens = asyncio.create_task(tokens_of(under_test))
+            first = await d0.next_leg()
+            line.cut()
+            assert (await d0.next_abort()).startswith("client ")
+            line.mend()
+            assert await d0.next_abort() == first.request_id
+            second = await d0.next_leg()
+            assert second.request_id != first.request_id
+            d0.say(second, the_rest(second))
+            assert await tokens == ANSWER
+
+    run(test())
+
+
 def is_in_session(client: WorkerClient, number: int) -> bool:
     return client._session.hello().session == number
 

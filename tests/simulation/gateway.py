@@ -36,10 +36,13 @@ class End(Enum):
 class AttemptFailed(Exception):
     """As in the dispatcher."""
 
-    def __init__(self, worker: str, reason: str, *, is_prompt_lost: bool = False) -> None:
+    def __init__(
+        self, worker: str, reason: str, *, is_prompt_lost: bool = False, may_ask_again: bool = False
+    ) -> None:
         super().__init__(reason)
         self.worker = worker
         self.is_prompt_lost = is_prompt_lost
+        self.may_ask_again = may_ask_again
 
 
 class RequestFailed(Exception):
@@ -124,8 +127,7 @@ class SimGateway:
         """What is said from now on arrives. A Hello and its answer, as they come at a fixed pace, tell what did not."""
         self._cut_off.discard(name)
         self.hear_again(name)
-        worker = self._workers.get(name)
-        if worker is not None:
+        if worker := self._workers.get(name):
             hello = self._sessions[name].hello()
             self._send("gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello)))
 
@@ -223,7 +225,7 @@ class SimGateway:
             [] if is_last else self._candidates(WorkerRole.PREFILL),
             self._candidates(WorkerRole.DECODE),
             spec.mode,
-            request.failed,
+            [worker for worker, failure in request.failed.items() if not failure.may_ask_again],
         )
         request.num_attempts += 1
         request.num_tokens_at_end = None
@@ -268,7 +270,7 @@ class SimGateway:
         if is_prefill and attempt.decoder_copes and is_decoding:
             attempt.open_legs.discard(worker)
             return
-        raise AttemptFailed(worker, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
+        raise AttemptFailed(worker, f"lost: {reason}", is_prompt_lost=is_prefill, may_ask_again=True)
 
     def _take(self, request: ClientRequest, worker: str, news: RequestOutput) -> None:
         """Dispatcher._take, in its order."""
