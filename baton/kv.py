@@ -5,7 +5,7 @@ from enum import Enum
 
 from baton.errors import WireError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_NAME_CHARS = 512
 """Of anything that is named or described; what quotes a few of them still fits into a message."""

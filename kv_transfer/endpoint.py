@@ -18,7 +18,8 @@ from baton.step import KVConnectorOutput
 from kv_transfer.giving import GivingEnd, GivingOrder
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.incoming import ConsumerIdentity
 from kv_transfer.protocol.messages import TO_CONSUMER, TO_PRODUCER, ChecksumPolicy, Unreadable
 from kv_transfer.protocol.producer import Producer, ProducerIdentity
 from kv_transfer.protocol.transports import Reach
@@ -39,6 +40,7 @@ COUNTERS = (
     "kv_loads_received",
     "kv_loads_failed",
     "kv_loads_aborted",
+    "kv_loads_postponed",
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_pieces_resent",
@@ -106,9 +108,15 @@ class TransferEndpoint:
         """Everything that happened since the last call."""
         giving, taking = self._giving, self._taking
         news = KVConnectorOutput(
-            tuple(giving.freed), tuple(taking.received), tuple(taking.failed), tuple(taking.quiesced)
+            tuple(giving.freed),
+            tuple(taking.received),
+            tuple(taking.failed),
+            tuple(taking.quiesced),
+            tuple(taking.can_load),
+            tuple(giving.unwanted),
         )
-        giving.freed, taking.received, taking.failed, taking.quiesced = [], [], [], []
+        giving.freed, giving.unwanted = [], []
+        taking.received, taking.failed, taking.quiesced, taking.can_load = [], [], [], []
         return news
 
     def close(self) -> None:

@@ -73,11 +73,17 @@ class RankedConnector:
             for failed in news.failed_recving:
                 num_valid_tokens = failed.num_valid_blocks * self._block_size
                 outcome = self._loads.failed(
-                    failed.request_id, number, num_valid_tokens, failed.reason, failed.is_cancelled
+                    failed.request_id,
+                    number,
+                    num_valid_tokens,
+                    failed.reason,
+                    failed.is_cancelled,
+                    is_postponed=failed.is_postponed,
                 )
                 ended += self._conclude(failed.request_id, outcome)
             for request_id in news.quiesced:
                 ended += self._conclude(request_id, self._loads.quiet(request_id, number))
+            ended += KVConnectorOutput(can_load=news.can_load, unwanted=news.unwanted)
         return ended
 
     def counters(self) -> dict[str, int]:
@@ -97,8 +103,10 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason):
-                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason),), (), ())
+            case GiveUp(ranks, reason, is_postponed):
+                orders = KVConnectorMetadata(
+                    (GiveUpLoad(request_id, reason, is_postponed=is_postponed),), (), ()
+                )
                 for number in ranks:
                     self._ranks[number].send_orders(orders)
             case LoadArrived(parts):
@@ -111,9 +119,13 @@ class RankedConnector:
                     parts[0].transport,
                 )
                 return KVConnectorOutput(finished_recving=(received,))
-            case LoadFailed(num_valid_tokens, reason, is_cancelled):
+            case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
+                if not is_postponed:  # some of its ranks may be
+                    orders = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
+                    for rank in self._ranks:
+                        rank.send_orders(orders)
                 num_blocks = num_valid_tokens // self._block_size
-                failed = FailedKV(request_id, num_blocks, reason, is_cancelled)
+                failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
                 return KVConnectorOutput(failed_recving=(failed,))
             case LoadQuiet():
                 return KVConnectorOutput(quiesced=(request_id,))

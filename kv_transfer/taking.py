@@ -16,7 +16,7 @@ from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.effects import CanLoad, Effect, Failed, Leg, OpenPool, Quiesced, Received, Send
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
@@ -69,6 +69,7 @@ class TakingEnd:
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
+        self.can_load: list[str] = []
         """What became of loads, until somebody takes it."""
 
     def obey(self, order: TakingOrder) -> None:
@@ -80,9 +81,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
-            case GiveUpLoad(request_id, reason):
+            case GiveUpLoad(request_id, reason, is_postponed):
                 for end in self._legs.of(request_id):
-                    self._do(self._consumer.give_up(end.leg, reason))
+                    self._give_up(end.leg, reason, is_postponed)
 
     def take(self, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -157,6 +158,12 @@ class TakingEnd:
             self._do(self._consumer.abort(end.leg, order.reason))
         if not is_loading:
             self._legs.close(order.request_id)
+
+    def _give_up(self, leg: Leg, reason: str, is_postponed: bool) -> None:
+        if is_postponed:
+            self._do(self._consumer.postpone(leg, reason, self._clock.now()))
+        else:
+            self._do(self._consumer.give_up(leg, reason))
 
     # pieces
 
@@ -240,10 +247,15 @@ class TakingEnd:
                     queued_s = effect.elapsed_s - effect.moving_s
                     self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
-                case Failed(leg, num_valid, reason, is_cancelled, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport)
-                    outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
+                case Failed(leg, num_valid, reason, is_cancelled, transport, is_postponed):
+                    if not is_postponed:
+                        self._metrics.missed(self._legs.peer_of(leg), transport)
+                    outcome = self._loads.failed(
+                        leg.request_id, leg, num_valid, reason, is_cancelled, is_postponed=is_postponed
+                    )
                     self._conclude(leg.request_id, outcome)
+                case CanLoad(leg):
+                    self.can_load.append(leg.request_id)
                 case Quiesced(leg, transport):
                     self._metrics.missed(self._legs.peer_of(leg), transport)
                     self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
@@ -252,10 +264,11 @@ class TakingEnd:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.give_up(leg, outcome.reason))
+                self._give_up(leg, outcome.reason, outcome.is_postponed)
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
-            self._legs.close(request_id)
+            if not (isinstance(outcome, LoadFailed) and outcome.is_postponed):
+                self._close(request_id)
             match outcome:
                 case LoadArrived(parts):
                     elapsed_s = max(part.elapsed_s for part in parts)
@@ -270,11 +283,18 @@ class TakingEnd:
                             parts[0].transport,
                         )
                     )
-                case LoadFailed(num_valid_tokens, reason, is_cancelled):
+                case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
                     num_blocks = num_valid_tokens // self._pool.layout.block_size
-                    self.failed.append(FailedKV(request_id, num_blocks, reason, is_cancelled))
+                    failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
+                    self.failed.append(failed)
                 case LoadQuiet():
                     self.quiesced.append(request_id)
+
+    def _close(self, request_id: str) -> None:
+        """It is over, also for legs that were put off when another one failed."""
+        for end in self._legs.of(request_id):
+            self._do(self._consumer.abort(end.leg, "the load has failed on another rank"))
+        self._legs.close(request_id)
 
     def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> int:
         if not isinstance(outcome, LoadArrived):

@@ -98,7 +98,7 @@ class RemotePrompts:
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
-        """The request whose prompt will not arrive; None if nobody waits for it.
+        """The request whose prompt will not arrive, or not yet; None if nobody waits for it.
 
         It holds no block any more: what was verified stays behind in the prefix cache, where its next admission
         finds it, so that a request that cannot go on keeps nobody else from going on.
@@ -107,7 +107,8 @@ class RemotePrompts:
         if load is None:
             return None
         request = load.request
-        self._counters["kv_load_failures"] += 1
+        self._counters["kv_loads_postponed" if failure.is_postponed else "kv_load_failures"] += 1
+        request.may_load = failure.is_postponed
         num_valid_blocks = load.num_hit_blocks + failure.num_valid_blocks
         self._kv.cache_received(request, num_valid_blocks * self._kv.block_size)
         self._kv.free(request)

@@ -3,12 +3,16 @@
     HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
        |                         |
        |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad pieces --> DRAINING --> (gone: Failed)
-       v  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+       |  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+       v                         +-- the producer is stuck --------------------------> DRAINING --> HOLDING
      LOST -------- load --------------------------------------------------------------> (gone: Failed)
 
 HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
 may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
 LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+
+A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
+this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
 
 Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
 is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live leg is counted.
@@ -16,29 +20,16 @@ is dead, and a load that takes longer than `load_timeout_s` has failed. What bel
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import (
-    Effect,
-    Failed,
-    Leg,
-    News,
-    OpenPool,
-    Quiesced,
-    Received,
-    Send,
-)
+from kv_transfer.protocol.effects import CanLoad, Effect, Failed, Leg, News, OpenPool, Quiesced, Send
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPieces
+from kv_transfer.protocol.incoming import ConsumerIdentity, Incoming, Loss, State, WantedPieces
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
     Cancel,
-    ChecksumPolicy,
     End,
     Hold,
-    Open,
     Opened,
     Pieces,
     Refused,
@@ -48,22 +39,10 @@ from kv_transfer.protocol.messages import (
     Unreadable,
 )
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach
+from kv_transfer.protocol.transports import SENDS_BYTES
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerIdentity:
-    """Who this rank is to a producer, and how patient it is."""
-
-    fingerprint: KVFingerprint
-    reach: Reach
-    checksums: ChecksumPolicy
-    heartbeat_s: float
-    peer_timeout_s: float
-    load_timeout_s: float
 
 
 class Consumer:
@@ -107,6 +86,7 @@ class Consumer:
             return [Failed(leg, 0, "another request has claimed this transfer", False)]
         transfer = self._transfers[self._keys[leg]]
         transfer.reserve(first_token, block_ids)
+        transfer.is_postponed = transfer.awaits_word = False
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
@@ -120,10 +100,11 @@ class Consumer:
         if leg not in self._keys:
             return []
         transfer = self._transfers[self._keys[leg]]
-        if transfer.state is State.DRAINING:
-            transfer.outcome = Quiesced(leg, transfer.transport or "")
-            return []
         told = Send(transfer.address, Cancel(transfer.key, reason))
+        if transfer.state is State.DRAINING:
+            was_postponed = isinstance(transfer.outcome, Failed) and transfer.outcome.is_postponed
+            transfer.outcome = Quiesced(leg, transfer.transport or "")
+            return [told] if was_postponed else []
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
@@ -136,6 +117,13 @@ class Consumer:
         if key is None or self._transfers[key].state is not State.LOADING:
             return []
         return self._lose(self._transfers[key], Loss(reason))
+
+    def postpone(self, leg: Leg, reason: str, now: float) -> list[Effect]:
+        """The load was put off on another leg: here too, unless it is over."""
+        key = self._keys.get(leg)
+        if key is None or self._transfers[key].state is not State.LOADING:
+            return []
+        return self._postpone(self._transfers[key], reason, now)
 
     # what peers and time bring
 
@@ -151,7 +139,7 @@ class Consumer:
         self._last_heard[message.key.producer] = now
         match message:
             case Opened():
-                return self._on_opened(transfer, message)
+                return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
                 return self._lose(
                     transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
@@ -201,7 +189,7 @@ class Consumer:
         for index in (*valid, *damaged):
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
-            return self._drain(transfer)
+            return self._drain(transfer, now)
         self._beats.set(key, now + self._identity.heartbeat_s)
         transfer.verified.update(dict.fromkeys(valid, version))
         effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
@@ -220,11 +208,8 @@ class Consumer:
         for index in indices:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
-            return self._drain(transfer)
-        if transfer.transport not in (
-            transport,
-            None,
-        ):  # what was offered of these in the new way was not taken
+            return self._drain(transfer, now)
+        if transfer.transport not in (transport, None):  # what was offered in the new way was not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -276,6 +261,7 @@ class Consumer:
         """Asserts that every load that was started is under way, or ended once."""
         counts = self._counters
         ended = counts["kv_loads_received"] + counts["kv_loads_failed"] + counts["kv_loads_aborted"]
+        ended += counts["kv_loads_postponed"]
         num_loading = self.num_by_state[State.LOADING.name]
         assert counts["kv_loads_started"] == ended + num_loading, f"{num_loading} load: {counts}"
         assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
@@ -288,21 +274,14 @@ class Consumer:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
         if transfer.state is State.HOLDING:
-            return [Send(transfer.address, Hold(transfer.key))]
-        message = Open(
-            transfer.key,
-            self._identity.fingerprint,
-            transfer.num_prompt_tokens,
-            transfer.first_piece,
-            tuple(transfer.verified),
-            tuple(transfer.verified.values()),
-            self._identity.reach.host,
-            self._transports_to(transfer.key),
-            self._identity.checksums,
-        )
-        return [Send(transfer.address, message)]
+            return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
+        return [Send(transfer.address, transfer.ask(self._identity, self._transports_to(transfer.key)))]
 
-    def _on_opened(self, transfer: Incoming, message: Opened) -> list[Effect]:
+    def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
+        if message.is_stuck and transfer.state is State.LOADING:
+            return self._postpone(transfer, "the prefill worker waits until others are loaded", now)
+        if message.is_complete and transfer.state is State.HOLDING:
+            return self._can_load(transfer)
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
         if message.transport not in self._transports_to(transfer.key):
@@ -327,38 +306,25 @@ class Consumer:
             return []
         self._forget(transfer)
         self._counters["kv_loads_received"] += 1
-        assert transfer.end is not None
-        first_at = transfer.first_piece_at if transfer.first_piece_at is not None else now
-        received = Received(
-            transfer.leg,
-            transfer.end.first_token,
-            transfer.num_pieces,
-            transfer.transport or "",
-            elapsed_s=now - transfer.opened_at,
-            moving_s=now - first_at,
-        )
-        return [Send(transfer.address, Release(transfer.key)), received]
+        return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
 
     def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         """There will be no more pieces: fails the load, or remembers that there is nothing to load."""
+        told: list[Effect] = []
+        if not loss.is_producers_word:
+            told = [Send(transfer.address, Cancel(transfer.key, loss.reason))]
         if transfer.state is State.HOLDING:
             transfer.loss = loss
             transfer.move_to(State.LOST)
             self._beats.cancel(transfer.key)
-            return []
-        told: list[Effect] = []
-        if not loss.is_producers_word:
-            told = [Send(transfer.address, Cancel(transfer.key, loss.reason))]
+            self._deadlines.cancel(transfer.key)
+            return told + self._can_load(transfer)
         return told + self._end_load(transfer, self._failed(transfer, loss))
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
         self._counters["kv_loads_failed"] += 1
-        num_valid = self._num_valid_tokens(transfer)
+        num_valid = transfer.num_valid_tokens
         return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
-
-    def _num_valid_tokens(self, transfer: Incoming) -> int:
-        """Without checksums, nothing but the producer's End says that the bytes were still there to be read."""
-        return 0 if transfer.is_unproven else transfer.num_valid_tokens
 
     def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
         """The outcome is news as soon as nothing is being written."""
@@ -371,12 +337,36 @@ class Consumer:
         self._deadlines.cancel(transfer.key)
         return []
 
-    def _drain(self, transfer: Incoming) -> list[Effect]:
+    def _drain(self, transfer: Incoming, now: float) -> list[Effect]:
         if transfer.arriving:
             return []
         assert transfer.outcome is not None
+        if isinstance(transfer.outcome, Failed) and transfer.outcome.is_postponed:
+            return self._hold_again(transfer, transfer.outcome, now)
         self._forget(transfer)
         return [transfer.outcome]
+
+    def _postpone(self, transfer: Incoming, reason: str, now: float) -> list[Effect]:
+        """The load ends, its room is given back as soon as nothing is being written, and the leg holds again."""
+        self._counters["kv_loads_postponed"] += 1
+        num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
+        outcome = Failed(transfer.leg, num_valid, reason, False, transport, is_postponed=True)
+        if transfer.arriving:
+            return self._end_load(transfer, outcome)
+        return self._hold_again(transfer, outcome, now)
+
+    def _hold_again(self, transfer: Incoming, outcome: Failed, now: float) -> list[Effect]:
+        """What is left of the time for the load goes on to run."""
+        transfer.hold_again()
+        self._deadlines.set(transfer.key, transfer.opened_at + self._identity.load_timeout_s)
+        return [outcome, *self._beat(transfer, now)]
+
+    def _can_load(self, transfer: Incoming) -> list[Effect]:
+        """Says so, if it was put off, once."""
+        if not transfer.awaits_word:
+            return []
+        transfer.awaits_word = False
+        return [CanLoad(transfer.leg)]
 
     def _forget(self, transfer: Incoming) -> None:
         producer = transfer.key.producer

@@ -28,7 +28,7 @@ class State(Enum):
 MOVES = {
     State.EARLY: {State.PREPARING, State.CANCELLED},
     State.PREPARING: {State.STREAMING, State.CANCELLED},
-    State.STREAMING: {State.CANCELLED},
+    State.STREAMING: {State.PREPARING, State.CANCELLED},
     State.CANCELLED: set[State](),
 }
 
@@ -60,6 +60,10 @@ class Outgoing:
     exposed_s: float | None = None
     """Set by the consumer's Release."""
     is_end_sent: bool = False
+    is_postponed: bool = False
+    """The consumer gave its room back, and waits to hear that the prompt is complete."""
+    early_until: float = 0.0
+    """When EARLY ends, however alive the consumer is."""
 
     def move_to(self, state: State) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -68,6 +72,11 @@ class Outgoing:
     @property
     def has_payload(self) -> bool:
         return self.transport in SENDS_BYTES
+
+    @property
+    def is_awaited(self) -> bool:
+        """The consumer keeps room for a prompt that is not complete."""
+        return self.open is not None and self.first_token is None and self.state is not State.CANCELLED
 
     @property
     def num_pieces(self) -> int:
@@ -90,10 +99,18 @@ class Outgoing:
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
-        self.is_end_sent = False
+        self.is_end_sent = self.is_postponed = False
         self.unsent.clear()
         for index in sorted(self.ready):
             self._offer(index)
+
+    def unopen(self) -> None:
+        """The consumer gave its room back, and what it had received with it."""
+        if self.state is State.STREAMING:
+            self.move_to(State.PREPARING)
+        self.open, self.transport = None, ""
+        self.acked.clear()
+        self.is_end_sent, self.is_postponed = False, True
 
     def withdraw(self) -> None:
         """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""

@@ -4,13 +4,19 @@
       |                          |                           |
       +--------------------------+----- Cancel, refused -----+--> CANCELLED -- finish, abort --> (gone, blocks freed)
 
+    STREAMING -- the consumer gave its room back --> PREPARING
+
 EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
 they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
-wants no more, but our own engine does not know yet.
+wants no more, and our own engine is told.
 
 A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
-being computed, the request's own deadline applies. EARLY lasts one lease at most. How a leg ended is remembered
-for a while, and told to a consumer that asks late. What comes for another incarnation is refused.
+being computed, the request's own deadline applies. EARLY lasts one lease after the last sign of life, and
+MAX_EARLY_LEASES at most. How a leg ended is remembered for a while, and told to a consumer that asks late, and to our
+engine if it does. What comes for another incarnation is refused.
+
+Where our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Those
+who have room for prompts that are not complete are told that we are stuck, and give it back (decision 0011).
 
 Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
 reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
@@ -23,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (
     Aborted,
@@ -44,6 +50,9 @@ from kv_transfer.protocol.transports import Reach
 
 MAX_EARLY = 1024
 """Legs that a consumer may announce before this worker's engine has heard of them."""
+
+MAX_EARLY_LEASES = 12
+"""How long a consumer may wait for our engine to hear of its request: it may be in the middle of a long step."""
 
 MAX_ENDED = 4096
 """Legs whose end is remembered."""
@@ -75,19 +84,32 @@ class Producer:
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._keys: dict[Leg, TransferKey] = {}
         self._num_early = 0
+        self._is_starved = False
         self._leases: Timers[TransferKey] = Timers()
         self._farewells: dict[TransferKey, Aborted] = {}
         """The latest ends that a consumer may not have heard of."""
 
     # orders of this worker's engine
 
+    def note_starvation(self, is_starved: bool) -> list[Effect]:
+        """Whether prompts are queued and none is computed. If so, consumers who keep room for them may hear of it."""
+        self._is_starved = is_starved
+        if not self._is_stuck():
+            return []
+        waiting = [transfer for transfer in self._transfers.values() if transfer.is_awaited]
+        return [Send(transfer.peer, self._opened(transfer)) for transfer in waiting]
+
     def begin(
         self, leg: Leg, key: TransferKey, num_prompt_tokens: int, shape: PieceShape, piece_nbytes: int
     ) -> list[Effect]:
-        """The engine took the request; its prompt will be computed. A second claim to one key is never served."""
+        """The engine took the request; its prompt will be computed, unless the consumer was told no, or said so.
+
+        A second claim to one key is never served.
+        """
         transfer = self._transfers.get(key)
         if transfer is None:
-            transfer = self._transfers[key] = Outgoing(key, State.PREPARING)
+            state = State.CANCELLED if key in self._farewells else State.PREPARING
+            transfer = self._transfers[key] = Outgoing(key, state)
         else:
             if transfer.leg is not None:
                 self._counters["kv_duplicate_messages"] += 1
@@ -102,6 +124,7 @@ class Producer:
         self._counters["kv_sends_started"] += 1
         if transfer.state is State.CANCELLED:  # before our engine knew of it
             self._counters["kv_sends_cancelled"] += 1
+            return [Unwanted(leg)]
         if transfer.state is State.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
@@ -132,6 +155,8 @@ class Producer:
             return self._forget(transfer)
         transfer.first_token, transfer.finished_at = first_token, now
         self._leases.set(transfer.key, now + self._lease_s)
+        if transfer.is_postponed:
+            return [Send(transfer.peer, self._opened(transfer))]
         return self._pump(transfer)
 
     def abort(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
@@ -159,13 +184,16 @@ class Producer:
             return self._on_unknown(peer, message, now)
         if transfer.first_token is not None:
             self._leases.set(key, now + self._lease_s)
+        elif transfer.state is State.EARLY:
+            self._leases.set(key, min(now + self._lease_s, transfer.early_until))
         if transfer.state is State.CANCELLED:
             self._counters["kv_late_messages"] += 1
             return []
         match message:
-            case Hold():
+            case Hold(is_postponed=is_postponed):
+                unopened = self._unopen(transfer) if is_postponed else []
                 transfer.peer = peer
-                return [Send(peer, self._opened(transfer))]
+                return [Send(peer, self._opened(transfer)), *unopened]
             case Open():
                 return self._open(transfer, message, peer)
             case Ack():
@@ -223,7 +251,21 @@ class Producer:
     def _opened(self, transfer: Outgoing) -> Opened:
         reach = self._identity.reach
         pool = reach.pools.get(transfer.transport, b"")
-        return Opened(transfer.key, reach.host, transfer.transport or None, pool)
+        is_complete, is_stuck = transfer.first_token is not None, transfer.is_awaited and self._is_stuck()
+        return Opened(transfer.key, reach.host, transfer.transport or None, pool, is_complete, is_stuck)
+
+    def _is_stuck(self) -> bool:
+        """Our engine can compute nothing, and of the complete prompts, which there are, nobody takes any."""
+        if not self._is_starved:
+            return False
+        complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
+        return bool(complete) and all(transfer.state is State.PREPARING for transfer in complete)
+
+    def _unopen(self, transfer: Outgoing) -> list[Effect]:
+        """The consumer gave its room back: what was offered counts as under way no more."""
+        effects = self._leave_turns(transfer)
+        transfer.unopen()
+        return effects
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         """News of a leg that is over, or that our own engine has not announced yet."""
@@ -235,7 +277,8 @@ class Producer:
             return []
         if self._num_early >= MAX_EARLY:
             return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs are announced already"))]
-        early = Outgoing(key, State.EARLY, peer=peer)
+        early_until = now + MAX_EARLY_LEASES * self._lease_s
+        early = Outgoing(key, State.EARLY, peer=peer, early_until=early_until)
         self._transfers[key] = early
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
@@ -332,7 +375,8 @@ class Producer:
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(State.CANCELLED)
-        return self._leave_turns(transfer)
+        unwanted = [Unwanted(transfer.leg)] if transfer.leg is not None else []
+        return [*unwanted, *self._leave_turns(transfer)]
 
     def _forget(self, transfer: Outgoing) -> list[Effect]:
         """Drops every trace, and frees the blocks if an engine holds any for it."""

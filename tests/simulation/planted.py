@@ -172,6 +172,15 @@ def go_on_before_blocks_are_given_back() -> Patch:
     return patch.object(SimConnector, "_post", post)
 
 
+def never_say_that_we_are_stuck() -> Patch:
+    """Prompts wait on the one end for those that wait for their room on the other."""
+    return patch.object(Producer, "_is_stuck", lambda _self: False)
+
+
+def keep_room_for_what_is_stuck() -> Patch:
+    return patch.object(Consumer, "_postpone", lambda *_args: [])
+
+
 PLANTED: dict[str, Callable[[], Patch]] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -189,6 +198,8 @@ PLANTED: dict[str, Callable[[], Patch]] = {
         hit_blocks_before_they_arrive,
         end_a_lease_twice,
         go_on_before_blocks_are_given_back,
+        never_say_that_we_are_stuck,
+        keep_room_for_what_is_stuck,
     )
 }
 

@@ -37,6 +37,7 @@ PATHS = (
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
     "kv_late_messages", "kv_lease_expiries", "kv_load_failures", "kv_loads_aborted", "kv_loads_failed",
+    "kv_loads_postponed",
     "kv_loads_received", "kv_pieces_resent", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_done",
     "kv_sends_refused", "kv_unreachable_pools", "kv_unreadable_messages", "preemptions", "swap_preemptions",
 )  # fmt: skip
@@ -88,6 +89,8 @@ QUICK = (
     "offer withdrawn blocks",
     "hit blocks before they arrive",
     "end a lease twice",
+    "never say that we are stuck",
+    "keep room for what is stuck",
 )
 
 
