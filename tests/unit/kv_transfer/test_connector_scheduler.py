@@ -2,6 +2,7 @@
 
 from baton.kv import TransferRole
 from baton.request import FirstToken
+from baton.step import KVConnectorOutput
 from kv_transfer import KVConnectorScheduler
 from kv_transfer.orders import (
     AbortLoad,
@@ -11,6 +12,8 @@ from kv_transfer.orders import (
     FinishSend,
     KVConnectorMetadata,
     LoadBlocks,
+    NoteStarvation,
+    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -131,3 +134,20 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         assert isinstance(order, AbortSend)
         assert (order.is_cancelled, order.is_held) == (is_cancelled, True)
         assert scheduler.kv_block_counts().leased == 1
+
+
+def test_c31_starvation_is_told_when_it_begins_and_when_it_ends_and_not_where_there_is_room() -> None:
+    scheduler, runner = make_scheduler(num_blocks=5), FakeRunner(lambda *_: 9)
+    first, second = make_request(60, role=PRODUCER), make_request(60, role=PRODUCER)
+    scheduler.add_request(first)
+    orders = _at_once(step(scheduler, runner))
+    assert NoteStarvation not in map(type, orders)
+    scheduler.add_request(second)
+    assert _at_once(step(scheduler, runner))[-1] == NoteStarvation(is_starved=True)
+    assert step(scheduler, runner) is None
+    scheduler.update_connector_output(KVConnectorOutput(finished_sending=(first.request_id,)))
+    assert _at_once(step(scheduler, runner)) == (NoteStarvation(is_starved=False),)
+
+
+def _at_once(metadata: KVConnectorMetadata | None) -> tuple[OrderAtOnce, ...]:
+    return metadata.at_once if metadata is not None else ()
