@@ -4,7 +4,7 @@ A plan is complete: a runner needs nothing else, so it can sit in another proces
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.request import FirstToken, RequestOutput, TokenLogprobs
@@ -107,6 +107,8 @@ class FailedKV:
     reason: str
     is_cancelled: bool = False
     """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
+    is_postponed: bool = False
+    """Not lost, only put off: `KVConnectorOutput.can_load` will name the request when it may be loaded after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,13 @@ class KVConnectorOutput:
     """Aborted loads whose quarantined blocks nothing will write any more."""
     transfers: Mapping[str, TransferRecord] = field(default_factory=dict)
     """How it went, by request: comes along with the news that it was read, arrived or failed."""
+    can_load: tuple[str, ...] = ()
+    """Loads that were put off and wait for room again: their prompts are complete now, or lost."""
+    unwanted: tuple[str, ...] = ()
+    """Producers whose prompts nobody will load any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.failed_recving or self.quiesced)
+        return any(getattr(self, each.name) for each in fields(self))
 
     def __add__(self, later: "KVConnectorOutput") -> "KVConnectorOutput":
         return KVConnectorOutput(
@@ -132,6 +138,8 @@ class KVConnectorOutput:
             self.failed_recving + later.failed_recving,
             self.quiesced + later.quiesced,
             {**self.transfers, **later.transfers},
+            self.can_load + later.can_load,
+            self.unwanted + later.unwanted,
         )
 
 

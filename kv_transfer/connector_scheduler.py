@@ -17,6 +17,7 @@ from kv_transfer.orders import (
     FinishSend,
     KVConnectorMetadata,
     LoadBlocks,
+    NoteStarvation,
     OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
@@ -59,7 +60,12 @@ class KVConnectorScheduler:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._sending: dict[str, Sending] = {}
+        self._computing: set[str] = set()
+        """Producers that have blocks."""
+        self._is_starved = False
         self._waiting_to_load: set[str] = set()
+        self._postponed: set[str] = set()
+        """Of those that wait to load, the ones whose load was put off and cannot go on yet."""
         self._loading: set[str] = set()
         self._orders: list[OrderAtOnce] = []
         self._loads: list[LoadBlocks] = []
@@ -77,13 +83,15 @@ class KVConnectorScheduler:
 
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """The whole rest of the prompt, once; after a failed load or a preemption there is nothing to load.
 
-        Never "not known yet", which a scheduler allows: the request itself says that its producer computes the whole
-        prompt, so there is nothing to look up. Room is reserved before a block of it exists, and what becomes of
-        the producer, or whether it ever took the request, is told as the end of the load.
+        "Not known yet" only while the load is put off. Else the request itself says that its producer computes the
+        whole prompt, so there is nothing to look up. Room is reserved before a block of it exists, and what becomes
+        of the producer, or whether it ever took the request, is told as the end of the load.
         """
+        if request.request_id in self._postponed:
+            return None, False
         if request.request_id not in self._waiting_to_load:
             return 0, False
         return request.num_prompt_tokens - num_computed_tokens, True
@@ -97,7 +105,11 @@ class KVConnectorScheduler:
         self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Loads that arrived or failed are not under way any more."""
+        """Loads that arrived or failed are not under way any more; those that were put off wait again."""
+        postponed = {load.request_id for load in output.failed_recving if load.is_postponed} & self._loading
+        self._waiting_to_load |= postponed
+        self._postponed |= postponed
+        self._postponed.difference_update(output.can_load)
         self._loading.difference_update(load.request_id for load in output.finished_recving)
         self._loading.difference_update(load.request_id for load in output.failed_recving)
 
@@ -106,8 +118,10 @@ class KVConnectorScheduler:
         preempted = scheduler_output.preempted_req_ids
         for request_id in [known for known in self._sending if known in preempted]:  # in order, unlike a set
             self._sending[request_id].num_sent = 0
+            self._computing.discard(request_id)
             self._orders.append(WithdrawBlocks(request_id))
         after = self._blocks_filled_by(scheduler_output) if self._sending else []
+        self._note_starvation()
         if not self._orders and not self._loads and not after:
             return None
         metadata = KVConnectorMetadata(tuple(self._orders), tuple(self._loads), tuple(after))
@@ -123,6 +137,7 @@ class KVConnectorScheduler:
             request.request_id in self._loading,
         )
         self._waiting_to_load.discard(request.request_id)
+        self._postponed.discard(request.request_id)
         self._loading.discard(request.request_id)
         if is_waiting or is_loading:
             self._orders.append(AbortLoad(request.request_id, "the request ended on the decode worker"))
@@ -130,6 +145,7 @@ class KVConnectorScheduler:
 
     def _finish_sending(self, request: TransferRequest, block_ids: tuple[int, ...]) -> bool:
         del self._sending[request.request_id]
+        self._computing.discard(request.request_id)
         if not request.is_handed_over:
             reason = "the prefill failed" if request.is_failed else "the request ended on the prefill worker"
             is_held = bool(block_ids)
@@ -141,6 +157,13 @@ class KVConnectorScheduler:
         tail = block_ids[num_full:num_blocks]
         self._orders.append(FinishSend(request.request_id, num_blocks, tail, request.first_token))
         return True
+
+    def _note_starvation(self) -> None:
+        """Tells changes only, so nothing where a prompt gets blocks as soon as nobody else computes."""
+        is_starved = bool(self._sending) and not self._computing
+        if is_starved is not self._is_starved:
+            self._is_starved = is_starved
+            self._orders.append(NoteStarvation(is_starved))
 
     def _blocks_filled_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
         """Full prompt blocks that this step completes; after a preemption, all of them anew."""
@@ -172,6 +195,7 @@ class KVConnectorScheduler:
         if is_fresh:
             sending.block_ids = []
         sending.block_ids += block_ids
+        self._computing.add(request_id)
         num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_prompt_tokens)
         first, num_full = sending.num_sent, num_known // self._block_size
         if num_full <= first:

@@ -18,7 +18,8 @@ from baton.step import KVConnectorOutput
 from kv_transfer.giving import GivingEnd, GivingOrder
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.incoming import ConsumerIdentity
 from kv_transfer.protocol.messages import (
     TO_CONSUMER,
     TO_PRODUCER,
@@ -27,7 +28,8 @@ from kv_transfer.protocol.messages import (
     OtherVersion,
     Unreadable,
 )
-from kv_transfer.protocol.producer import Producer, ProducerIdentity
+from kv_transfer.protocol.outgoing import ProducerIdentity
+from kv_transfer.protocol.producer import Producer
 from kv_transfer.protocol.transports import Reach
 from kv_transfer.taking import TakingEnd, TakingOrder
 from kv_transfer.transport.base import Arrival, Channel, PoolReader
@@ -47,6 +49,7 @@ COUNTERS = (
     "kv_loads_failed",
     "kv_loads_aborted",
     "kv_loads_not_needed",
+    "kv_loads_postponed",
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_pieces_resent",
@@ -124,9 +127,12 @@ class TransferEndpoint:
             tuple(taking.failed),
             tuple(taking.quiesced),
             giving.records | taking.records,
+            tuple(taking.can_load),
+            tuple(giving.unwanted),
         )
         giving.records, taking.records = {}, {}
-        giving.freed, taking.received, taking.failed, taking.quiesced = [], [], [], []
+        giving.freed, giving.unwanted = [], []
+        taking.received, taking.failed, taking.quiesced, taking.can_load = [], [], [], []
         return news
 
     def close(self) -> None:

@@ -11,16 +11,16 @@ from baton.kv import TransferRole
 from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
-from kv_transfer.orders import AbortSend, BeginSend, FinishSend, SendBlocks, WithdrawBlocks
+from kv_transfer.orders import AbortSend, BeginSend, FinishSend, NoteStarvation, SendBlocks, WithdrawBlocks
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer
 from kv_transfer.protocol.parts import Sends
 from kv_transfer.protocol.producer import Producer
 from kv_transfer.timelines import Timelines
 from kv_transfer.transport.base import Channel
 
-GivingOrder = BeginSend | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
+GivingOrder = BeginSend | NoteStarvation | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
 
 
 class GivingEnd:
@@ -46,11 +46,16 @@ class GivingEnd:
         self._timelines = Timelines(clock)
         self.freed: list[str] = []
         """Requests whose blocks nobody reads any more, until somebody takes them."""
+        self.unwanted: list[str] = []
+        """Likewise those that are computed for nobody; one that has several legs comes several times."""
         self.records: dict[str, TransferRecord] = {}
         """How their hand-overs went, likewise."""
 
     def obey(self, order: GivingOrder) -> None:
         """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
+        if isinstance(order, NoteStarvation):
+            self._do(self._producer.note_starvation(order.is_starved))
+            return
         request_id, now = order.request_id, self._clock.now()
         if isinstance(order, BeginSend):
             self._begin(order)
@@ -113,6 +118,8 @@ class GivingEnd:
                     self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
                 case SendPieces():
                     self._send_pieces(effect)
+                case Unwanted(leg):
+                    self.unwanted.append(leg.request_id)
                 case Freed():
                     self._take_freed(effect)
 

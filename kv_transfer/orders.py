@@ -16,6 +16,13 @@ class BeginSend:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteStarvation:
+    """Whether producers are queued and none of them has blocks to compute in."""
+
+    is_starved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SendBlocks:
     """This step fills prompt blocks from `first_index` on."""
 
@@ -79,14 +86,17 @@ class AbortLoad:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpLoad:
-    """The load has failed elsewhere: it is to fail here too, with what has arrived so far."""
+    """The load has failed elsewhere, or was put off: likewise here, with what has arrived so far."""
 
     request_id: str
     reason: str
     is_cancelled: bool
+    is_postponed: bool = False
 
 
-OrderAtOnce = BeginSend | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad | GiveUpLoad
+OrderAtOnce = (
+    BeginSend | NoteStarvation | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad | GiveUpLoad
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,11 +82,17 @@ class RankedConnector:
             for failed in news.failed_recving:
                 num_valid_tokens = failed.num_valid_blocks * self._block_size
                 outcome = self._loads.failed(
-                    failed.request_id, number, num_valid_tokens, failed.reason, failed.is_cancelled
+                    failed.request_id,
+                    number,
+                    num_valid_tokens,
+                    failed.reason,
+                    failed.is_cancelled,
+                    is_postponed=failed.is_postponed,
                 )
                 ended += self._conclude(failed.request_id, outcome)
             for request_id in news.quiesced:
                 ended += self._conclude(request_id, self._loads.quiet(request_id, number))
+            ended += KVConnectorOutput(can_load=news.can_load, unwanted=news.unwanted)
         return ended
 
     def counters(self) -> dict[str, int]:
@@ -106,8 +112,9 @@ class RankedConnector:
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
         match outcome:
-            case GiveUp(ranks, reason, is_cancelled):
-                orders = KVConnectorMetadata((GiveUpLoad(request_id, reason, is_cancelled),), (), ())
+            case GiveUp(ranks, reason, is_cancelled, is_postponed):
+                give_up = GiveUpLoad(request_id, reason, is_cancelled, is_postponed)
+                orders = KVConnectorMetadata((give_up,), (), ())
                 for number in ranks:
                     self._ranks[number].send_orders(orders)
             case LoadArrived(parts):
@@ -120,10 +127,15 @@ class RankedConnector:
                     parts[0].transport,
                 )
                 return KVConnectorOutput(finished_recving=(received,), transfers=self._record(request_id))
-            case LoadFailed(num_valid_tokens, reason, is_cancelled):
+            case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
+                if not is_postponed:  # some of its ranks may be
+                    orders = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
+                    for rank in self._ranks:
+                        rank.send_orders(orders)
                 num_blocks = num_valid_tokens // self._block_size
-                failed = FailedKV(request_id, num_blocks, reason, is_cancelled)
-                return KVConnectorOutput(failed_recving=(failed,), transfers=self._record(request_id))
+                failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
+                records = {} if is_postponed else self._record(request_id)
+                return KVConnectorOutput(failed_recving=(failed,), transfers=records)
             case LoadQuiet():
                 self._records.pop(request_id, None)
                 return KVConnectorOutput(quiesced=(request_id,))

@@ -17,7 +17,17 @@ from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.effects import Effect, Failed, Leg, OpenPool, Peer, Quiesced, Received, Send
+from kv_transfer.protocol.effects import (
+    CanLoad,
+    Effect,
+    Failed,
+    Leg,
+    OpenPool,
+    Peer,
+    Quiesced,
+    Received,
+    Send,
+)
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
@@ -72,6 +82,7 @@ class TakingEnd:
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
+        self.can_load: list[str] = []
         """What became of loads, until somebody takes it."""
         self.records: dict[str, TransferRecord] = {}
         """How those went that arrived or failed, likewise."""
@@ -85,9 +96,9 @@ class TakingEnd:
                 self._load(order)
             case AbortLoad():
                 self._abort(order)
-            case GiveUpLoad(request_id, reason, is_cancelled):
+            case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
                 for end in self._legs.of(request_id):
-                    self._do(self._consumer.give_up(end.leg, reason, is_cancelled))
+                    self._give_up(end.leg, GiveUp((), reason, is_cancelled, is_postponed))
 
     def take(self, peer: Peer, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -185,6 +196,12 @@ class TakingEnd:
             self._legs.close(order.request_id)
             self._timelines.forget(order.request_id)
 
+    def _give_up(self, leg: Leg, why: GiveUp[Leg]) -> None:
+        if why.is_postponed:
+            self._do(self._consumer.postpone(leg, why.reason, self._clock.now()))
+        else:
+            self._do(self._consumer.give_up(leg, why.reason, why.is_cancelled))
+
     # pieces
 
     def _take_pieces(self, message: Pieces) -> None:
@@ -272,24 +289,39 @@ class TakingEnd:
                     self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
                     self._timelines.part_ended(leg.request_id, TransferEventKind.VERIFIED, transport)
                     self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
-                case Failed(leg, num_valid, reason, is_cancelled, transport):
-                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
-                    kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
-                    self._timelines.part_ended(leg.request_id, kind, transport, reason)
-                    outcome = self._loads.failed(leg.request_id, leg, num_valid, reason, is_cancelled)
-                    self._conclude(leg.request_id, outcome)
+                case Failed():
+                    self._take_failed(effect)
+                case CanLoad(leg):
+                    self.can_load.append(leg.request_id)
                 case Quiesced(leg, transport, has_failed):
                     self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=has_failed)
                     self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
+
+    def _take_failed(self, failed: Failed) -> None:
+        leg, transport, is_cancelled = failed.leg, failed.transport, failed.is_cancelled
+        if not failed.is_postponed:
+            self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
+            kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
+            self._timelines.part_ended(leg.request_id, kind, transport, failed.reason)
+        outcome = self._loads.failed(
+            leg.request_id,
+            leg,
+            failed.num_valid_tokens,
+            failed.reason,
+            is_cancelled,
+            is_postponed=failed.is_postponed,
+        )
+        self._conclude(leg.request_id, outcome)
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
             for leg in outcome.parts:
-                self._do(self._consumer.give_up(leg, outcome.reason, outcome.is_cancelled))
+                self._give_up(leg, outcome)
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
-            self._legs.close(request_id)
+            if not (isinstance(outcome, LoadFailed) and outcome.is_postponed):
+                self._close(request_id)
             match outcome:
                 case LoadArrived(parts):
                     self._record(request_id)
@@ -305,13 +337,21 @@ class TakingEnd:
                             parts[0].transport,
                         )
                     )
-                case LoadFailed(num_valid_tokens, reason, is_cancelled):
-                    self._record(request_id)
+                case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
+                    if not is_postponed:
+                        self._record(request_id)
                     num_blocks = num_valid_tokens // self._pool.layout.block_size
-                    self.failed.append(FailedKV(request_id, num_blocks, reason, is_cancelled))
+                    failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
+                    self.failed.append(failed)
                 case LoadQuiet():
                     self._timelines.forget(request_id)
                     self.quiesced.append(request_id)
+
+    def _close(self, request_id: str) -> None:
+        """It is over, also for legs that were put off when another one failed."""
+        for end in self._legs.of(request_id):
+            self._do(self._consumer.abort(end.leg, "the load has failed on another rank"))
+        self._legs.close(request_id)
 
     def _record(self, request_id: str) -> None:
         if record := self._timelines.conclude(request_id):

@@ -5,7 +5,7 @@ elsewhere. The first that finds no room ends admission for everybody behind it.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from itertools import islice
 
@@ -101,6 +101,13 @@ class Admission:
         """It had its turn, but its prompt did not arrive: computed here, first in line, as the order sees it."""
         request.queue_key = self._order.key_of_returning(request)
         self._waiting.push(request)
+
+    def ask_again(self, request_ids: Iterable[str]) -> None:
+        """The connector has news of these: in the next step it is asked about them, however many others there are."""
+        for request_id in request_ids:
+            request = self._unknown.pop(request_id, None)
+            if request is not None:
+                self._to_load.push(request)
 
     def remove(self, request: Request) -> None:
         """Takes a request out of wherever it waits, if it does."""

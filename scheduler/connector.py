@@ -23,7 +23,7 @@ class KVConnector(Protocol):
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
         yet, ask again next step". Free of side effects, since it may be asked any number of times; but not again once
-        a load was started, whatever became of it.
+        a load was started, whatever became of it, unless it was put off.
         """
         ...
 

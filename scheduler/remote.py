@@ -98,7 +98,7 @@ class RemotePrompts:
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
-        """The request whose prompt will not arrive; None if nobody waits for it.
+        """The request whose prompt will not arrive, or not yet; None if nobody waits for it.
 
         It holds no block any more: what was verified stays behind in the prefix cache, where its next admission
         finds it, so that a request that cannot go on keeps nobody else from going on.
@@ -107,8 +107,8 @@ class RemotePrompts:
         if load is None:
             return None
         request = load.request
-        how = "kv_prompt_loads_not_needed" if failure.is_cancelled else "kv_prompt_loads_failed"
-        self._counters[how] += 1
+        self._counters[f"kv_prompt_loads_{_end_of(failure)}"] += 1
+        request.may_load = failure.is_postponed
         num_valid_blocks = load.num_hit_blocks + failure.num_valid_blocks
         self._kv.cache_received(request, num_valid_blocks * self._kv.block_size)
         self._kv.free(request)
@@ -155,3 +155,10 @@ class RemotePrompts:
         if load is None:
             self.end_holds([request_id])
         return load
+
+
+def _end_of(failure: FailedKV) -> str:
+    """As it is counted."""
+    if failure.is_postponed:
+        return "postponed"
+    return "not_needed" if failure.is_cancelled else "failed"

@@ -4,7 +4,7 @@
               v                                             |
 (add) --> WAITING / PREEMPTED -- blocks, budget granted --> RUNNING --> FINISHED_
             |      ^                                          STOPPED        EOS or a stop token
-            |      | received, or failed                      LENGTH_CAPPED  max_tokens, max_model_len
+            |      | received, put off, or failed             LENGTH_CAPPED  max_tokens, max_model_len
   blocks    |      | and to be recomputed                     HANDED_OVER    token 0 sampled; D goes on
   reserved  v      |                                          ABORTED, ERROR (from every state above too)
           WAITING_FOR_REMOTE_KVS
@@ -141,7 +141,7 @@ class Request:
         """In a row, with no token sampled between one and the next."""
         self.num_tokens_at_preemption = 0
         self.may_load = self.is_consumer
-        """Its prompt is to come from another worker, and no load was started: there is never a second one."""
+        """Its prompt is to come from another worker, and no load was started, or only one that was put off."""
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`, computed once as tokens arrive."""
         self.next_hash_at = 0

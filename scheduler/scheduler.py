@@ -151,14 +151,19 @@ class Scheduler:
                 self._take_tokens(request, [first.token_id], logprobs, outputs)
         for failure in output.failed_recving:
             if request := self._remote.fail(failure):
-                if failure.is_cancelled:
+                if failure.is_postponed:
+                    self._admission.push(request)
+                elif failure.is_cancelled:
                     self._end(request, RequestStatus.FINISHED_ABORTED, outputs, failure.reason)
                 elif request.must_report_failure:
                     status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.KV_LOAD_FAILED
                     self._end(request, status, outputs, failure.reason, kind)
                 else:
                     self._admission.add_returning(request)
+        self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
+        unwanted = [request_id for request_id in output.unwanted if self._is_computed_for_others(request_id)]
+        self._finish(unwanted, RequestStatus.FINISHED_ABORTED, outputs, "the decode worker wants it no more")
         return outputs.by_client()
 
     def finish_requests(
@@ -169,13 +174,7 @@ class Scheduler:
     ) -> dict[str, EngineCoreOutputs]:
         """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated."""
         outputs = OutputsByClient()
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            self._unqueue(request)
-            self._end(request, status, outputs, error)
-        self._drop_finished_from_running()
+        self._finish(request_ids, status, outputs, error)
         return outputs.by_client()
 
     def has_requests(self) -> bool:
@@ -283,6 +282,25 @@ class Scheduler:
             outputs.add(request, output)
         else:
             self._finish_with(request, status, output, outputs)
+
+    def _is_computed_for_others(self, request_id: str) -> bool:
+        return request_id in self._requests and self._requests[request_id].is_producer
+
+    def _finish(
+        self,
+        request_ids: Iterable[str],
+        status: RequestStatus,
+        outputs: OutputsByClient,
+        error: str | None = None,
+    ) -> None:
+        """Ends requests wherever they stand; those that are unknown have ended before."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            self._unqueue(request)
+            self._end(request, status, outputs, error)
+        self._drop_finished_from_running()
 
     def _end_failed(
         self, requests: Iterable[Request], failed: Mapping[str, str], outputs: OutputsByClient

@@ -3,12 +3,16 @@
     HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
        |                         |
        |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad pieces --> DRAINING --> (gone: Failed)
-       v  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+       |  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+       v                         +-- the producer is stuck --------------------------> DRAINING --> HOLDING
      LOST -------- load --------------------------------------------------------------> (gone: Failed)
 
 HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
 may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
 LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+
+A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
+this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
 
 Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
 is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live leg is counted.
@@ -16,20 +20,25 @@ is dead, and a load that takes longer than `load_timeout_s` has failed. What bel
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import Effect, Failed, Leg, News, OpenPool, Quiesced, Received, Send
+from kv_transfer.protocol.effects import (
+    CanLoad,
+    Effect,
+    Failed,
+    Leg,
+    News,
+    OpenPool,
+    Quiesced,
+    Send,
+)
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.incoming import Incoming, Loss, State, WantedPieces
+from kv_transfer.protocol.incoming import ConsumerIdentity, Incoming, Loss, State, WantedPieces
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
     Cancel,
-    ChecksumPolicy,
     End,
     Hold,
-    Open,
     Opened,
     Pieces,
     Refused,
@@ -39,26 +48,15 @@ from kv_transfer.protocol.messages import (
     Unreadable,
 )
 from kv_transfer.protocol.silence import Silence
+from kv_transfer.protocol.table import LegTable
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach, Ways
+from kv_transfer.protocol.transports import SENDS_BYTES, Ways
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
 
-ENDS = ("kv_loads_received", "kv_loads_failed", "kv_loads_aborted", "kv_loads_not_needed")
+ENDS = tuple(f"kv_loads_{end}" for end in ("received", "failed", "aborted", "not_needed", "postponed"))
 """Counters of how loads ended, by leg; each is in one of them, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerIdentity:
-    """Who this rank is to a producer, and how patient it is."""
-
-    fingerprint: KVFingerprint
-    reach: Reach
-    checksums: ChecksumPolicy
-    heartbeat_s: float
-    peer_timeout_s: float
-    load_timeout_s: float
 
 
 class Consumer:
@@ -67,9 +65,7 @@ class Consumer:
     def __init__(self, identity: ConsumerIdentity, counters: Counter[str]) -> None:
         self._identity = identity
         self._counters = counters
-        self._transfers: dict[TransferKey, Incoming] = {}
-        self._keys: dict[Leg, TransferKey] = {}
-        self._num_by_producer: Counter[str] = Counter()
+        self._transfers: LegTable[Incoming] = LegTable()
         self._silence = Silence(identity.heartbeat_s)
         self._ways = Ways(identity.reach.transports)
         self._beats: Timers[TransferKey] = Timers()
@@ -88,18 +84,18 @@ class Consumer:
             self._counters["kv_duplicate_messages"] += 1
             return []
         transfer = Incoming(key, leg, address, num_prompt_tokens, shape, self._identity.reach.transports)
-        self._transfers[key] = transfer
-        self._keys[leg] = key
-        self._num_by_producer[key.producer] += 1
+        self._transfers.add(transfer)
+        self._transfers.bind(transfer)
         self._silence.begin(key, now)
         return self._beat(transfer, now)
 
     def load(self, leg: Leg, first_token: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
         """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
-        if leg not in self._keys:
+        transfer = self._transfers.of(leg)
+        if transfer is None:
             return [Failed(leg, 0, "another request has claimed this transfer", False)]
-        transfer = self._transfers[self._keys[leg]]
         transfer.reserve(first_token, block_ids)
+        transfer.is_postponed = transfer.awaits_word = False
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
@@ -110,14 +106,17 @@ class Consumer:
 
     def abort(self, leg: Leg, reason: str) -> list[Effect]:
         """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
-        if leg not in self._keys:
-            return []
-        transfer = self._transfers[self._keys[leg]]
-        if transfer.state is State.DRAINING:
-            if isinstance(failed := transfer.outcome, Failed):
-                transfer.outcome = Quiesced(leg, failed.transport, has_failed=not failed.is_cancelled)
+        transfer = self._transfers.of(leg)
+        if transfer is None:
             return []
         told = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
+        if transfer.state is State.DRAINING:
+            failed = transfer.outcome
+            if not isinstance(failed, Failed):
+                return []
+            has_failed = not (failed.is_cancelled or failed.is_postponed)
+            transfer.outcome = Quiesced(leg, failed.transport, has_failed=has_failed)
+            return [told] if failed.is_postponed else []
         if transfer.state is not State.LOADING:
             self._forget(transfer)
             return [told]
@@ -126,10 +125,17 @@ class Consumer:
 
     def give_up(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
         """The load has failed on another leg: so it fails here too, unless it is over."""
-        key = self._keys.get(leg)
-        if key is None or self._transfers[key].state is not State.LOADING:
+        transfer = self._transfers.of(leg)
+        if transfer is None or transfer.state is not State.LOADING:
             return []
-        return self._lose(self._transfers[key], Loss(reason, is_cancelled))
+        return self._lose(transfer, Loss(reason, is_cancelled))
+
+    def postpone(self, leg: Leg, reason: str, now: float) -> list[Effect]:
+        """The load was put off on another leg: here too, unless it is over."""
+        transfer = self._transfers.of(leg)
+        if transfer is None or transfer.state is not State.LOADING:
+            return []
+        return self._postpone(transfer, reason, now)
 
     # what peers and time bring
 
@@ -148,9 +154,8 @@ class Consumer:
             case Opened():
                 return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
-                return self._lose(
-                    transfer, Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
-                )
+                loss = Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
+                return self._lose(transfer, loss)
             case Aborted(reason=reason, is_cancelled=is_cancelled):
                 return self._lose(transfer, Loss(reason, is_cancelled, is_producers_word=True))
             case End():
@@ -160,12 +165,10 @@ class Consumer:
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
-        lost = [
-            transfer
-            for transfer in self._transfers.values()
-            if transfer.address == address and transfer.state in (State.HOLDING, State.LOADING)
-        ]
-        return [effect for t in lost for effect in self._lose(t, Loss(reason, is_producers_word=True))]
+        loss = Loss(reason, is_producers_word=True)
+        legs = [transfer for transfer in self._transfers.values() if transfer.address == address]
+        live = [transfer for transfer in legs if transfer.state in (State.HOLDING, State.LOADING)]
+        return [effect for transfer in live for effect in self._lose(transfer, loss)]
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
@@ -177,14 +180,11 @@ class Consumer:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
         self._silence.heard(message.key.producer, now)
-        if transfer.first_piece_at is None:
-            transfer.first_piece_at = now
         num_bad = transfer.num_bad
-        wanted = transfer.claim(message.indices, message.version)
+        wanted = transfer.claim(message.indices, message.version, now)
         self._counters["kv_checksum_failures"] += transfer.num_bad - num_bad
         self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
-        if wanted and not self.wants_checksums(message.key):
-            transfer.is_unproven = True
+        transfer.is_unproven |= bool(wanted) and not self.wants_checksums(message.key)
         return wanted
 
     def transport_of(self, key: TransferKey) -> str:
@@ -211,7 +211,7 @@ class Consumer:
         for index in (*valid, *damaged):
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
-            return self._drain(transfer)
+            return self._drain(transfer, now)
         self._beats.set(key, now + self._identity.heartbeat_s)
         transfer.verified.update(dict.fromkeys(valid, version))
         effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
@@ -228,7 +228,7 @@ class Consumer:
         for index in indices:
             del transfer.arriving[index]
         if transfer.state is State.DRAINING:
-            return self._drain(transfer)
+            return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (transport, None)
         if has_moved_on:  # what was offered of these in the new way was not taken
             return self._beat(transfer, now)
@@ -265,19 +265,19 @@ class Consumer:
         return effects
 
     def next_deadline(self) -> float | None:
-        times = [when for when in (self._beats.next(), self._deadlines.next()) if when is not None]
-        return min(times, default=None)
+        times = (self._beats.next(), self._deadlines.next())
+        return min((when for when in times if when is not None), default=None)
 
     def knows(self, producer: str) -> bool:
         """Whether any leg comes from this incarnation."""
-        return producer in self._num_by_producer
+        return self._transfers.has_from(producer)
 
     def __len__(self) -> int:
         return len(self._transfers)
 
     @property
     def num_by_state(self) -> Counter[str]:
-        return Counter(transfer.state.name for transfer in self._transfers.values())
+        return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
         """Asserts that every load that was started is under way, or ended once."""
@@ -285,7 +285,7 @@ class Consumer:
         num_ended = sum(counts[end] for end in ENDS)
         num_loading = self.num_by_state[State.LOADING.name]
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
-        assert len(self._keys) == len(self._transfers) == self._num_by_producer.total()
+        assert self._transfers.num_bound == len(self._transfers)
 
     def _ways_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
         """What is left to this leg. What failed for it or another meanwhile is for later legs to try again."""
@@ -297,21 +297,14 @@ class Consumer:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
         if transfer.state is State.HOLDING:
-            return [Send(transfer.address, Hold(transfer.key))]
-        message = Open(
-            transfer.key,
-            self._identity.fingerprint,
-            transfer.num_prompt_tokens,
-            transfer.first_piece,
-            tuple(transfer.verified),
-            tuple(transfer.verified.values()),
-            self._identity.reach.host,
-            self._ways_to(transfer, now),
-            self._identity.checksums,
-        )
-        return [Send(transfer.address, message)]
+            return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
+        return [Send(transfer.address, transfer.ask(self._identity, self._ways_to(transfer, now)))]
 
     def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
+        if message.is_stuck and transfer.state is State.LOADING:
+            return self._postpone(transfer, "the prefill worker waits until others are loaded", now)
+        if message.is_complete and transfer.state is State.HOLDING:
+            return self._can_load(transfer)
         if transfer.state is not State.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
         if message.transport not in self._ways_to(transfer, now):
@@ -336,35 +329,24 @@ class Consumer:
             return []
         self._forget(transfer)
         self._counters["kv_loads_received"] += 1
-        assert transfer.end is not None
-        first_at = transfer.first_piece_at if transfer.first_piece_at is not None else now
-        received = Received(
-            transfer.leg,
-            transfer.end.first_token,
-            transfer.num_pieces,
-            transfer.transport or "",
-            elapsed_s=now - transfer.opened_at,
-            moving_s=now - first_at,
-        )
-        return [Send(transfer.address, Release(transfer.key)), received]
+        return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
 
     def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
         """There will be no more pieces: fails the load, or remembers that there is nothing to load."""
+        cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
+        told: list[Effect] = [] if loss.is_producers_word else [Send(transfer.address, cancel)]
         if transfer.state is State.HOLDING:
             transfer.loss = loss
             transfer.move_to(State.LOST)
             self._beats.cancel(transfer.key)
-            return []
-        told: list[Effect] = []
-        if not loss.is_producers_word:
-            told = [Send(transfer.address, Cancel(transfer.key, loss.reason, loss.is_cancelled))]
+            self._deadlines.cancel(transfer.key)
+            return told + self._can_load(transfer)
         return told + self._end_load(transfer, self._failed(transfer, loss))
 
     def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
-        # Without checksums, nothing but the producer's End says that the bytes were still there to be read.
-        num_valid = 0 if transfer.is_unproven else transfer.num_valid_tokens
-        return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transfer.transport or "")
+        num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
+        return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transport)
 
     def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
         """The outcome is news as soon as nothing is being written."""
@@ -377,22 +359,42 @@ class Consumer:
         self._deadlines.cancel(transfer.key)
         return []
 
-    def _drain(self, transfer: Incoming) -> list[Effect]:
+    def _drain(self, transfer: Incoming, now: float) -> list[Effect]:
         if transfer.arriving:
             return []
         assert transfer.outcome is not None
+        if isinstance(transfer.outcome, Failed) and transfer.outcome.is_postponed:
+            return self._hold_again(transfer, transfer.outcome, now)
         self._forget(transfer)
         return [transfer.outcome]
 
+    def _postpone(self, transfer: Incoming, reason: str, now: float) -> list[Effect]:
+        """The load ends, its room is given back as soon as nothing is being written, and the leg holds again."""
+        self._counters["kv_loads_postponed"] += 1
+        num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
+        outcome = Failed(transfer.leg, num_valid, reason, False, transport, is_postponed=True)
+        if transfer.arriving:
+            return self._end_load(transfer, outcome)
+        return self._hold_again(transfer, outcome, now)
+
+    def _hold_again(self, transfer: Incoming, outcome: Failed, now: float) -> list[Effect]:
+        """What is left of the time for the load goes on to run."""
+        transfer.hold_again()
+        self._deadlines.set(transfer.key, transfer.opened_at + self._identity.load_timeout_s)
+        return [outcome, *self._beat(transfer, now)]
+
+    def _can_load(self, transfer: Incoming) -> list[Effect]:
+        """Says so, if it was put off, once."""
+        if not transfer.awaits_word:
+            return []
+        transfer.awaits_word = False
+        return [CanLoad(transfer.leg)]
+
     def _forget(self, transfer: Incoming) -> None:
-        producer = transfer.key.producer
-        del self._transfers[transfer.key]
-        del self._keys[transfer.leg]
+        self._transfers.remove(transfer)
         self._silence.end(transfer.key)
-        self._num_by_producer[producer] -= 1
-        if not self._num_by_producer[producer]:
-            del self._num_by_producer[producer]
-            self._silence.forget(producer)
-            self._ways.forget(producer)
+        if not self.knows(transfer.key.producer):
+            self._silence.forget(transfer.key.producer)
+            self._ways.forget(transfer.key.producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

@@ -69,6 +69,13 @@ class Freed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Producer: the consumer is done with a leg that our engine still computes for, or has only begun."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """Consumer: every piece of the leg is verified."""
 
@@ -91,6 +98,15 @@ class Failed:
     reason: str
     is_cancelled: bool
     transport: str = field(default="", compare=False)
+    is_postponed: bool = False
+    """The rest may come yet: the leg holds again, and `CanLoad` says when to load it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanLoad:
+    """Consumer: a leg that was put off is complete on the producer, or lost."""
+
+    leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,5 +119,5 @@ class Quiesced:
     """It had failed before the request ended."""
 
 
-News = Freed | Received | Failed | Quiesced
+News = Freed | Unwanted | Received | Failed | CanLoad | Quiesced
 Effect = Send | SendPieces | OpenPool | News

@@ -1,11 +1,25 @@
-"""Incoming: one leg as its consumer sees it; see consumer.py."""
+"""Incoming: one leg as its consumer sees it, and who the consumer is; see consumer.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kv_transfer.protocol.effects import Leg, News
+from baton.kv import KVFingerprint
+from kv_transfer.protocol.effects import Leg, News, Received
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.messages import End, TransferKey
+from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
+from kv_transfer.protocol.transports import Reach
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerIdentity:
+    """Who this rank is to a producer, and how patient it is."""
+
+    fingerprint: KVFingerprint
+    reach: Reach
+    checksums: ChecksumPolicy
+    heartbeat_s: float
+    peer_timeout_s: float
+    load_timeout_s: float
 
 
 class State(Enum):
@@ -17,9 +31,9 @@ class State(Enum):
 
 MOVES = {
     State.HOLDING: {State.LOADING, State.LOST},
-    State.LOADING: {State.DRAINING},
+    State.LOADING: {State.DRAINING, State.HOLDING},
     State.LOST: set[State](),
-    State.DRAINING: set[State](),
+    State.DRAINING: {State.HOLDING},
 }
 
 
@@ -80,6 +94,10 @@ class Incoming:
     """While DRAINING: what to say when nothing is being written any more."""
     opened_at: float = 0.0
     first_piece_at: float | None = None
+    is_postponed: bool = False
+    """Its load was put off, and the room given back; while HOLDING."""
+    awaits_word: bool = False
+    """Our scheduler is to hear when a load that was put off can go on."""
 
     def move_to(self, state: State) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -91,6 +109,41 @@ class Incoming:
         self.num_pieces = self.shape.num_pieces_for(self.num_prompt_tokens) - self.first_piece
         self.block_ids = block_ids
 
+    def ask(self, identity: ConsumerIdentity, transports: tuple[str, ...]) -> Open:
+        """Asks for everything that is not here."""
+        return Open(
+            self.key,
+            identity.fingerprint,
+            self.num_prompt_tokens,
+            self.first_piece,
+            tuple(self.verified),
+            tuple(self.verified.values()),
+            identity.reach.host,
+            transports,
+            identity.checksums,
+        )
+
+    def received(self, now: float) -> Received:
+        """The news that it is complete."""
+        assert self.end is not None
+        first_at = self.first_piece_at if self.first_piece_at is not None else now
+        return Received(
+            self.leg,
+            self.end.first_token,
+            self.num_pieces,
+            self.transport or "",
+            elapsed_s=now - self.opened_at,
+            moving_s=now - first_at,
+        )
+
+    def hold_again(self) -> None:
+        """The load was put off and nothing is being written: whatever it had, the next one begins anew."""
+        self.move_to(State.HOLDING)
+        self.is_postponed = self.awaits_word = True
+        self.verified.clear()
+        self.transport, self.end, self.outcome, self.first_piece_at = None, None, None, None
+        self.is_unproven = False
+
     def piece_ids(self, indices: list[int]) -> list[int]:
         """Where in our pool these pieces of the prompt belong."""
         first, num_parts, block_ids = self.first_piece, self.shape.pieces_per_block, self.block_ids
@@ -99,8 +152,10 @@ class Incoming:
         places = (divmod(index - first, num_parts) for index in indices)
         return [block_ids[block] * num_parts + part for block, part in places]
 
-    def claim(self, indices: tuple[int, ...], version: int) -> WantedPieces:
+    def claim(self, indices: tuple[int, ...], version: int, now: float) -> WantedPieces:
         """Those that are neither here, nor on their way, nor beyond what was asked for: they are on their way now."""
+        if self.first_piece_at is None:
+            self.first_piece_at = now
         arriving, verified = self.arriving, self.verified
         first, last = self.first_piece, self.first_piece + self.num_pieces
         positions = [
@@ -122,7 +177,12 @@ class Incoming:
 
     @property
     def num_valid_tokens(self) -> int:
-        """Of the load's tokens, how many are here without a gap."""
+        """Of the load's tokens, how many are here without a gap.
+
+        Without checksums, nothing but the producer's End says that the bytes were still there to be read.
+        """
+        if self.is_unproven:
+            return 0
         index = self.first_piece
         while index in self.verified:
             index += 1

@@ -3,7 +3,7 @@
     consumer (decode)                      producer (prefill)
       Hold      ---------------------------->   my request waits for room; keep what you compute
       Open      ---------------------------->   I have room: send pieces from `first_piece` on
-                <----------------------------   Opened (this way, from this pool), or Refused
+                <----------------------------   Opened (this way, from this pool; how far it is), or Refused
                 <----------------------------   Pieces, as they are computed: their bytes, or where to read them
       Ack       ---------------------------->   these pieces are verified (and those must be sent again)
                 <----------------------------   End: that was all, and this is token 0
@@ -67,6 +67,8 @@ class ChecksumPolicy(Enum):
 @dataclass(frozen=True, slots=True)
 class Hold:
     key: TransferKey
+    is_postponed: bool = False
+    """There was room, and it was given back: nothing is to be offered before the next Open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,10 @@ class Opened:
     transport: str | None
     pool: bytes
     """How the consumer can read the producer's pool; empty where bytes are sent."""
+    is_complete: bool = False
+    """The whole prompt is computed."""
+    is_stuck: bool = False
+    """Nothing is computed before somebody takes a prompt that is complete: room for this one may be in its way."""
 
 
 @dataclass(frozen=True, slots=True)

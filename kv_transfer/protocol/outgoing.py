@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.kv import KVFingerprint
 from baton.request import FirstToken
 from kv_transfer.protocol.effects import Leg, Peer
-from kv_transfer.protocol.geometry import PieceShape
+from kv_transfer.protocol.geometry import PieceShape, RankLayout
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
-from kv_transfer.protocol.transports import SENDS_BYTES
+from kv_transfer.protocol.transports import SENDS_BYTES, Reach
 
 BYTES_PER_TURN = 4 * 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
@@ -28,9 +29,19 @@ class State(Enum):
 MOVES = {
     State.EARLY: {State.PREPARING, State.CANCELLED},
     State.PREPARING: {State.STREAMING, State.CANCELLED},
-    State.STREAMING: {State.CANCELLED},
+    State.STREAMING: {State.PREPARING, State.CANCELLED},
     State.CANCELLED: set[State](),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerIdentity:
+    """Who this rank is to a consumer."""
+
+    incarnation: str
+    fingerprint: KVFingerprint
+    layout: RankLayout
+    reach: Reach
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +75,10 @@ class Outgoing:
     end_reason: str = ""
     """Why it ended otherwise than by a Release; the first reason counts."""
     is_end_sent: bool = False
+    is_postponed: bool = False
+    """The consumer gave its room back, and waits to hear that the prompt is complete."""
+    early_until: float = 0.0
+    """When EARLY ends, however alive the consumer is."""
 
     def move_to(self, state: State) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -72,6 +87,11 @@ class Outgoing:
     @property
     def has_payload(self) -> bool:
         return self.transport in SENDS_BYTES
+
+    @property
+    def is_awaited(self) -> bool:
+        """The consumer keeps room for a prompt that is not complete."""
+        return self.open is not None and self.first_token is None and self.state is not State.CANCELLED
 
     @property
     def num_pieces(self) -> int:
@@ -94,7 +114,7 @@ class Outgoing:
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
-        self.is_end_sent = False
+        self.is_end_sent = self.is_postponed = False
         self.unsent.clear()
         for index in sorted(self.ready):
             self._offer(index)
@@ -104,6 +124,14 @@ class Outgoing:
         self.acked.update(indices)
         if not self.acked.isdisjoint(self.unsent):
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
+
+    def unopen(self) -> None:
+        """The consumer gave its room back, and what it had received with it."""
+        if self.state is State.STREAMING:
+            self.move_to(State.PREPARING)
+        self.open, self.transport = None, ""
+        self.acked.clear()
+        self.is_end_sent, self.is_postponed = False, True
 
     def withdraw(self) -> None:
         """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""

@@ -20,6 +20,8 @@ class _Load(Generic[P, R]):
     reason: str | None = None
     is_cancelled: bool = False
     is_aborted: bool = False
+    is_postponed: bool = True
+    """Whatever has failed was only put off."""
 
     def keep(self, num_valid_tokens: int) -> None:
         have = self.num_valid_tokens
@@ -38,6 +40,8 @@ class LoadFailed:
     num_valid_tokens: int
     reason: str
     is_cancelled: bool
+    is_postponed: bool = False
+    """All parts were put off, and wait to be loaded again; otherwise those that were have to be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class GiveUp(Generic[P]):
     parts: tuple[P, ...]
     reason: str
     is_cancelled: bool
+    is_postponed: bool = False
+    """It was put off, and so are these to be."""
 
 
 LoadOutcome = LoadArrived[R] | LoadFailed | LoadQuiet | GiveUp[P] | None
@@ -79,7 +85,13 @@ class Loads(Generic[P, R]):
         return self._outcome(request_id, load)
 
     def failed(
-        self, request_id: str, part: P, num_valid_tokens: int, reason: str, is_cancelled: bool
+        self,
+        request_id: str,
+        part: P,
+        num_valid_tokens: int,
+        reason: str,
+        is_cancelled: bool,
+        is_postponed: bool = False,
     ) -> LoadOutcome[R, P]:
         load = self._close(request_id, part)
         if load is None:
@@ -88,8 +100,9 @@ class Loads(Generic[P, R]):
         load.keep(num_valid_tokens)
         load.reason = load.reason or reason
         load.is_cancelled |= is_cancelled
+        load.is_postponed &= is_postponed
         if is_first and load.open and not load.is_aborted:
-            return GiveUp(tuple(load.open), reason, is_cancelled)
+            return GiveUp(tuple(load.open), reason, is_cancelled, is_postponed)
         return self._outcome(request_id, load)
 
     def quiet(self, request_id: str, part: P) -> LoadOutcome[R, P]:
@@ -118,7 +131,8 @@ class Loads(Generic[P, R]):
         if load.is_aborted:
             return LoadQuiet()
         if load.reason is not None:
-            return LoadFailed(load.num_valid_tokens or 0, load.reason, load.is_cancelled)
+            is_postponed = load.is_postponed and not load.arrived
+            return LoadFailed(load.num_valid_tokens or 0, load.reason, load.is_cancelled, is_postponed)
         return LoadArrived(load.arrived)
 
 

@@ -4,13 +4,19 @@
       |                          |                           |
       +--------------------------+----- Cancel, refused -----+--> CANCELLED -- finish, abort --> (gone, blocks freed)
 
+    STREAMING -- the consumer gave its room back --> PREPARING
+
 EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
 they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
-wants no more, but our own engine does not know yet.
+wants no more, and our own engine is told.
 
 A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
-being computed, the request's own deadline applies. EARLY lasts one lease at most. How a leg ended is remembered
-for a while, and told to a consumer that asks late. What comes for another incarnation is refused.
+being computed, the request's own deadline applies. EARLY lasts one lease after the last sign of life, and
+MAX_EARLY_LEASES at most. How a leg ended is remembered for a while, and told to a consumer that asks late, and to our
+engine if it does. What comes for another incarnation is refused.
+
+Where our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Those
+who have room for prompts that are not complete are told that we are stuck, and give it back (decision 0011).
 
 Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
 reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
@@ -19,11 +25,10 @@ offered anew, as another version. And the End, on which the consumer relies, wai
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (
     Aborted,
@@ -38,28 +43,21 @@ from kv_transfer.protocol.messages import (
     ToProducer,
     TransferKey,
 )
-from kv_transfer.protocol.outgoing import Outgoing, SendWindow, State
+from kv_transfer.protocol.outgoing import Outgoing, ProducerIdentity, SendWindow, State
+from kv_transfer.protocol.table import LegTable
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import Reach
 
 MAX_EARLY = 1024
 """Legs that a consumer may announce before this worker's engine has heard of them."""
+
+MAX_EARLY_LEASES = 12
+"""How long a consumer may wait for our engine to hear of its request: it may be in the middle of a long step."""
 
 MAX_ENDED = 4096
 """Legs whose end is remembered."""
 
 ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
 """Counters of how hand-overs ended that our engine began; each is in one of them, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProducerIdentity:
-    """Who this rank is to a consumer."""
-
-    incarnation: str
-    fingerprint: KVFingerprint
-    layout: RankLayout
-    reach: Reach
 
 
 class Producer:
@@ -72,22 +70,35 @@ class Producer:
         self._lease_s = lease_s
         self._window = SendWindow(window_bytes)
         self._counters = counters
-        self._transfers: dict[TransferKey, Outgoing] = {}
-        self._keys: dict[Leg, TransferKey] = {}
+        self._transfers: LegTable[Outgoing] = LegTable()
         self._num_early = 0
+        self._is_starved = False
         self._leases: Timers[TransferKey] = Timers()
         self._farewells: dict[TransferKey, Aborted] = {}
         """The latest ends that a consumer may not have heard of."""
 
     # orders of this worker's engine
 
+    def note_starvation(self, is_starved: bool) -> list[Effect]:
+        """Whether prompts are queued and none is computed. If so, consumers who keep room for them may hear of it."""
+        self._is_starved = is_starved
+        if not self._is_stuck():
+            return []
+        waiting = [transfer for transfer in self._transfers.values() if transfer.is_awaited]
+        return [Send(transfer.peer, self._opened(transfer)) for transfer in waiting]
+
     def begin(
         self, leg: Leg, key: TransferKey, num_prompt_tokens: int, shape: PieceShape, piece_nbytes: int
     ) -> list[Effect]:
-        """The engine took the request; its prompt will be computed. A second claim to one key is never served."""
+        """The engine took the request; its prompt will be computed, unless the consumer was told no, or said so.
+
+        A second claim to one key is never served.
+        """
         transfer = self._transfers.get(key)
         if transfer is None:
-            transfer = self._transfers[key] = Outgoing(key, State.PREPARING)
+            state = State.CANCELLED if key in self._farewells else State.PREPARING
+            transfer = Outgoing(key, state)
+            self._transfers.add(transfer)
         else:
             if transfer.leg is not None:
                 self._counters["kv_duplicate_messages"] += 1
@@ -98,17 +109,18 @@ class Producer:
                 transfer.move_to(State.PREPARING)
         transfer.leg, transfer.num_prompt_tokens = leg, num_prompt_tokens
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
-        self._keys[leg] = key
+        self._transfers.bind(transfer)
         self._counters["kv_sends_started"] += 1
         if transfer.state is State.CANCELLED:  # before our engine knew of it
             self._counters["kv_sends_cancelled"] += 1
+            return [Unwanted(leg)]
         if transfer.state is State.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
 
     def blocks_ready(self, leg: Leg, first_block: int, block_ids: Iterable[int]) -> list[Effect]:
         """These blocks are computed and will not change until `Freed`."""
-        transfer = self._of(leg)
+        transfer = self._transfers.of(leg)
         if transfer is None or transfer.state is State.CANCELLED:
             return []
         transfer.blocks_ready(first_block, block_ids)
@@ -116,7 +128,7 @@ class Producer:
 
     def withdraw(self, leg: Leg) -> list[Effect]:
         """The request was preempted: from now on none of its blocks is offered until it is ready again."""
-        transfer = self._of(leg)
+        transfer = self._transfers.of(leg)
         if transfer is None:
             return []
         transfer.withdraw()
@@ -125,18 +137,20 @@ class Producer:
 
     def finish(self, leg: Leg, first_token: FirstToken, now: float) -> list[Effect]:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
-        transfer = self._of(leg)
+        transfer = self._transfers.of(leg)
         if transfer is None:
             return [Freed(leg, reason="another request has claimed this transfer")]
         if transfer.state is State.CANCELLED:
             return self._forget(transfer)
         transfer.first_token, transfer.finished_at = first_token, now
         self._leases.set(transfer.key, now + self._lease_s)
+        if transfer.is_postponed:
+            return [Send(transfer.peer, self._opened(transfer))]
         return self._pump(transfer)
 
     def abort(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
         """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
-        transfer = self._of(leg)
+        transfer = self._transfers.of(leg)
         if transfer is None:
             return [Freed(leg, reason="another request has claimed this transfer")]
         told: list[Effect] = []
@@ -160,14 +174,17 @@ class Producer:
             return self._on_unknown(peer, message, now)
         if transfer.first_token is not None:
             self._leases.set(key, now + self._lease_s)
+        elif transfer.state is State.EARLY:
+            self._leases.set(key, min(now + self._lease_s, transfer.early_until))
         if transfer.state is State.CANCELLED:
             self._counters["kv_late_messages"] += 1
             return []
         match message:
-            case Hold():
+            case Hold(is_postponed=is_postponed):
+                unopened = self._unopen(transfer) if is_postponed else []
                 if transfer.state is not State.STREAMING:  # else it was overtaken by an Open
                     transfer.peer = peer
-                return [Send(peer, self._opened(transfer))]
+                return [Send(peer, self._opened(transfer)), *unopened]
             case Open():
                 return self._open(transfer, message, peer)
             case Ack():
@@ -206,27 +223,36 @@ class Producer:
 
     @property
     def num_by_state(self) -> Counter[str]:
-        return Counter(transfer.state.name for transfer in self._transfers.values())
+        return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
         """Asserts that every hand-over that was started is under way, or ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.leg is not None]
-        assert len(known) == len(self._keys) == len(self._transfers) - self._num_early
+        assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
         num_open = sum(transfer.state is not State.CANCELLED for transfer in known)
         assert self._counters["kv_sends_started"] == num_ended + num_open, (
             f"{num_open} open: {self._counters}"
         )
 
-    def _of(self, leg: Leg) -> Outgoing | None:
-        """The transfer of a leg; None if another request had claimed its key before."""
-        key = self._keys.get(leg)
-        return None if key is None else self._transfers[key]
-
     def _opened(self, transfer: Outgoing) -> Opened:
         reach = self._identity.reach
         pool = reach.pools.get(transfer.transport, b"")
-        return Opened(transfer.key, reach.host, transfer.transport or None, pool)
+        is_complete, is_stuck = transfer.first_token is not None, transfer.is_awaited and self._is_stuck()
+        return Opened(transfer.key, reach.host, transfer.transport or None, pool, is_complete, is_stuck)
+
+    def _is_stuck(self) -> bool:
+        """Our engine can compute nothing, and of the complete prompts, which there are, nobody takes any."""
+        if not self._is_starved:
+            return False
+        complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
+        return bool(complete) and all(transfer.state is State.PREPARING for transfer in complete)
+
+    def _unopen(self, transfer: Outgoing) -> list[Effect]:
+        """The consumer gave its room back: what was offered counts as under way no more."""
+        effects = self._leave_turns(transfer)
+        transfer.unopen()
+        return effects
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         """News of a leg that is over, or that our own engine has not announced yet."""
@@ -238,8 +264,9 @@ class Producer:
             return []
         if self._num_early >= MAX_EARLY:
             return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs are announced already"))]
-        early = Outgoing(key, State.EARLY, peer=peer)
-        self._transfers[key] = early
+        early_until = now + MAX_EARLY_LEASES * self._lease_s
+        early = Outgoing(key, State.EARLY, peer=peer, early_until=early_until)
+        self._transfers.add(early)
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
@@ -343,17 +370,17 @@ class Producer:
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(State.CANCELLED)
-        return self._leave_turns(transfer)
+        unwanted = [Unwanted(transfer.leg)] if transfer.leg is not None else []
+        return [*unwanted, *self._leave_turns(transfer)]
 
     def _forget(self, transfer: Outgoing) -> list[Effect]:
         """Drops every trace, and frees the blocks if an engine holds any for it."""
-        del self._transfers[transfer.key]
+        self._transfers.remove(transfer)
         self._leases.cancel(transfer.key)
         effects = self._leave_turns(transfer)
         if transfer.leg is None:
             self._num_early -= 1
             return effects
-        del self._keys[transfer.leg]
         freed = Freed(
             transfer.leg, transfer.transport, transfer.exposed_s, transfer.is_needed, transfer.end_reason
         )

@@ -368,7 +368,9 @@ class EndpointUnderFire:
         for received in news.finished_recving:
             self._end_load(received.request_id, is_aborted=False)
         for failed in news.failed_recving:
-            self._end_load(failed.request_id, is_aborted=False)
+            load = self._end_load(failed.request_id, is_aborted=False)
+            if failed.is_postponed:
+                self._loads[failed.request_id] = Loading(load.num_tokens)
         for request_id in news.quiesced:
             self._end_load(request_id, is_aborted=True)
         for load in self._loads.values():
@@ -378,11 +380,12 @@ class EndpointUnderFire:
         self.counts["failed"] += len(news.failed_recving)
         self.counts["freed"] += len(news.finished_sending)
 
-    def _end_load(self, request_id: str, is_aborted: bool) -> None:
+    def _end_load(self, request_id: str, is_aborted: bool) -> Loading:
         load = self._loads.pop(request_id)
         assert load.block_ids, f"{request_id} had not begun"
         assert load.is_aborted is is_aborted, f"{request_id} was {'not ' * is_aborted}aborted"
         self._expected[list(load.block_ids)] = self._pool[list(load.block_ids)]
+        return load
 
 
 def wild_piece_id(rng: random.Random) -> int:

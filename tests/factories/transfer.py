@@ -9,23 +9,21 @@ from typing import TypeVar
 from baton.clock import VirtualClock
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.consumer import Consumer, ConsumerIdentity
+from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     Effect,
-    Failed,
-    Freed,
     Leg,
+    News,
     OpenPool,
-    Quiesced,
-    Received,
     Send,
     SendPieces,
+    Unwanted,
 )
 from kv_transfer.protocol.geometry import PieceShape, RankLayout
-from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.incoming import ConsumerIdentity, WantedPieces
 from kv_transfer.protocol.messages import ChecksumPolicy, Pieces, ToConsumer, ToProducer, TransferKey
-from kv_transfer.protocol.outgoing import BYTES_PER_TURN
-from kv_transfer.protocol.producer import Producer, ProducerIdentity
+from kv_transfer.protocol.outgoing import BYTES_PER_TURN, ProducerIdentity
+from kv_transfer.protocol.producer import Producer
 from kv_transfer.protocol.transports import SENDS_BYTES, SHARED_MEMORY, ZMQ_TCP, Reach
 
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
@@ -108,7 +106,8 @@ class Wire:
         self.target_blocks: dict[int, int] = {}
         self.in_flight: deque[tuple[str, Frame]] = deque()
         self.sent: list[Frame] = []
-        self.news: list[Freed | Received | Failed | Quiesced] = []
+        self.news: list[News] = []
+        self.unwanted: list[Leg] = []
         self.opened_pools: list[OpenPool] = []
         self.reads: list[tuple[Pieces, WantedPieces]] = []
         self.reads_at_once = True
@@ -125,6 +124,8 @@ class Wire:
                     self._post(str(peer), Frame(source, header, contents if effect.has_payload else ()))
                 case OpenPool():
                     self.opened_pools.append(effect)
+                case Unwanted(leg):
+                    self.unwanted.append(leg)
                 case news:
                     self.news.append(news)
 

@@ -22,6 +22,7 @@ from kv_transfer.orders import (
     BeginSend,
     FinishSend,
     LoadBlocks,
+    NoteStarvation,
     WithdrawBlocks,
 )
 from kv_transfer.transport.base import Arrival
@@ -108,9 +109,8 @@ class SimConnector:
 
     def _post(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            self._world.log(
-                self._name, f"order {type(order).__name__} {order.request_id}", partial(repr, order)
-            )
+            whose = "" if isinstance(order, NoteStarvation) else order.request_id
+            self._world.log(self._name, f"order {type(order).__name__} {whose}", partial(repr, order))
             self._orders.append(order)
         if any(isinstance(order, WithdrawBlocks) for order in orders):
             self._world.counts["orders taken back"] += 1
@@ -147,6 +147,8 @@ class SimConnector:
     # the ledger
 
     def _note_hold(self, order: Order) -> None:
+        if isinstance(order, NoteStarvation):
+            return
         now, request_id = self._world.now, order.request_id
         match order:
             case BeginSend(transfer=transfer):
@@ -169,12 +171,15 @@ class SimConnector:
             self.holds[request_id] = Hold(kind, self._world.now, hold.transfer)
 
     def _end_holds(self, news: KVConnectorOutput) -> None:
+        postponed = [load for load in news.failed_recving if load.is_postponed]
         ended = [
             *news.finished_sending,
             *(load.request_id for load in news.finished_recving),
-            *(load.request_id for load in news.failed_recving),
+            *(load.request_id for load in news.failed_recving if not load.is_postponed),
             *news.quiesced,
         ]
         for request_id in ended:
             self._world.log(self._name, f"news {request_id}")
             self.holds.pop(request_id, None)
+        for load in postponed:
+            self._become(load.request_id, "waiting")

@@ -6,8 +6,7 @@ position once and in order, one end.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 
 from baton.errors import WorkerUnavailable
@@ -18,64 +17,13 @@ from baton.sampling import SamplingParams
 from baton.session import GatewaySession
 from baton.worker import WorkerRole
 from gateway.dispatcher import MAX_ATTEMPTS
-from gateway.router import Candidate, Mode, Placement, Router
-from tests.simulation.device import answer
-from tests.simulation.scenario import MAX_MODEL_LEN, Policy, RequestSpec
+from gateway.router import Candidate, Mode, Router
+from tests.simulation.attempts import Attempt, AttemptFailed, ClientRequest, End, RequestFailed, failure
+from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import CLIENT_ID, Worker
 from tests.simulation.world import World
 
 MAX_DELAY_S = 0.002
-
-
-class End(Enum):
-    DONE = "done"
-    ERROR = "error"
-    LEFT = "left"
-
-
-class AttemptFailed(Exception):
-    """As in the dispatcher."""
-
-    def __init__(
-        self, worker: str, reason: str, *, is_prompt_lost: bool = False, may_ask_again: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.worker = worker
-        self.is_prompt_lost = is_prompt_lost
-        self.may_ask_again = may_ask_again
-
-
-class RequestFailed(Exception):
-    """The client is told."""
-
-
-@dataclass(slots=True)
-class Attempt:
-    engine_request_id: str
-    placement: Placement
-    decoder_copes: bool
-    open_legs: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class ClientRequest:
-    """A client's request from its arrival to its one end."""
-
-    spec: RequestSpec
-    arrived_at: float
-    num_attempts: int = 0
-    attempt: Attempt | None = None
-    failed: dict[str, AttemptFailed] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    early: dict[int, int] = field(default_factory=dict)
-    num_tokens_at_end: int | None = None
-    end: End | None = None
-    error: str = ""
-    has_fallen_back: bool = False
-
-    @property
-    def expected(self) -> tuple[int, ...]:
-        return answer(self.spec.prompt, self.spec.max_tokens, MAX_MODEL_LEN)
 
 
 class SimGateway:
@@ -287,7 +235,7 @@ class SimGateway:
             copes = attempt.decoder_copes and attempt.open_legs
             if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
                 return
-            raise _failure(placement, is_prefill, news)
+            raise failure(placement, is_prefill, news)
         self._check_times(worker, news)
         self._note_path(request, is_prefill, news)
         self._accept(request, worker, news)
@@ -392,16 +340,6 @@ class SimGateway:
     def _new_id(self) -> str:
         self._num_ids += 1
         return f"e{self._num_ids}"
-
-
-def _failure(placement: Placement, is_prefill: bool, output: RequestOutput) -> AttemptFailed | RequestFailed:
-    reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
-    if kind is ErrorKind.INVALID_REQUEST:
-        return RequestFailed(reason)
-    is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
-    is_prefills_fault = (is_prefill or is_prompt_lost) and placement.prefill is not None
-    worker = placement.prefill if is_prefills_fault and placement.prefill else placement.decode
-    return AttemptFailed(worker, reason, is_prompt_lost=is_prompt_lost)
 
 
 def _brief(output: RequestOutput) -> str:

@@ -1,6 +1,8 @@
 """What must hold after every event, and what at rest. A breach is a `Violation` that names the promise."""
 
+from kv_transfer.protocol.outgoing import State
 from kv_transfer.taking import READ_TIMEOUT_S
+from tests.simulation.attempts import End
 from tests.simulation.faults import Fleet
 from tests.simulation.gateway import SimGateway
 from tests.simulation.scenario import Scenario
@@ -11,6 +13,8 @@ EVENTS_PER_DEAR_CHECK = 8
 TURNS_PER_DEAR_CHECK = 4
 SLACK_S = 1.0
 """For steps, wake-ups and ordinary delays between a cause and its effect."""
+MAX_STANDSTILL_S = 4.0
+"""In a crowded scenario: many times what a prompt takes to compute, and several heartbeats."""
 
 
 class Invariants:
@@ -24,6 +28,9 @@ class Invariants:
         self._max_lateness_s = scenario.network.max_lateness_s
         self._unread_since: dict[tuple[str, str], float] = {}
         """Since when nobody keeps a lease alive any more."""
+        self._is_crowded = scenario.is_crowded
+        self._standstills: dict[str, tuple[frozenset[str], float]] = {}
+        """By prefill worker, the complete prompts that nobody takes, and since when they are these."""
         self._num_calls = 0
         self._num_turns: dict[str, int] = {}
         """Turns of each engine that were looked at: nothing else changes a scheduler."""
@@ -40,12 +47,16 @@ class Invariants:
                 _check_scheduler(worker, is_dear=worker.num_turns % TURNS_PER_DEAR_CHECK == 0)
             if is_dear:
                 self._check_transfers(worker)
+            if is_dear and self._is_crowded and not worker.is_decode:
+                self._check_standstill(worker)
 
     def check_rest(self) -> None:
         """Faults have stopped, time has run on: nobody waits, nothing is held, every block is free."""
         for request in self._gateway.requests.values():
             if request.end is None:
                 raise Violation("every request ends", f"{request.spec.request_id} has not")
+            if self._is_crowded and request.end is not End.DONE:
+                raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
         for worker in self._fleet.workers.values():
             _check_scheduler(worker, is_dear=True)
             self._check_transfers(worker)
@@ -109,6 +120,21 @@ class Invariants:
         if now - since > longest_s + extra_s:
             held = f"{worker.incarnation}: {request_id} is {hold.kind} for {now - since:.3f} s"
             raise Violation("nothing is held too long", held)
+
+    def _check_standstill(self, producer: Worker) -> None:
+        """No consumer keeps room for what a producer cannot compute while complete prompts there wait for room."""
+        now, transfers = self._world.now, producer.connector.endpoint._giving._producer._transfers.values()
+        complete = [transfer for transfer in transfers if transfer.first_token is not None]
+        is_taken = any(transfer.state is State.STREAMING for transfer in complete)
+        held = frozenset() if is_taken else frozenset(transfer.key.transfer_id for transfer in complete)
+        before, since = self._standstills.get(producer.name, (frozenset(), now))
+        if held != before:
+            self._standstills[producer.name] = (held, now)
+        elif held and now - since > MAX_STANDSTILL_S:
+            for transfer in transfers:
+                if transfer.is_awaited:
+                    waits = f"{transfer.key.transfer_id} for {sorted(held)} on {producer.name}"
+                    raise Violation("nobody waits in a circle", f"{waits}, for {now - since:.3f} s")
 
     def _has_reader(self, producer: Worker, request_id: str) -> bool:
         """Whether a consumer that lives still takes part in this hand-over."""

@@ -88,9 +88,8 @@ def complete_twice() -> Patch:
     def complete(self: Consumer, transfer: Incoming, now: float) -> list[Effect]:
         effects = original(self, transfer, now)
         if effects:
-            self._transfers[transfer.key] = transfer
-            self._keys[transfer.leg] = transfer.key
-            self._num_by_producer[transfer.key.producer] += 1
+            self._transfers.add(transfer)
+            self._transfers.bind(transfer)
             self._silence.begin(transfer.key, now)
         return effects
 
@@ -190,6 +189,15 @@ def overlook_lost_orders() -> Patch:
     return patch.object(session, "_gap", lambda _session, _hello: None)
 
 
+def never_say_that_we_are_stuck() -> Patch:
+    """Prompts wait on the one end for those that wait for their room on the other."""
+    return patch.object(Producer, "_is_stuck", lambda _self: False)
+
+
+def keep_room_for_what_is_stuck() -> Patch:
+    return patch.object(Consumer, "_postpone", lambda *_args: [])
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -209,6 +217,8 @@ PLANTED: dict[str, Plant] = {
         go_on_before_blocks_are_given_back,
         overlook_lost_sessions,
         overlook_lost_orders,
+        never_say_that_we_are_stuck,
+        keep_room_for_what_is_stuck,
     )
 }
 

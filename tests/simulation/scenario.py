@@ -1,7 +1,7 @@
 """What a seed is: workers, requests, a network, and which faults come when. Drawn once, then a value."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.config import KVTransferConfig, SchedulerConfig
@@ -15,6 +15,9 @@ MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
 Policy = Literal["retry", "recompute", "fail"]
+CROWDED_EVERY = 8
+"""One seed in so many is a crowded one."""
+
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break"]
 
 
@@ -72,6 +75,8 @@ class Scenario:
     read_faults: ReadFaults
     calm_from: float
     """When faults stop, and partitions, pauses and crashes are over."""
+    is_crowded: bool = False
+    """See `_crowded`: without a fault, and in no hurry, so that whoever waits for long waits for ever."""
 
     @property
     def is_checked(self) -> bool:
@@ -87,6 +92,8 @@ def make_scenario(seed: int) -> Scenario:
     of these, consumers also read slowly and compare nothing, which is where the protocol has to be most careful.
     """
     rng = random.Random(seed)
+    if seed % CROWDED_EVERY == 3:
+        return _crowded(rng, seed)
     is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
     is_stale = is_tight and rng.random() < 0.5
     duration_s = rng.choice([0.2, 1.0, 3.0])
@@ -116,6 +123,30 @@ def make_scenario(seed: int) -> Scenario:
         ReadFaults() if is_quiet else _read_faults(rng, lease_s, is_stale),
         duration_s,
     )
+
+
+def _crowded(rng: random.Random, seed: int) -> Scenario:
+    """Pools with room for little more than one prompt on both ends, which do not agree on who comes first."""
+    transports = rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (NIXL,)])
+    workers = []
+    for spec in _workers(rng, transports, has_one_host=True, is_tight=True):
+        config = spec.scheduler
+        tight = {
+            "num_blocks": 2 + MAX_MODEL_LEN // config.block_size + rng.randrange(3),
+            "max_num_seqs": rng.choice([1, 3, 8]),
+            "max_num_batched_tokens": rng.choice([8, 8, 64]),
+        }
+        scheduler = SchedulerConfig(**{**config.model_dump(), **tight})
+        workers.append(
+            replace(spec, scheduler=scheduler, model="model", max_waiting=100, step_s=(0.001, 0.004))
+        )
+    requests = [
+        replace(spec, mode=rng.choice([None, Mode.DISAGGREGATED]), timeout_s=None, leaves_after_s=None)
+        for spec in _requests(rng, 0.1, is_tight=True)
+    ]
+    transfer = KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0, load_timeout_s=60.0)
+    quiet = NetworkFaults(), ReadFaults()
+    return Scenario(seed, transfer, "fail", tuple(workers), tuple(requests), (), *quiet, 1.0, is_crowded=True)
 
 
 def _workers(

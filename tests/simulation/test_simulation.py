@@ -31,9 +31,10 @@ PATHS = (
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
     "kv_late_messages", "kv_lease_expiries", "kv_loads_aborted", "kv_loads_failed", "kv_loads_not_needed",
-    "kv_loads_received", "kv_pieces_resent", "kv_prompt_loads_failed", "kv_prompt_loads_not_needed",
-    "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_done", "kv_sends_refused",
-    "kv_unreachable_pools", "kv_unreadable_messages", "preemptions", "swap_preemptions",
+    "kv_loads_postponed", "kv_loads_received", "kv_pieces_resent", "kv_prompt_loads_failed",
+    "kv_prompt_loads_not_needed", "kv_prompt_loads_postponed", "kv_sends_aborted", "kv_sends_cancelled",
+    "kv_sends_done", "kv_sends_refused", "kv_unreachable_pools", "kv_unreadable_messages", "preemptions",
+    "swap_preemptions",
 )  # fmt: skip
 
 
@@ -89,6 +90,8 @@ QUICK = (
     "end a lease twice",
     "overlook lost sessions",
     "overlook lost orders",
+    "never say that we are stuck",
+    "keep room for what is stuck",
 )
 
 

@@ -139,7 +139,7 @@ def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> 
     diary.entries.clear()
     for _ in range(3):
         step(core)
-    index = diary.entries.index(("orders", ["WithdrawBlocks"]))
+    index = diary.entries.index(("orders", ["WithdrawBlocks", "NoteStarvation"]))
     assert diary.entries[index + 1] == ("save", []), "the step under way was to fill blocks of the victim"
     core.finish_requests(["old", "young"], RequestStatus.FINISHED_ABORTED)
     core.close()

@@ -2,6 +2,7 @@
 
 from baton.kv import TransferRole
 from baton.request import FirstToken
+from baton.step import KVConnectorOutput
 from kv_transfer import KVConnectorScheduler
 from kv_transfer.orders import (
     AbortLoad,
@@ -11,6 +12,8 @@ from kv_transfer.orders import (
     FinishSend,
     KVConnectorMetadata,
     LoadBlocks,
+    NoteStarvation,
+    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -147,3 +150,20 @@ def test_c30_how_much_can_be_loaded_is_known_from_the_first_step_on_and_asked_fo
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     plan = scheduler.schedule()
     assert plan.num_scheduled_tokens == {request.request_id: 40}
+
+
+def test_c31_starvation_is_told_when_it_begins_and_when_it_ends_and_not_where_there_is_room() -> None:
+    scheduler, runner = make_scheduler(num_blocks=5), FakeRunner(lambda *_: 9)
+    first, second = make_request(60, role=PRODUCER), make_request(60, role=PRODUCER)
+    scheduler.add_request(first)
+    orders = _at_once(step(scheduler, runner))
+    assert NoteStarvation not in map(type, orders)
+    scheduler.add_request(second)
+    assert _at_once(step(scheduler, runner))[-1] == NoteStarvation(is_starved=True)
+    assert step(scheduler, runner) is None
+    scheduler.update_connector_output(KVConnectorOutput(finished_sending=(first.request_id,)))
+    assert _at_once(step(scheduler, runner)) == (NoteStarvation(is_starved=False),)
+
+
+def _at_once(metadata: KVConnectorMetadata | None) -> tuple[OrderAtOnce, ...]:
+    return metadata.at_once if metadata is not None else ()

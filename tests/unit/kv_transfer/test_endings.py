@@ -4,7 +4,7 @@ import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
 from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Release
-from kv_transfer.protocol.producer import ENDS
+from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -106,6 +106,7 @@ def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
     wire.begin_send(KEY, 16)
     wire.ready(0, 1)
     wire.finish_send()
+    assert wire.unwanted == [Leg("r")]
     assert wire.news == [Freed(Leg("r"))]
     wire.assert_at_rest()
 
@@ -140,14 +141,75 @@ def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_
     wire.assert_at_rest()
 
 
-def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_within_a_lease() -> None:
+def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_in_the_end() -> None:
     wire = Wire()
     wire.begin_load(KEY, 16)
+    wire.advance(MAX_EARLY_LEASES * LEASE_S + HEARTBEAT_S)
     wire.load(0, 1)
-    wire.advance(LEASE_S + HEARTBEAT_S)
     assert isinstance(wire.news[0], Failed)
     assert "was not asked" in wire.news[0].reason
     wire.assert_at_rest()
+
+
+def test_c38_a_consumer_that_beats_waits_for_a_producer_in_a_long_step() -> None:
+    """Longer than a lease, before its engine hears of the request at all."""
+    wire = Wire()
+    wire.begin_load(KEY, 48)
+    wire.load(0, 3)
+    wire.advance(2.5 * LEASE_S)
+    wire.begin_send(KEY, 48)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    assert [type(news) for news in wire.news] == [Received, Freed]
+    wire.assert_at_rest()
+
+
+def test_c38_a_consumer_that_died_early_is_forgotten_within_a_lease() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 48)
+    wire.advance(2 * LEASE_S)
+    wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
+    wire.advance(LEASE_S)
+    assert len(wire.producer) == 0
+
+
+def test_c39_a_prompt_whose_consumer_was_told_no_is_not_wanted_when_it_begins() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 48)
+    wire.advance(MAX_EARLY_LEASES * LEASE_S)
+    wire.begin_send(KEY, 48)
+    assert wire.unwanted == [Leg("r")]
+    wire.ready(0, 3)
+    wire.finish_send()
+    assert wire.news == [Freed(Leg("r"))]
+    assert len(wire.producer) == 0
+    wire.producer.check_integrity()
+
+
+def test_c39_a_cancel_in_mid_prefill_is_news_for_the_producers_engine() -> None:
+    wire = Wire()
+    start(wire, num_blocks=3)
+    wire.ready(0, 1)
+    wire.deliver()
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.deliver()
+    assert wire.unwanted == [Leg("r")]
+    wire.at_producer(wire.producer.abort(Leg("r"), "unwanted", True))
+    assert wire.news == [Quiesced(Leg("r")), Freed(Leg("r"))]
+    wire.assert_at_rest()
+
+
+def test_c39_a_cancel_of_a_complete_prompt_only_frees() -> None:
+    wire = Wire()
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    wire.ready(0, 1)
+    wire.finish_send()
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.deliver()
+    assert wire.unwanted == []
+    assert wire.news == [Freed(Leg("r"))]
 
 
 def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:

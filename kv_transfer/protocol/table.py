@@ -1,0 +1,81 @@
+"""LegTable: one end's legs, by what peers call them and by what our engine calls them."""
+
+from collections import Counter
+from collections.abc import Collection
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from kv_transfer.protocol.effects import Leg
+from kv_transfer.protocol.messages import TransferKey
+
+
+class _Transfer(Protocol):
+    @property
+    def key(self) -> TransferKey: ...
+
+    @property
+    def leg(self) -> Leg | None: ...
+
+    @property
+    def state(self) -> Enum: ...
+
+
+T = TypeVar("T", bound=_Transfer)
+
+
+class LegTable(Generic[T]):
+    """A transfer has a key from its beginning, and a leg from when our engine knows of it: `bind`."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[TransferKey, T] = {}
+        self._by_leg: dict[Leg, T] = {}
+        self._num_by_producer: Counter[str] = Counter()
+
+    def add(self, transfer: T) -> None:
+        self._by_key[transfer.key] = transfer
+        self._num_by_producer[transfer.key.producer] += 1
+
+    def bind(self, transfer: T) -> None:
+        """From now on it is found by its leg too."""
+        assert transfer.leg is not None
+        self._by_leg[transfer.leg] = transfer
+
+    def remove(self, transfer: T) -> None:
+        del self._by_key[transfer.key]
+        if transfer.leg is not None:
+            del self._by_leg[transfer.leg]
+        producer = transfer.key.producer
+        self._num_by_producer[producer] -= 1
+        if not self._num_by_producer[producer]:
+            del self._num_by_producer[producer]
+
+    def get(self, key: TransferKey) -> T | None:
+        return self._by_key.get(key)
+
+    def __getitem__(self, key: TransferKey) -> T:
+        return self._by_key[key]
+
+    def __contains__(self, key: TransferKey) -> bool:
+        return key in self._by_key
+
+    def of(self, leg: Leg) -> T | None:
+        """None of a leg that is over, or whose key another request had claimed before."""
+        return self._by_leg.get(leg)
+
+    def has_from(self, producer: str) -> bool:
+        """Whether any comes from this incarnation."""
+        return producer in self._num_by_producer
+
+    def values(self) -> Collection[T]:
+        return self._by_key.values()
+
+    @property
+    def num_bound(self) -> int:
+        return len(self._by_leg)
+
+    @property
+    def num_by_state(self) -> Counter[str]:
+        return Counter(transfer.state.name for transfer in self._by_key.values())
+
+    def __len__(self) -> int:
+        return len(self._by_key)

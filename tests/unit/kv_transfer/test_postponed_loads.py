@@ -1,0 +1,217 @@
+"""Loads that are put off: a producer that is stuck says so, the room is given back, and the load comes later."""
+
+from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.messages import Cancel, Hold, Opened, Pieces, Release
+from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
+from tests.factories.transfer import (
+    HEARTBEAT_S,
+    KEY,
+    LEASE_S,
+    LOAD_TIMEOUT_S,
+    Wire,
+    make_key,
+    sent,
+    start,
+)
+
+OTHER = make_key("other")
+
+
+def starve(wire: Wire, *, is_starved: bool = True) -> None:
+    wire.at_producer(wire.producer.note_starvation(is_starved))
+
+
+def start_stuck(*, transport: str = ZMQ_TCP, window_blocks: int = 4) -> Wire:
+    """The consumer has room for three blocks of "r", one of them computed, and none for "other", which is complete."""
+    wire = Wire(transport=transport, window_blocks=window_blocks)
+    wire.begin_send(OTHER, 16, "other")
+    wire.begin_load(OTHER, 16, "other")
+    wire.ready(0, 1, "other")
+    wire.finish_send("other")
+    start(wire)
+    wire.ready(0, 1)
+    return wire
+
+
+def postponed(num_valid_tokens: int) -> Failed:
+    reason = "the prefill worker waits until others are loaded"
+    return Failed(Leg("r"), num_valid_tokens, reason, False, is_postponed=True)
+
+
+def test_c31_a_load_is_put_off_with_what_it_has_and_goes_on_when_the_prompt_is_complete() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    assert wire.news == [postponed(16)]
+    assert sent(wire, Hold)[-1] == Hold(KEY, is_postponed=True)
+    starve(wire, is_starved=False)
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.deliver()
+    assert wire.news[1:] == [CanLoad(Leg("r"))]
+    wire.load(1, 2)
+    wire.deliver()
+    assert [type(news) for news in wire.news[2:]] == [Received, Freed]
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+    wire.consumer.check_integrity()
+    wire.producer.check_integrity()
+
+
+def test_c31_nothing_is_put_off_while_a_complete_prompt_is_on_its_way() -> None:
+    wire = start_stuck()
+    wire.tamper = lambda frame: [] if isinstance(frame.message, Release) else [frame]
+    wire.load(0, 1, "other")
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    assert [type(news) for news in wire.news] == [Received]
+
+
+def test_c31_nothing_is_put_off_while_others_compute() -> None:
+    wire = start_stuck()
+    wire.advance(5 * HEARTBEAT_S)
+    assert wire.news == []
+
+
+def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
+    """That the producer is stuck, and that the room was given back, and that the prompt is complete."""
+    wire = start_stuck()
+    wire.deliver()
+    wire.tamper = lambda _frame: []
+    starve(wire)
+    wire.tamper = lambda frame: [frame]
+    assert wire.news == []
+    wire.tamper = lambda frame: [] if isinstance(frame.message, Hold) else [frame]
+    wire.advance(HEARTBEAT_S)
+    assert wire.news == [postponed(16)]
+    wire.tamper = lambda frame: [frame]
+    wire.advance(HEARTBEAT_S)
+    wire.tamper = lambda _frame: []
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.tamper = lambda frame: [frame]
+    wire.advance(HEARTBEAT_S)
+    assert wire.news[1:] == [CanLoad(Leg("r"))]
+    wire.advance(5 * LEASE_S)  # it is said once, and the lease is kept meanwhile
+    assert len(wire.news) == 2
+
+
+def test_c31_what_was_under_way_does_not_fill_the_window_of_others() -> None:
+    """The window has room for one piece, and that of the load that was put off was never acknowledged."""
+    wire = start_stuck(window_blocks=1)
+    wire.tamper = lambda frame: [] if isinstance(frame.message, Pieces) else [frame]
+    wire.deliver()
+    wire.tamper = lambda frame: [frame]
+    starve(wire)
+    wire.deliver()
+    wire.load(0, 1, "other")
+    wire.deliver()
+    assert [type(news) for news in wire.news] == [Failed, Received, Freed]
+
+
+def test_c46_room_is_given_back_only_when_no_read_writes_it() -> None:
+    wire = start_stuck(transport=SHARED_MEMORY)
+    wire.reads_at_once = False
+    wire.deliver()
+    assert len(wire.reads) == 1
+    starve(wire)
+    wire.deliver()
+    assert wire.news == []
+    wire.finish_reads()
+    wire.deliver()
+    assert wire.news == [postponed(0)]
+    assert wire.consumer.num_by_state["HOLDING"] == 2
+
+
+def test_c32_an_abort_while_a_load_is_being_put_off() -> None:
+    wire = start_stuck(transport=SHARED_MEMORY)
+    wire.reads_at_once = False
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.deliver()
+    assert wire.unwanted == [Leg("r")]
+    wire.finish_reads()
+    assert wire.news == [Quiesced(Leg("r"))]
+
+
+def test_c39_an_abort_after_a_load_was_put_off_releases_the_producer_by_message() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.deliver()
+    assert wire.unwanted == [Leg("r")]
+    assert wire.news == [postponed(16)]
+    assert wire.consumer.next_deadline() is not None  # that of the other
+    wire.consumer.check_integrity()
+
+
+def test_c34_a_load_that_was_put_off_has_no_more_time_than_any_other() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.advance(LOAD_TIMEOUT_S)
+    assert wire.news == [postponed(16), CanLoad(Leg("r"))]
+    assert sent(wire, Cancel)[-1].key == KEY
+    wire.load(0, 3)
+    assert isinstance(wire.news[-1], Failed)
+    assert "did not arrive" in wire.news[-1].reason
+    assert not wire.news[-1].is_postponed
+
+
+def test_c40_a_prompt_that_ended_elsewhere_after_it_was_put_off() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
+    wire.deliver()
+    assert wire.news == [postponed(16), Freed(Leg("r")), CanLoad(Leg("r"))]
+    wire.load(0, 3)
+    assert wire.news[3:] == [Failed(Leg("r"), 0, "the request ended", True)]
+
+
+def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    opened = Opened(KEY, "host", None, b"", is_stuck=True)
+    for _ in range(3):
+        wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
+    assert wire.news == [postponed(16)]
+    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
+    assert wire.news == [postponed(16)]
+
+
+def test_c31_a_load_whose_prompt_is_not_even_begun_is_put_off_too() -> None:
+    """The Open came before the producer's engine heard of the request, and that is starved when it does."""
+    wire = Wire()
+    wire.begin_send(OTHER, 16, "other")
+    wire.ready(0, 1, "other")
+    wire.finish_send("other")
+    wire.begin_load(KEY, 48)
+    wire.load(0, 3)
+    wire.deliver()
+    wire.begin_send(KEY, 48)
+    starve(wire)
+    wire.deliver()
+    assert wire.news == [postponed(0)]
+
+
+def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    starve(wire, is_starved=False)
+    wire.ready(0, 3)
+    wire.finish_send()
+    wire.deliver()
+    wire.load(0, 3)
+    wire.deliver()
+    assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
