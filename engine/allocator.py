@@ -1,7 +1,8 @@
-"""Keeps freed memory in the process, so that each step finds its buffers already mapped; knows no tensor."""
+"""The process's memory: what it keeps, and how much more there is; knows no tensor."""
 
 import ctypes
 import sys
+from pathlib import Path
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -27,3 +28,11 @@ def keep_freed_memory() -> bool:
         return False
     settings = {_M_MMAP_THRESHOLD: _KEEP_BYTES, _M_TRIM_THRESHOLD: _KEEP_BYTES, _M_TOP_PAD: _GROW_BYTES}
     return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, as Linux estimates them."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return sys.maxsize  # no such line: a kernel of before 2014

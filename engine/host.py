@@ -19,7 +19,7 @@ from baton.curve import ClusterKeys
 from baton.errors import ConfigError
 from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
-from engine.allocator import keep_freed_memory
+from engine.allocator import available_memory, keep_freed_memory
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
@@ -60,7 +60,7 @@ class EngineHost:
         scheduler_config = _complete(self._config, model)
         assert scheduler_config.num_blocks is not None
         shape = model.kv_block_shape(scheduler_config.block_size)
-        memory = SharedMemory(scheduler_config.num_blocks * shape.size_bytes)
+        memory = _take_memory(scheduler_config.num_blocks * shape.size_bytes)
         pool = KVPool(scheduler_config.num_blocks, shape, device, memory.array)
         self._connector = KVConnectorWorker(
             self._config.kv_transfer,
@@ -165,6 +165,16 @@ def _device(config: EngineConfig) -> torch.device:
             "engine.device: got 'cuda', but hand-overs cannot read a GPU's memory yet; use 'cpu' for now"
         )
     return torch.device(config.device)
+
+
+def _take_memory(num_bytes: int) -> SharedMemory:
+    """Asks first what there is: Linux would rather end a process than refuse."""
+    if num_bytes > available_memory():
+        raise ConfigError(
+            f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {available_memory() / 2**20:,.0f} MiB are free; "
+            "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
+        )
+    return SharedMemory(num_bytes)
 
 
 def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:

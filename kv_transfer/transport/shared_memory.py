@@ -32,13 +32,18 @@ def host_id() -> str:
 
 
 class SharedMemory:
-    """`num_bytes` zeros that other processes of this host and user may map. Pages take memory once they are written."""
+    """`num_bytes` zeros that other processes of this host and user may map.
+
+    All of it is taken at once: a block's first page faults, in the middle of a hand-over, cost several times the copy.
+    OSError if the system has not got so much.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, num_bytes)
+        os.posix_fallocate(self.fd, 0, num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        self.array: Bytes = np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
+        taken = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.array: Bytes = np.frombuffer(taken, np.uint8)
 
     def __del__(self) -> None:
         os.close(self.fd)

@@ -37,6 +37,10 @@ from tests.factories.security import KEYS
             r"scheduler: max_num_batched_tokens \(512\) must be at least max_model_len \(1024\)",
         ),
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
+        (
+            {"engine": {"kv_cache_memory_mib": 2**30}},
+            "the KV pool wants 1,073,741,8.. MiB, and .* MiB are free",
+        ),
     ],
 )
 def test_a_configuration_that_this_model_or_machine_cannot_serve(
