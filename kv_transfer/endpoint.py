@@ -102,12 +102,18 @@ class TransferEndpoint:
         except WireError as error:
             self._counters["kv_bad_messages"] += 1
             self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
-            logger.warning("dropped a message on the KV plane: %s", error)
+            self._report(error)
             if not arrival.is_from_producer:
                 unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
                 self._channel.send(arrival.peer, TO_CONSUMER.encode(unreadable))
             elif isinstance(error, OtherVersion):
                 self._taking.give_up_on(arrival.peer, str(error))
+
+    def _report(self, error: WireError) -> None:
+        """The 1st, 2nd, 4th, 8th ... time: who talks nonsense for ever must not fill the log."""
+        num_bad = self._counters["kv_bad_messages"]
+        if num_bad.bit_count() == 1:
+            logger.warning("dropped a message on the KV plane, the %d. so far: %s", num_bad, error)
 
     def on_time(self) -> None:
         """Does what is due. To be called after every wake-up, and at `next_deadline`."""

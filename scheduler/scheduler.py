@@ -149,6 +149,7 @@ class Scheduler:
                 first = received.first_token
                 logprobs = [first.logprobs] if first.logprobs else None
                 self._take_tokens(request, [first.token_id], logprobs, outputs)
+        returning: list[Request] = []
         for failure in output.failed_recving:
             if request := self._remote.fail(failure):
                 if failure.is_postponed:
@@ -159,7 +160,9 @@ class Scheduler:
                     status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.KV_LOAD_FAILED
                     self._end(request, status, outputs, failure.reason, kind)
                 else:
-                    self._admission.add_returning(request)
+                    returning.append(request)
+        for request in sorted(returning, key=lambda each: each.queue_key, reverse=True):
+            self._admission.add_returning(request)  # each before those that returned already
         self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
         unwanted = [request_id for request_id in output.unwanted if self._is_computed_for_others(request_id)]

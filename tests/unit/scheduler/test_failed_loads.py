@@ -3,6 +3,7 @@
 import pytest
 
 from baton.kv import TransferRole
+from baton.step import KVConnectorOutput
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
@@ -51,3 +52,18 @@ def test_c35_a_bad_block_is_recomputed_once_for_those_that_come_for_it_meanwhile
         assert num_computed < 200
     num_decoded = request.num_output_tokens - 1
     assert num_computed == 54 + 6 + num_decoded
+
+
+def test_c13_loads_that_fail_together_are_computed_in_the_order_in_which_they_came() -> None:
+    connector = FakeConnector(holds=True)
+    scheduler = make_scheduler(connector, max_num_batched_tokens=32)
+    runner = FakeRunner(memory=connector.memory)
+    requests = [make_request(32, role=CONSUMER, max_tokens=1) for _ in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
+    run_step(scheduler, runner)
+    failures = [failed(request).failed_recving[0] for request in requests]
+    scheduler.update_connector_output(KVConnectorOutput(failed_recving=tuple(failures)))
+    for request in requests:
+        plan, _ = run_step(scheduler, runner)
+        assert list(plan.num_scheduled_tokens) == [request.request_id]
