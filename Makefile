@@ -27,7 +27,7 @@ serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to co
 	@$(BIN)/baton serve $(CONFIG)
 
 test: lint types protos-check ## Every check and every test, as CI runs them
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu"
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu" --durations=20
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf
 	$(BIN)/ruff check .

@@ -81,9 +81,9 @@ class ZmqChannel:
         self._clock = clock
         self._max_queued_bytes = max_queued_bytes
         self._idle_s = idle_s
-        self._max_message_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
+        self._max_payload_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
-        self._router = self._configured(zmq.ROUTER)
+        self._router = self._configured(zmq.ROUTER, MAX_HEADER_BYTES)  # consumers send no payload
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
         self.address = listen(self._router, bind_host, advertise_host)
@@ -178,7 +178,7 @@ class ZmqChannel:
         return socket
 
     def _connect(self, address: str) -> "zmq.Socket[bytes]":
-        dealer = self._configured(zmq.DEALER)
+        dealer = self._configured(zmq.DEALER, self._max_payload_bytes)
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         secure_client(dealer, self._keys)
@@ -208,12 +208,12 @@ class ZmqChannel:
             timeout_s = idle_s if timeout_s is None else min(timeout_s, idle_s)
         return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
 
-    def _configured(self, kind: int) -> "zmq.Socket[bytes]":
+    def _configured(self, kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         return socket
 
     def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:
