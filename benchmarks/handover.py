@@ -54,9 +54,10 @@ class Rounds:
     def note_local(self, completion: Completion) -> None:
         self.local_ttft_ms.append(completion.timing["ttft_s"] * 1e3)
 
-    def note(self, completion: Completion, exposed_s: float) -> None:
+    def note(self, completion: Completion) -> None:
         timing = completion.timing
-        self.exposed_ms.append(exposed_s * 1e3)
+        [given] = [each for each in timing["transfers"] if each["role"] == TransferRole.PRODUCER.value]
+        self.exposed_ms.append(given["exposed_s"] * 1e3)
         self.ttft_ms.append(timing["ttft_s"] * 1e3)
         self.gap_ms.append(timing["itl_s"][0] * 1e3)
         self.step_ms.append(median(timing["itl_s"][1:]) * 1e3)
@@ -118,37 +119,11 @@ async def measure(
                 prompt = [rng.randrange(1_000, 20_000) for _ in range(length)]
                 modes: list[Mode] = ["local", "disaggregated"]
                 for mode in modes if number % 2 else reversed(modes):
-                    before = await handed_over(client)
                     completion = await complete(client, prompt, mode, f"{mode} {number}")
-                    if mode == "local":
-                        if number > 0:
-                            rounds[length].note_local(completion)
-                        continue
-                    # The prefill worker's word comes with its next status, not with an event.
-                    while (after := await handed_over(client)).num_done == before.num_done:  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
                     if number > 0:
-                        rounds[length].note(completion, after.exposed_s - before.exposed_s)
+                        note = rounds[length].note_local if mode == "local" else rounds[length].note
+                        note(completion)
     return [Result.of(config.kv_transfer.transport, length, rounds[length]) for length in lengths]
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """What the prefill worker has handed over since its start."""
-
-    num_done: int
-    exposed_s: float
-
-
-async def handed_over(client: GatewayClient) -> HandedOver:
-    description = await client.describe()
-    given = [
-        peer
-        for worker in description["workers"]
-        for peer in worker["kv_peers"]
-        if peer["role"] == TransferRole.PRODUCER.value
-    ]
-    return HandedOver(sum(peer["done"] for peer in given), sum(peer["exposed_s"] for peer in given))
 
 
 async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> Completion:

@@ -126,9 +126,10 @@ class Outgoing:
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
     def unopen(self) -> None:
-        """The consumer gave its room back, and what it had received with it."""
+        """The consumer gave its room back, and what it had received with it: a late word of that counts no more."""
         if self.state is State.STREAMING:
             self.move_to(State.PREPARING)
+            self.version += 1
         self.open, self.transport = None, ""
         self.acked.clear()
         self.is_end_sent, self.is_postponed = False, True

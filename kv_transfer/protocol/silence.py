@@ -37,6 +37,5 @@ class Silence:
         slept_s = now - self._awake_at - self._heartbeat_s
         self._awake_at = now
         if slept_s > 0.0:
-            for times in (self._asked_at, self._heard_at):
-                for key, when in times.items():
-                    times[key] = min(now, when + slept_s)  # type: ignore[index]
+            self._asked_at = {key: min(now, when + slept_s) for key, when in self._asked_at.items()}
+            self._heard_at = {producer: min(now, when + slept_s) for producer, when in self._heard_at.items()}

@@ -1,7 +1,7 @@
 """Loads that are put off: a producer that is stuck says so, the room is given back, and the load comes later."""
 
 from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Leg, Quiesced, Received
-from kv_transfer.protocol.messages import Cancel, Hold, Opened, Pieces, Release
+from kv_transfer.protocol.messages import Ack, Cancel, End, Hold, Opened, Pieces, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.transfer import (
     HEARTBEAT_S,
@@ -215,3 +215,26 @@ def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() ->
     wire.load(0, 3)
     wire.deliver()
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
+
+
+def test_c45_a_late_word_of_the_load_that_was_put_off_vouches_for_nothing_of_the_next() -> None:
+    """It had other blocks. Were it believed, the End would not wait for what is still being read."""
+    wire = start_stuck(transport=SHARED_MEMORY)
+    wire.deliver()
+    starve(wire)
+    wire.deliver()
+    starve(wire, is_starved=False)
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.deliver()
+    wire.reads_at_once = False
+    wire.load(0, 3)
+    wire.deliver()
+    wire.at_producer(wire.producer.on_message(b"consumer", Ack(KEY, 0, (0, 1, 2), ()), wire.clock.now()))
+    wire.deliver()
+    assert all(end.key != KEY for end in sent(wire, End))
+    wire.finish_reads()
+    wire.deliver()
+    wire.finish_reads()
+    wire.deliver()
+    assert any(isinstance(news, Received) and news.leg == Leg("r") for news in wire.news)

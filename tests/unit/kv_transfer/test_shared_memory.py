@@ -7,7 +7,9 @@ import resource
 import numpy as np
 import pytest
 
-from kv_transfer.transport.shared_memory import SharedMemory
+from kv_transfer.transport import shared_memory
+from kv_transfer.transport.base import Runs
+from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 
 NUM_BYTES = 8 * 2**20
 
@@ -36,3 +38,27 @@ def test_the_array_outlives_its_owner() -> None:
         os.fstat(fd)
     array[:] = 1
     assert array.sum(dtype=np.int64) == NUM_BYTES
+
+
+@pytest.mark.parametrize(
+    "lengths", [[8192], [1, 8191], [4096, 4096], [1000, 3096, 4096], [8191, 1], [1] * 64]
+)
+def test_two_threads_copy_what_one_would(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
+    theirs, ours = SharedMemory(2 * 8192), SharedMemory(2 * 8192)
+    theirs.array[:] = np.random.default_rng(0).integers(1, 256, 2 * 8192, dtype=np.uint8)
+    reader = SharedMemoryReader(ours.array, ours)
+    description = SharedMemoryReader(theirs.array, theirs).describe()
+    assert description is not None
+    starts = np.cumsum([0, *lengths[:-1]])
+    runs = Runs(starts + 100, starts + 7000, np.array(lengths))
+    copies = []
+    for num_bytes_for_two in (2**62, 1):
+        monkeypatch.setattr(shared_memory, "MIN_BYTES_FOR_TWO", num_bytes_for_two)
+        ours.array[:] = 0
+        reader.open(description).read(runs)
+        [done] = reader.poll()
+        assert done.error is None
+        copies.append(ours.array.copy())
+    assert copies[0].any()
+    assert (copies[0] == copies[1]).all()
+    reader.close()
