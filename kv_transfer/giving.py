@@ -95,7 +95,7 @@ class GivingEnd:
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
         self._producer.check_integrity()
-        assert len(self._timelines) == len(self._legs)
+        assert len(self._timelines) == len(self._legs) == len(self._open)
 
     def __len__(self) -> int:
         return max(len(self._producer), len(self._legs))
@@ -134,8 +134,9 @@ class GivingEnd:
             self._conclude(leg.request_id)
 
     def _conclude(self, request_id: str) -> None:
-        """No leg is read any more."""
+        """No leg is read any more, or there never was one."""
         self._legs.close(request_id)
+        self._open.forget(request_id)
         self.freed.append(request_id)
         if record := self._timelines.conclude(request_id):
             self.records[request_id] = record

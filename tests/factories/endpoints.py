@@ -260,6 +260,8 @@ class Fabric:
 
     def assert_at_rest(self) -> None:
         """No endpoint knows of any hand-over, and once pools that were read are let go, nothing is due."""
+        for endpoint in self.endpoints.values():
+            endpoint.check_integrity()
         assert [len(endpoint) for endpoint in self.endpoints.values()] == [0] * len(self.endpoints)
         self.advance(60.0)
         assert [endpoint.next_deadline() for endpoint in self.endpoints.values()] == [None] * len(
