@@ -1,0 +1,39 @@
+"""The activation of the gated MLP, silu(gate) * up, in one pass.
+
+Shape suffixes: T tokens, I intermediate size, M = 2 x I (the gates, then what they scale).
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+BLOCK_I = 1024
+
+
+def silu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
+    """T x I in the input's dtype, computed in float32. Rows may be strided, their elements not."""
+    num_tokens, width = gate_up_TM.shape
+    assert gate_up_TM.stride(1) == 1, "a row is one span"
+    assert width % 2 == 0, f"{width} columns are not pairs"
+    out_TI = torch.empty((num_tokens, width // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
+    grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
+    _silu_mul_kernel[grid](gate_up_TM, out_TI, gate_up_TM.stride(0), width // 2, BLOCK_I=BLOCK_I, num_warps=4)
+    return out_TI
+
+
+def silu_mul_reference(gate_up_TM: torch.Tensor) -> torch.Tensor:
+    """The same in torch, rounded once at the end."""
+    gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
+    return (F.silu(gate_TI) * up_TI).to(gate_up_TM.dtype)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, num_columns, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = columns < num_columns
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask)

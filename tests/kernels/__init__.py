@@ -1,0 +1,1 @@
+"""Triton kernels against their torch references: interpreted without a GPU, compiled without one, run on one."""

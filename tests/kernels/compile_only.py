@@ -1,0 +1,169 @@
+"""Compiles every kernel for GPUs that need not be there, and says what the compiler made of it.
+
+    python -m tests.kernels.compile_only [--arch 90 80 100] [--json FILE] [NAME ...]
+
+Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
+replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
+Not to be run with TRITON_INTERPRET set.
+"""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import tests.kernels
+
+ARCHITECTURES = (90, 80, 100)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel of one launch on one architecture."""
+
+    launch: str
+    kernel: str
+    arch: int
+    seconds: float
+    registers: int
+    """A thread's."""
+    stack_bytes: int
+    """A thread's local memory: registers that were spilled, or arrays that are indexed at run time."""
+    shared_bytes: int
+    """A program's."""
+    num_warps: int
+    has_wgmma: bool
+    has_mma: bool
+    """Matrix units of any generation."""
+    has_tma: bool
+    """The bulk tensor copy engine."""
+
+
+class _Target:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._arch  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling_for(arch: int) -> Iterator[list[Any]]:
+    """Within the context every launch compiles for `arch` instead, and the list gets what came of it."""
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(kernel)
+        return kernel
+
+    driver.set_active(_Target(arch))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = None
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """Of all test modules, by `module: name`."""
+    found: dict[str, Callable[[], object]] = {}
+    for module_info in pkgutil.iter_modules(tests.kernels.__path__):
+        if module_info.name.startswith("test_"):
+            module = importlib.import_module(f"tests.kernels.{module_info.name}")
+            for name, launch in getattr(module, "LAUNCHES", {}).items():
+                found[f"{module_info.name.removeprefix('test_')}: {name}"] = launch
+    return found
+
+
+def compile_launch(name: str, launch: Callable[[], object], arch: int) -> list[Compiled]:
+    """Everything that the launch launches."""
+    began = time.perf_counter()
+    with compiling_for(arch) as kernels:
+        launch()
+    seconds = time.perf_counter() - began
+    assert kernels, f"{name} launched nothing"
+    return [_describe(name, kernel, arch, seconds / len(kernels)) for kernel in kernels]
+
+
+def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
+    ptx: str = kernel.asm["ptx"]
+    usage = _resource_usage(kernel.asm["cubin"])
+    return Compiled(
+        launch=launch,
+        kernel=kernel.metadata.name,
+        arch=arch,
+        seconds=round(seconds, 2),
+        registers=usage["REG"],
+        stack_bytes=usage["STACK"],
+        shared_bytes=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+        has_wgmma="wgmma.mma_async" in ptx,
+        has_mma="wgmma.mma_async" in ptx or "mma.sync" in ptx or "tcgen05.mma" in ptx,
+        has_tma="cp.async.bulk.tensor" in ptx,
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_only")
+    parser.add_argument("names", nargs="*", help="beginnings of names; all without")
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    all_compiled = []
+    for name, launch in launches().items():
+        if options.names and not name.startswith(tuple(options.names)):
+            continue
+        for arch in options.arch:
+            for compiled in compile_launch(name, launch, arch):
+                all_compiled.append(asdict(compiled))
+                units = "wgmma" if compiled.has_wgmma else "mma" if compiled.has_mma else "-"
+                print(
+                    f"{name:44} sm_{arch:<4} {compiled.registers:4} registers {compiled.stack_bytes:5} B stack "
+                    f"{compiled.shared_bytes / 1024:6.1f} KiB shared  {units:5} "
+                    f"{'tma' if compiled.has_tma else '-':3} {compiled.seconds:5.1f} s",
+                    flush=True,
+                )
+    if options.json is not None:
+        options.json.write_text(json.dumps(all_compiled, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Decides once where kernels run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before any is imported
+
+collect_ignore_glob: list[str] = []
+try:
+    import triton  # noqa: F401
+except ModuleNotFoundError:
+    collect_ignore_glob.append("test_*.py")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Of the CPU: equal inputs wherever the kernel runs."""
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,25 @@
+"""silu(gate) * up."""
+
+import pytest
+import torch
+
+from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+
+LAUNCHES = {
+    "Llama-3.1-8B": lambda: silu_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
+    "float32": lambda: silu_mul(torch.empty(1, 2 * 96)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (3, 192), (2, 2 * 1025)])
+def test_is_what_torch_computes(
+    dtype: torch.dtype, num_tokens: int, width: int, device: torch.device, generator: torch.Generator
+) -> None:
+    gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
+    torch.testing.assert_close(silu_mul(gate_up_TM), silu_mul_reference(gate_up_TM))
+
+
+def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
+    wide_TX = torch.randn(4, 50, generator=generator).to(device)
+    torch.testing.assert_close(silu_mul(wide_TX[:, 10:30]), silu_mul_reference(wide_TX[:, 10:30]))
