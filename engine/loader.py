@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from baton.config import ModelConfig
+from engine.device import make_backend
 from engine.kv_cache import KVBlockShape
+from engine.layers.backend import Backend
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
 from engine.weights import CheckpointWeights, DummyWeights, model_digest
@@ -41,10 +43,13 @@ class LoadedModel:
         return KVBlockShape(a.num_layers, a.num_kv_heads, block_size, a.head_dim, self.dtype)
 
 
-def load_model(config: ModelConfig, path: Path, device: torch.device) -> LoadedModel:
+def load_model(
+    config: ModelConfig, path: Path, device: torch.device, backend: Backend | None = None
+) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
-    `config` gives dtype and load format; its own `path` may be a mere name, which whoever calls has looked up.
+    `config` gives dtype and load format; its own `path` may be a mere name, which whoever calls has looked up. `backend`
+    has the kernels to run it with; None takes those of the device.
 
     Weights stream through memory-mapped files in the order the model is built, so nothing is held twice except the
     layer under way.
@@ -52,10 +57,11 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> LoadedM
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
     is_dummy = config.load_format == "dummy"
+    backend = backend or make_backend(device)
     decoder = (
-        LlamaForCausalLM(architecture, DummyWeights(dtype), device)
+        LlamaForCausalLM(architecture, DummyWeights(dtype), backend)
         if is_dummy
-        else _load_decoder(path, architecture, dtype, device)
+        else _load_decoder(path, architecture, dtype, backend)
     )
     return LoadedModel(
         architecture=architecture,
@@ -68,10 +74,10 @@ def load_model(config: ModelConfig, path: Path, device: torch.device) -> LoadedM
 
 
 def _load_decoder(
-    path: Path, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
+    path: Path, architecture: ModelArchitecture, dtype: torch.dtype, backend: Backend
 ) -> LlamaForCausalLM:
     with CheckpointWeights(path, dtype) as weights:
-        decoder = LlamaForCausalLM(architecture, weights, device)
+        decoder = LlamaForCausalLM(architecture, weights, backend)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model has no use for.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
