@@ -216,7 +216,7 @@ class ClusterConfig(Section):
     decode: int = Field(1, ge=1)
     """Decode workers."""
     prefill_tensor_parallel: int | None = Field(None, ge=1)
-    """Ranks of each prefill worker; None: `engine.tensor_parallel`. This or the next must be a multiple of the other."""
+    """Ranks of each prefill worker; None: `engine.tensor_parallel`. One of this and the next divides the other."""
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     ray_address: str = "local"

@@ -55,7 +55,9 @@ class Supervisor:
         may_grow = self._config.cluster.ray_address != "local"
         self._group = await reserve(bundles, timeout_s, may_grow)
         self._handles = [
-            WorkerHandle(self._config, self._keys, self._model_path, role, name, self._group, index, bundles[index])
+            WorkerHandle(
+                self._config, self._keys, self._model_path, role, name, self._group, index, bundles[index]
+            )
             for index, (name, role) in enumerate(names)
         ]
         try:

@@ -3,6 +3,14 @@
 from kv_transfer.connector_scheduler import KVConnectorScheduler
 from kv_transfer.connector_worker import KVConnectorWorker
 from kv_transfer.orders import KVConnectorMetadata
+from kv_transfer.ranks import RankConnector, RankedConnector
 from kv_transfer.transport.shared_memory import SharedMemory
 
-__all__ = ["KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker", "SharedMemory"]
+__all__ = [
+    "KVConnectorMetadata",
+    "KVConnectorScheduler",
+    "KVConnectorWorker",
+    "RankConnector",
+    "RankedConnector",
+    "SharedMemory",
+]

@@ -20,6 +20,7 @@ from baton.kv import PROTOCOL_VERSION
 from baton.messages import TO_GATEWAY, TO_WORKER
 from baton.sampling import SamplingParams
 from baton.wire import unpack
+from engine.rank_messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
 
@@ -28,6 +29,8 @@ CODECS = {
     "TO_GATEWAY": TO_GATEWAY,
     "TO_PRODUCER": TO_PRODUCER,
     "TO_CONSUMER": TO_CONSUMER,
+    "TO_RANK": TO_RANK,
+    "FROM_RANK": FROM_RANK,
 }
 
 Maker = Callable[[random.Random], Any]
@@ -61,7 +64,7 @@ def maker(hint: Any) -> Maker:
     if hint is SamplingParams:
         return _sampling_params
     if hint is Any:
-        return lambda rng: None
+        return lambda _: None
     if hint in _SCALARS:
         return _SCALARS[hint]
     if is_dataclass(hint):

@@ -73,3 +73,10 @@ def test_fingerprints_of_unequal_pools_name_the_difference() -> None:
     assert (ours.dtype, ours.layout, ours.block_size) == ("float32", "LKHTD", 4)
     other = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float16), CPU).fingerprint("another")
     assert ours.differences(other) == ["model: digest != another", "dtype: float32 != float16"]
+
+
+def test_a_fingerprint_counts_the_heads_of_all_ranks() -> None:
+    whole = KVPool(3, KVBlockShape(3, 8, 4, 8, torch.float32), CPU).fingerprint("digest")
+    quarter = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float32), CPU).fingerprint("digest", num_ranks=4)
+    assert (quarter.num_kv_heads, quarter.num_ranks) == (8, 4)
+    assert whole.differences(quarter) == []
