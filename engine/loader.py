@@ -48,8 +48,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
-    `config` gives dtype and load format; its own `path` may be a mere name, which whoever calls has looked up. `backend`
-    has the kernels to run it with; None takes those of the device.
+    `config` gives dtype and load format; its own `path` may be a mere name, which whoever calls has looked up.
+    `backend` has the kernels to run it with; None takes those of the device.
 
     Weights stream through memory-mapped files in the order the model is built, so nothing is held twice except the
     layer under way.
