@@ -153,9 +153,9 @@ class StepBatch:
     """The last token of each request that has no known next token."""
     sampling_requests: tuple[RequestState, ...]
     new_tails: tuple[tuple[int, int], ...]
-    """(block, offset) from where on a decode's last block may hold garbage: to be zeroed before it is attended to by
-    kernels that read whole blocks. Masking is not enough for them, since 0 x NaN is NaN: a block's former owner, or a
-    peer, may have left one."""
+    """(block, offset) from where on a request's last block may hold garbage: to be zeroed before it is attended to, for
+    kernels read whole blocks. Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have
+    left one."""
 
 
 class RequestBatch:
@@ -212,7 +212,7 @@ class RequestBatch:
             prefills=batched[len(decodes) :],
             sampling_rows_R=np.array(starts[1:])[samples] - 1,
             sampling_requests=tuple(itertools.compress((r for r, _ in rows), samples)),
-            new_tails=tuple(self._new_tails(decodes)),
+            new_tails=tuple(self._new_tails(batched, [request for request, _ in rows])),
         )
 
     def _batched(self, request: RequestState, n: int, start: int) -> BatchedRequest:
@@ -233,11 +233,12 @@ class RequestBatch:
                 sources_T[start + n - 1] = request.sampled_row
         return sources_T
 
-    def _new_tails(self, decodes: list[RequestState]) -> Iterator[tuple[int, int]]:
-        for request in decodes:
-            block_id = int(request.block_ids.values[request.num_computed_tokens // self._block_size])
+    def _new_tails(
+        self, batched: tuple[BatchedRequest, ...], requests: list[RequestState]
+    ) -> Iterator[tuple[int, int]]:
+        for rows, request in zip(batched, requests, strict=True):
+            block_id, offset = int(rows.block_ids[-1]), rows.context_len % self._block_size
             if request.cleared_block != block_id:
                 request.cleared_block = block_id
-                offset = request.num_computed_tokens % self._block_size + 1
-                if offset < self._block_size:
+                if offset:
                     yield block_id, offset

@@ -27,8 +27,9 @@ class ModelRunner:
         block_size: int,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs: without
-        it, no plan may ask for any.
+        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
+
+        Without grammars, no plan may ask for any.
         """
         self._forward = forward
         self._sampler = sampler

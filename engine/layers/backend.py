@@ -1,12 +1,25 @@
 """The seam between a model and the kernels of a device; knows no architecture.
 
-Shape suffixes: T tokens of a step, E hidden size, V vocabulary (this rank's share), I input and O output features or
-intermediate size, M = 2 x I.
+Shape suffixes: T tokens of a step, R tokens that were sampled, E hidden size, V vocabulary (this rank's share), I input
+and O output features or intermediate size, M = 2 x I.
 """
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    """A step's tokens, on the device."""
+
+    ids_T: torch.Tensor
+    sources_T: torch.Tensor | None = None
+    """Row of `sampled_R` where the token is, or -1: then it is in `ids_T`. None: all are."""
+    sampled_R: torch.Tensor | None = None
+    """What the step before sampled, known to the device only."""
 
 
 class LinearLayer(Protocol):
@@ -22,7 +35,7 @@ class Backend(Protocol):
         """The given weight need not be kept."""
         ...
 
-    def embed(self, ids_T: torch.Tensor, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
         """T x E: rows of `weight_VE`, whose first is that of token `first_token`; zeros for tokens of other ranks."""
         ...
 

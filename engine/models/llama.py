@@ -7,7 +7,7 @@ Q query heads, D head dimension, M = 2 x intermediate size, I intermediate size.
 import torch
 
 from engine.layers.attention import Attention, HeadNorm
-from engine.layers.backend import Backend, LinearLayer
+from engine.layers.backend import Backend, InputTokens, LinearLayer
 from engine.model_config import ModelArchitecture
 from engine.weights import WeightSource
 
@@ -29,9 +29,9 @@ class LlamaForCausalLM:
         )
         self._lm_head = backend.linear(lm_head_VE, None)
 
-    def forward(self, input_ids_T: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
         """Hidden states of every token, before the final norm: T x E."""
-        residual_TE = self._backend.embed(input_ids_T, self._embed_tokens_VE, 0)
+        residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, 0)
         branch_TE: torch.Tensor | None = None
         for layer in self._layers:
             branch_TE = layer.forward(branch_TE, residual_TE, attention)
