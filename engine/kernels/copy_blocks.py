@@ -78,7 +78,8 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
     """Program p copies chunks p, p + programs, ..."""
     vectors = tl.arange(0, VECTORS)
     words = tl.arange(0, 4)
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+    chunk = tl.program_id(0)
+    while chunk < num_chunks:
         pair = chunk // chunks_per_block
         first = (chunk % chunks_per_block) * VECTORS
         source = tl.load(pairs_ptr + 2 * pair).to(tl.int64) * vectors_per_block + first
@@ -88,3 +89,4 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
         mask = (first + vectors < vectors_per_block)[:, None]
         data = tl.load(source_ptr + 4 * source + within, mask)
         tl.store(target_ptr + 4 * target + within, data, mask)
+        chunk += tl.num_programs(0)

@@ -24,7 +24,7 @@ def run_pieces(offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     pieces: list[tuple[int, int, int]] = []
     packed = 0
     for offset, length in zip(offsets, lengths, strict=True):
-        assert offset >= 0 and length >= 0, f"{length} bytes at {offset}"
+        assert min(offset, length) >= 0, f"{length} bytes at {offset}"
         assert offset % VECTOR_BYTES == length % VECTOR_BYTES == 0, (
             f"{length} bytes at {offset}: no multiples of 16"
         )
@@ -91,15 +91,19 @@ def _copy_runs_kernel(  # type: ignore[no-untyped-def]
     vectors = tl.arange(0, VECTORS)
     words = tl.arange(0, 4)
     within = 4 * vectors[:, None] + words[None, :]
-    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+    piece = tl.program_id(0)
+    while piece < num_pieces:
         piece_ptr = pieces_ptr + 3 * piece
         # 4 words x something: so the compiler sees 16-byte accesses.
         pool_ptrs = pool_ptr + 4 * tl.load(piece_ptr) + within
         buffer_ptrs = buffer_ptr + 4 * tl.load(piece_ptr + 1) + within
         length = tl.load(piece_ptr + 2).to(tl.int32)
-        for first in range(0, length, VECTORS):
+        first = 0
+        while first < length:
             mask = (first + vectors < length)[:, None]
             if IS_GATHER:
                 tl.store(buffer_ptrs + 4 * first, tl.load(pool_ptrs + 4 * first, mask), mask)
             else:
                 tl.store(pool_ptrs + 4 * first, tl.load(buffer_ptrs + 4 * first, mask), mask)
+            first += VECTORS
+        piece += tl.num_programs(0)
