@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.attention import Attention
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearLayer, MakeLinear
 from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.model_config import ModelArchitecture
 from engine.weights import WeightSource
@@ -17,19 +17,24 @@ from engine.weights import WeightSource
 class LlamaForCausalLM:
     """Token ids to logits. Two calls, since most rows of a step need no logits."""
 
-    def __init__(self, architecture: ModelArchitecture, weights: WeightSource, device: torch.device) -> None:
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        weights: WeightSource,
+        device: torch.device,
+        linear: MakeLinear = Linear,
+    ) -> None:
+        """`weights` are on `device`. `linear` makes the layers' projections; the one to logits is always plain."""
         a = architecture
         self._eps = a.rms_norm_eps
-        self._embed_tokens_VE = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size).to(
-            device
-        )
-        self._layers = [DecoderLayer(a, index, weights, device) for index in range(a.num_layers)]
-        self._norm_E = weights.take("model.norm.weight", a.hidden_size).to(device)
+        self._embed_tokens_VE = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        self._layers = [DecoderLayer(a, index, weights, linear) for index in range(a.num_layers)]
+        self._norm_E = weights.take("model.norm.weight", a.hidden_size)
         self._rope = RotaryEmbedding(a.rope, a.head_dim, device)
         if a.tie_word_embeddings:
             self._lm_head = Linear(self._embed_tokens_VE)
         else:
-            self._lm_head = Linear(weights.take("lm_head.weight", a.vocab_size, a.hidden_size).to(device))
+            self._lm_head = Linear(weights.take("lm_head.weight", a.vocab_size, a.hidden_size))
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention
@@ -50,7 +55,7 @@ class DecoderLayer:
     """Attention, then the gated MLP, each with its own norm in front and added to the residual stream."""
 
     def __init__(
-        self, architecture: ModelArchitecture, index: int, weights: WeightSource, device: torch.device
+        self, architecture: ModelArchitecture, index: int, weights: WeightSource, linear: MakeLinear
     ) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         self._index = index
@@ -60,21 +65,21 @@ class DecoderLayer:
         e, m = a.hidden_size, a.intermediate_size
         heads, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
 
-        self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e).to(device)
+        self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e)
         self._qkv_proj = _merged(
             weights,
             {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size},
             e,
             a.has_qkv_bias,
-            device,
+            linear,
         )
-        self._qk_norm_HD = _qk_norm(a, heads, weights).to(device) if a.has_qk_norm else None
-        self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, device)
-        self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e).to(device)
+        self._qk_norm_HD = _qk_norm(a, heads, weights) if a.has_qk_norm else None
+        self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, linear)
+        self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e)
         self._gate_up_proj = _merged(
-            weights, {f"{mlp}.gate_proj": m, f"{mlp}.up_proj": m}, e, a.has_mlp_bias, device
+            weights, {f"{mlp}.gate_proj": m, f"{mlp}.up_proj": m}, e, a.has_mlp_bias, linear
         )
-        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, m, a.has_mlp_bias, device)
+        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, m, a.has_mlp_bias, linear)
 
     def forward(
         self, hidden_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, attention: Attention
@@ -103,14 +108,14 @@ class DecoderLayer:
 
 
 def _merged(
-    weights: WeightSource, sizes: dict[str, int], num_inputs: int, has_bias: bool, device: torch.device
-) -> Linear:
+    weights: WeightSource, sizes: dict[str, int], num_inputs: int, has_bias: bool, linear: MakeLinear
+) -> LinearLayer:
     """Projections of one input, as one matrix product: `sizes` maps their names to their output features."""
     weight_OI = torch.cat([weights.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
     if not has_bias:
-        return Linear(weight_OI.to(device))
+        return linear(weight_OI, None)
     bias_O = torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()])
-    return Linear(weight_OI.to(device), bias_O.to(device))
+    return linear(weight_OI, bias_O)
 
 
 def _qk_norm(architecture: ModelArchitecture, heads: str, weights: WeightSource) -> torch.Tensor:
