@@ -27,7 +27,7 @@ class ModelRunner:
         """
         a = model.architecture
         self._decoder = model.decoder
-        self._attention = PagedAttention(pool, a.num_heads, a.sliding_windows)
+        self._attention = PagedAttention(pool, a.num_heads, a.sliding_windows, model.dtype)
         self._host_blocks = host_blocks or HostBlocks(0, pool)
         self._grammars = grammars
         self._requests = RequestBatch(pool.shape.block_size, model.device)
