@@ -1,8 +1,8 @@
-"""RequestBatch: what the runner remembers about requests, and the flattened tensors of a step; knows no model.
+"""RequestBatch: what the runner remembers about requests, and a step flattened to arrays; knows no model, no device.
 
-Shape suffixes: T tokens of a step, B requests of a group, M blocks of a padded table, R rows that sample.
+Shape suffixes: T tokens of a step, R rows that sample.
 """
-# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
 from collections.abc import Iterator
@@ -10,16 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from baton.step import NewRequestData, SchedulerOutput
 from engine.grammar import Matcher
-from engine.kv_cache import NULL_BLOCK
 
 IntArray = npt.NDArray[np.int64]
-
-MIN_GROUP_BLOCKS = 8
-"""Decodes of up to this many blocks share a group: padding costs less there than another kernel call."""
 
 
 class RequestState:
@@ -33,6 +28,7 @@ class RequestState:
         "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
+        "sampled_row",
         "sampling_params",
         "stop_token_ids",
     )
@@ -46,6 +42,8 @@ class RequestState:
         self.block_ids = GrowingArray(data.block_ids)
         self.cleared_block: int | None = None
         """The last block whose slots past the request's end are known to be zero; see `StepBatch.new_tails`."""
+        self.sampled_row: int | None = None
+        """Where the last token stands among those that the step under way samples; None: all tokens are known."""
         self.matcher: Matcher | None = None
         """Guides what it samples, if its output is to be structured."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
@@ -63,13 +61,24 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
-    def append_token(self, token_id: int) -> None:
-        self._tokens.extend((token_id,))
+    def append_unknown(self, row: int) -> int:
+        """Room for the token that the step under way samples in its row `row`; the token's index, for `settle`."""
+        self._tokens.extend((0,))
+        self.sampled_row = row
+        return self.num_tokens - 1
+
+    def settle(self, index: int, token_id: int) -> None:
+        """Now it is known. Of requests that are gone or were set back, nobody asks any more."""
+        if index < self.num_tokens:
+            self._tokens.values[index] = token_id
+        if index == self.num_tokens - 1:
+            self.sampled_row = None
 
     def resume(self, block_ids: tuple[int, ...], num_tokens: int) -> None:
         """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
         self.block_ids = GrowingArray(block_ids)
         self.cleared_block = None
+        assert self.sampled_row is None, "it was preempted before the step that sampled for it had ended"
         self._tokens.truncate(num_tokens)
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
@@ -109,54 +118,51 @@ class GrowingArray:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Rows `start` to `start + B` of the step: one token each, with contexts of similar length."""
-
-    start: int
-    block_ids_BM: torch.Tensor
-    """Padded with the null block."""
-    context_lens_B: torch.Tensor
-    """Tokens to attend to, the step's own included."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Rows `start` to `start + num_tokens` of the step: consecutive tokens of one request."""
+class BatchedRequest:
+    """One request's rows of a step, `start` to `start + num_tokens`: consecutive tokens of it."""
 
     start: int
     num_tokens: int
     num_computed_tokens: int
-    """Tokens of the request before this chunk, all in the KV cache."""
-    block_ids_1M: torch.Tensor
-    """The blocks of everything up to the chunk's end."""
+    """Tokens of the request before these, all in the KV cache."""
+    block_ids: IntArray
+    """The blocks of everything up to the last of these tokens; a view."""
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the last of these attends to, itself included."""
+        return self.num_computed_tokens + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step, flattened: decodes first, then prefill chunks. Tensors are on the device."""
+    """A step, flattened: decodes first, those with the longest contexts in front, then prefill chunks."""
 
-    input_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    input_ids_T: IntArray
+    """0 where the token is not known here yet; see `sources_T`."""
+    sources_T: IntArray
+    """Where the token is the one that the previous step sampled, and is known to the device only: its row among that
+    step's sampled tokens; else -1."""
+    positions_T: IntArray
+    slots_T: IntArray
     """Where each token's KV goes: block id x block size + offset."""
-    decode_groups: tuple[DecodeGroup, ...]
-    prefill_chunks: tuple[PrefillChunk, ...]
-    sampling_rows_R: torch.Tensor
+    decodes: tuple[BatchedRequest, ...]
+    """Of one token each: request i is row i of the step."""
+    prefills: tuple[BatchedRequest, ...]
+    sampling_rows_R: IntArray
     """The last token of each request that has no known next token."""
     sampling_requests: tuple[RequestState, ...]
     new_tails: tuple[tuple[int, int], ...]
-    """(block, offset) from where on a decode's last block may hold garbage: to be zeroed before it is attended to.
-
-    Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have left one.
-    """
+    """(block, offset) from where on a request's last block may hold garbage: to be zeroed before it is attended to, for
+    kernels read whole blocks. Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have
+    left one."""
 
 
 class RequestBatch:
     """Follows the plans step by step; every request in a plan is new in it or known from an earlier one."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._device = device
         self._requests: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -184,7 +190,7 @@ class RequestBatch:
                 request.block_ids.extend(block_ids)
 
     def build(self, plan: SchedulerOutput) -> StepBatch:
-        """The step's tensors, after `update` with the same plan."""
+        """The step's arrays, after `update` with the same plan."""
         scheduled = [(self._requests[request_id], n) for request_id, n in plan.num_scheduled_tokens.items()]
         for request, n in scheduled:
             assert 0 < n <= request.num_tokens - request.num_computed_tokens, (
@@ -192,21 +198,26 @@ class RequestBatch:
                 f"and computed {request.num_computed_tokens}"
             )
         decodes = sorted((r for r, n in scheduled if n == 1), key=lambda r: -r.num_computed_tokens)
-        prefills = [(request, n) for request, n in scheduled if n > 1]
-        rows = [(request, 1) for request in decodes] + prefills
+        rows = [(r, 1) for r in decodes] + [(r, n) for r, n in scheduled if n > 1]
+        starts = list(itertools.accumulate((n for _, n in rows), initial=0))
+        batched = tuple(self._batched(r, n, start) for (r, n), start in zip(rows, starts, strict=False))
         token_ids, positions, slots = zip(*(self._tokens_of(request, n) for request, n in rows), strict=True)
-        last_rows = np.cumsum([n for _, n in rows]) - 1
         samples = [r.num_computed_tokens + n == r.num_tokens for r, n in rows]
         return StepBatch(
-            input_ids_T=self._tensor(np.concatenate(token_ids)),
-            positions_T=self._tensor(np.concatenate(positions)),
-            slots_T=self._tensor(np.concatenate(slots)),
-            decode_groups=tuple(self._decode_groups(decodes)),
-            prefill_chunks=tuple(self._prefill_chunks(prefills, len(decodes))),
-            sampling_rows_R=self._tensor(last_rows[samples]),
+            input_ids_T=np.concatenate(token_ids),
+            sources_T=self._sources(rows, starts),
+            positions_T=np.concatenate(positions),
+            slots_T=np.concatenate(slots),
+            decodes=batched[: len(decodes)],
+            prefills=batched[len(decodes) :],
+            sampling_rows_R=np.array(starts[1:])[samples] - 1,
             sampling_requests=tuple(itertools.compress((r for r, _ in rows), samples)),
-            new_tails=tuple(self._new_tails(decodes)),
+            new_tails=tuple(self._new_tails(batched, [request for request, _ in rows])),
         )
+
+    def _batched(self, request: RequestState, n: int, start: int) -> BatchedRequest:
+        num_blocks = -(-(request.num_computed_tokens + n) // self._block_size)
+        return BatchedRequest(start, n, request.num_computed_tokens, request.block_ids.values[:num_blocks])
 
     def _tokens_of(self, request: RequestState, n: int) -> tuple[IntArray, IntArray, IntArray]:
         """Ids, positions and slots of the request's next `n` tokens."""
@@ -215,42 +226,19 @@ class RequestBatch:
         block_ids = request.block_ids.values[positions // self._block_size]
         return request.token_ids[span], positions, block_ids * self._block_size + positions % self._block_size
 
-    def _decode_groups(self, decodes: list[RequestState]) -> Iterator[DecodeGroup]:
-        """Longest first; a group ends at the first context of half its longest one, so at most half is padding."""
-        start = 0
-        while start < len(decodes):
-            most = self._num_blocks(decodes[start])
-            limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
-            end = start + 1
-            while end < len(decodes) and self._num_blocks(decodes[end]) > limit:
-                end += 1
-            tables = np.full((end - start, most), NULL_BLOCK, dtype=np.int32)
-            for row, request in zip(tables, decodes[start:end], strict=True):
-                num_blocks = self._num_blocks(request)
-                row[:num_blocks] = request.block_ids.values[:num_blocks]
-            lengths = np.array([r.num_computed_tokens + 1 for r in decodes[start:end]], dtype=np.int64)
-            yield DecodeGroup(start, self._tensor(tables), self._tensor(lengths))
-            start = end
+    def _sources(self, rows: list[tuple[RequestState, int]], starts: list[int]) -> IntArray:
+        sources_T = np.full(starts[-1], -1, dtype=np.int64)
+        for (request, n), start in zip(rows, starts, strict=False):
+            if request.sampled_row is not None and request.num_computed_tokens + n == request.num_tokens:
+                sources_T[start + n - 1] = request.sampled_row
+        return sources_T
 
-    def _prefill_chunks(self, prefills: list[tuple[RequestState, int]], start: int) -> Iterator[PrefillChunk]:
-        for request, n in prefills:
-            num_blocks = -(-(request.num_computed_tokens + n) // self._block_size)
-            table = request.block_ids.values[:num_blocks].astype(np.int32)
-            yield PrefillChunk(start, n, request.num_computed_tokens, self._tensor(table[None]))
-            start += n
-
-    def _new_tails(self, decodes: list[RequestState]) -> Iterator[tuple[int, int]]:
-        for request in decodes:
-            block_id = int(request.block_ids.values[request.num_computed_tokens // self._block_size])
+    def _new_tails(
+        self, batched: tuple[BatchedRequest, ...], requests: list[RequestState]
+    ) -> Iterator[tuple[int, int]]:
+        for rows, request in zip(batched, requests, strict=True):
+            block_id, offset = int(rows.block_ids[-1]), rows.context_len % self._block_size
             if request.cleared_block != block_id:
                 request.cleared_block = block_id
-                offset = request.num_computed_tokens % self._block_size + 1
-                if offset < self._block_size:
+                if offset:
                     yield block_id, offset
-
-    def _num_blocks(self, request: RequestState) -> int:
-        """Blocks that hold a decode's context."""
-        return request.num_computed_tokens // self._block_size + 1
-
-    def _tensor(self, array: npt.NDArray[np.int32] | IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)

@@ -28,7 +28,7 @@ from engine.loop import EngineLoop
 from engine.pipeline import make_pipeline
 from engine.request_plane import RequestServer
 from engine.role import Role
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 from engine.step_trace import TraceHeader
 from engine.step_trace_writer import StepTraceWriter, open_step_trace
 from kv_transfer import KVConnectorScheduler, KVConnectorWorker, SharedMemory
@@ -101,7 +101,7 @@ class EngineHost:
         grammars = GrammarCompiler(
             self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
         )
-        runner = ModelRunner(model, pool, host_blocks, grammars)
+        runner = make_runner(model, pool, host_blocks, grammars)
         return EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size)),
             make_pipeline(runner, async_scheduling=config.async_scheduling),

@@ -103,7 +103,7 @@ class KVPool:
         Flat over (key or value, table, kv head, block), so that what is gathered is [2, B, H, M x T, D] as it lies.
         """
         num_layers, _, num_heads, _, _ = self.shape.dimensions
-        first_BM = block_ids_BM.to(torch.int64) * (num_layers * 2 * num_heads)
+        first_BM = block_ids_BM * (num_layers * 2 * num_heads)
         per_head = torch.arange(2 * num_heads, device=block_ids_BM.device).view(2, 1, num_heads, 1)
         return (first_BM[None, :, None, :] + per_head).flatten()
 

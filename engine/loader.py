@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 
 from baton.config import ModelConfig
+from engine.device import make_backend
 from engine.kv_cache import KVBlockShape
+from engine.layers.backend import Backend, MakeLinear
 from engine.layers.fp8 import FP8
-from engine.layers.fp8_linear import Fp8Linear
-from engine.layers.linear import Linear, MakeLinear
+from engine.layers.torch_backend import TorchBackend
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
 from engine.streamed_weights import StreamedWeights
@@ -19,7 +20,6 @@ from engine.weight_stream import CudaCopies
 from engine.weights import CheckpointWeights, DummyWeights, OnProgress, Take, TakeRecorder, model_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def load_model(
     config: ModelConfig,
     path: Path,
     device: torch.device,
+    backend: Backend | None = None,
     *,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     on_progress: OnProgress | None = None,
@@ -63,19 +64,21 @@ def load_model(
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
     `config` gives dtype, quantization and load format; its own `path` may be a mere name, which whoever calls has
-    looked up. `on_progress` hears of each tensor of a checkpoint.
+    looked up. `backend` has the kernels to run it with; None takes those of the device. `on_progress` hears of each
+    tensor of a checkpoint.
 
     Weights reach the device in the order the model is built, through memory-mapped files on CPU and ahead of it on a
     GPU, so nothing is held twice except the layer under way and what was read ahead.
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
-    linear: MakeLinear = Fp8Linear if config.quantization == "fp8" else Linear
+    backend = backend or make_backend(device)
+    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
     is_dummy = config.load_format == "dummy"
     decoder = (
-        LlamaForCausalLM(architecture, DummyWeights(dtype, device), device, linear)
+        LlamaForCausalLM(architecture, DummyWeights(dtype, device), backend, linear)
         if is_dummy
-        else _load_decoder(path, architecture, dtype, device, linear, on_progress)
+        else _load_decoder(path, architecture, dtype, device, backend, linear, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -93,7 +96,7 @@ def load_model(
 def takes_of(architecture: ModelArchitecture) -> list[Take]:
     """What a model of this architecture asks its weight source for, in order."""
     recorder = TakeRecorder()
-    LlamaForCausalLM(architecture, recorder, META)
+    LlamaForCausalLM(architecture, recorder, TorchBackend())
     return recorder.takes
 
 
@@ -102,11 +105,12 @@ def _load_decoder(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     device: torch.device,
+    backend: Backend,
     linear: MakeLinear,
     on_progress: OnProgress | None,
 ) -> LlamaForCausalLM:
     with _open_weights(path, dtype, device, takes_of(architecture), on_progress) as weights:
-        decoder = LlamaForCausalLM(architecture, weights, device, linear)
+        decoder = LlamaForCausalLM(architecture, weights, backend, linear)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model has no use for.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))

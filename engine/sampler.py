@@ -9,6 +9,7 @@ Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,40 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+class SampledTokens(Protocol):
+    """Tokens on their way from the device."""
+
+    def wait(self) -> list[SampledToken]:
+        """One a row, as soon as they are known; may be asked once."""
+        ...
+
+
+class Sampler(Protocol):
+    """Draws one token per row, for the request of that row."""
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> SampledTokens:
+        """The logits are left as they are; None on a rank that hears from another what was sampled."""
+        ...
+
+
+class TorchSampler:
+    """Samples at once."""
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+        assert logits_RV is not None, "nothing to sample from"
+        return KnownTokens(sample(logits_RV, requests))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """Satisfies SampledTokens."""
+
+    tokens: list[SampledToken]
+
+    def wait(self) -> list[SampledToken]:
+        return self.tokens
 
 
 def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[SampledToken]:

@@ -3,23 +3,8 @@
 Shape suffixes: T tokens, I input features, O output features.
 """
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
-
-
-class LinearLayer(Protocol):
-    """`x_TI @ weight_OI.T + bias_O`, in one form or another."""
-
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """T x O, in the dtype of `x_TI`."""
-        ...
-
-
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
-"""Of weight_OI and bias_O. The given weight need not be kept."""
 
 
 class Linear:

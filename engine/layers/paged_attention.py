@@ -1,21 +1,24 @@
 """PagedAttention: attention of a mixed step over the paged pool in plain torch; knows blocks, not requests.
 
-Shape suffixes: T tokens of a step, Q query heads, H kv heads, G = Q / H query heads per kv head, K = 2 x H,
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, G = Q / H query heads per kv head, K = 2 x H, P = Q + K,
 D head dimension, B requests of a decode group, M blocks of a table, S = M x block size, X = B x H products.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.batch import DecodeGroup, PrefillChunk, StepBatch
+from engine.batch import BatchedRequest, StepBatch
 from engine.kv_cache import KVPool
+from engine.layers.attention import HeadNorm
 from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.decode_groups import DecodeGroup, decode_groups
 from engine.layers.fp8 import FP8, as_bytes, saturate
+from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
+from engine.model_config import ModelArchitecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +46,36 @@ class PagedAttention:
     def __init__(
         self,
         pool: KVPool,
+        architecture: ModelArchitecture,
         num_heads: int,
-        sliding_windows: Sequence[int | None],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: of activations; None: the pool's. A pool of 8-bit floats is read and written without a scale."""
+        """`num_heads`: this rank's query heads. `dtype`: of activations; None: the pool's.
+
+        A pool of 8-bit floats is written and read without a scale.
+        """
         self._pool = pool
         self._num_heads = num_heads
-        self._windows = tuple(sliding_windows)
+        self._windows = architecture.sliding_windows
         self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
         assert pool.shape.dtype in (self._dtype, FP8), f"{self._dtype} in a pool of {pool.shape.dtype}"
+        self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, self._device)
         self._gathered, self._scores, self._weights = (Workspace(self._dtype, self._device) for _ in range(3))
         self._gathered_bytes = Workspace(torch.uint8, self._device)
 
     def prepare(self, batch: StepBatch) -> "StepAttention":
-        """Indices and masks of a step, computed once for all layers. One step at a time: they share memory."""
+        """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
+        positions_T = torch.from_numpy(batch.positions_T).to(self._device)
         return StepAttention(
             self._pool,
+            self._num_heads,
             self._windows,
-            self._pool.slot_rows(batch.slots_T),
-            [self._decode_plan(group) for group in batch.decode_groups],
-            [self._prefill_plan(chunk) for chunk in batch.prefill_chunks],
+            self._rope.angles(positions_T, self._dtype),
+            self._pool.slot_rows(torch.from_numpy(batch.slots_T).to(self._device)),
+            [self._decode_plan(group) for group in decode_groups(batch.decodes, self._device)],
+            [self._prefill_plan(chunk) for chunk in batch.prefills],
             self._gathered,
             self._gathered_bytes,
         )
@@ -96,17 +106,19 @@ class PagedAttention:
             .reshape(-1, per_kv_head, num_keys)
         )
 
-    def _prefill_plan(self, chunk: PrefillChunk) -> _PrefillPlan:
-        num_keys = chunk.num_computed_tokens + chunk.num_tokens
+    def _prefill_plan(self, chunk: BatchedRequest) -> _PrefillPlan:
         return _PrefillPlan(
             rows=slice(chunk.start, chunk.start + chunk.num_tokens),
-            num_keys=num_keys,
-            block_rows=self._pool.block_rows(chunk.block_ids_1M) if chunk.num_computed_tokens else None,
+            num_keys=chunk.context_len,
+            block_rows=self._block_rows(chunk) if chunk.num_computed_tokens else None,
             attend={
-                window: self._chunk_attention(chunk.num_tokens, num_keys, window)
+                window: self._chunk_attention(chunk.num_tokens, chunk.context_len, window)
                 for window in set(self._windows)
             },
         )
+
+    def _block_rows(self, chunk: BatchedRequest) -> torch.Tensor:
+        return self._pool.block_rows(torch.from_numpy(chunk.block_ids[None]).to(self._device))
 
     def _chunk_attention(self, num_queries: int, num_keys: int, window: int | None) -> ChunkAttention:
         if self._device.type == "cpu" and self._dtype is torch.bfloat16:
@@ -122,7 +134,9 @@ class StepAttention:
     def __init__(
         self,
         pool: KVPool,
+        num_heads: int,
         windows: tuple[int | None, ...],
+        angles: tuple[torch.Tensor, torch.Tensor],
         slot_rows: torch.Tensor,
         decodes: list[_DecodePlan],
         prefills: list[_PrefillPlan],
@@ -130,14 +144,22 @@ class StepAttention:
         gathered_bytes: Workspace,
     ) -> None:
         self._pool = pool
+        self._num_heads = num_heads
         self._windows = windows
+        self._angles = angles
         self._slot_rows = slot_rows
         self._decodes = decodes
         self._prefills = prefills
         self._gathered = gathered
         self._gathered_bytes = gathered_bytes
 
-    def __call__(self, layer: int, q_TQD: torch.Tensor, kv_TKD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        q_TQD, kv_TKD = qkv_TPD[:, : self._num_heads], qkv_TPD[:, self._num_heads :]
+        num_rotated = self._num_heads + kv_TKD.shape[1] // 2
+        qk_TRD = qkv_TPD[:, :num_rotated]
+        if head_norm is not None:
+            head_norm.apply_(qk_TRD)
+        rotate_(qk_TRD, *self._angles)
         kv_TKD = self._store(layer, kv_TKD)
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
         for decode in self._decodes:

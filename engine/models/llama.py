@@ -1,15 +1,13 @@
 """The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3), written out; knows no request and no block table.
 
-Shape suffixes: T tokens of a step, V vocabulary, E hidden size, H query heads + kv heads, Q query heads,
-K 2 x kv heads, D head dimension, M = 2 x intermediate size.
+Shape suffixes: T tokens of a step, R rows that sample, V vocabulary, E hidden size, P query, key and value heads,
+Q query heads, D head dimension, M = 2 x intermediate size, I intermediate size.
 """
 
 import torch
-import torch.nn.functional as F
 
-from engine.layers.attention import Attention
-from engine.layers.linear import Linear, LinearLayer, MakeLinear
-from engine.layers.rope import RotaryEmbedding, rotate_
+from engine.layers.attention import Attention, HeadNorm
+from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
 from engine.model_config import ModelArchitecture
 from engine.weights import WeightSource
 
@@ -21,90 +19,92 @@ class LlamaForCausalLM:
         self,
         architecture: ModelArchitecture,
         weights: WeightSource,
-        device: torch.device,
-        linear: MakeLinear = Linear,
+        backend: Backend,
+        linear: MakeLinear | None = None,
     ) -> None:
-        """`weights` are on `device`. `linear` makes the layers' projections; the one to logits is always plain."""
+        """`linear` makes the layers' projections, None: `backend.linear`, as it always makes the one to logits."""
         a = architecture
+        linear = linear or backend.linear
+        self._backend = backend
         self._eps = a.rms_norm_eps
         self._embed_tokens_VE = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-        self._layers = [DecoderLayer(a, index, weights, linear) for index in range(a.num_layers)]
+        self._layers = [DecoderLayer(a, index, weights, backend, linear) for index in range(a.num_layers)]
         self._norm_E = weights.take("model.norm.weight", a.hidden_size)
-        self._rope = RotaryEmbedding(a.rope, a.head_dim, device)
-        if a.tie_word_embeddings:
-            self._lm_head = Linear(self._embed_tokens_VE)
-        else:
-            self._lm_head = Linear(weights.take("lm_head.weight", a.vocab_size, a.hidden_size))
+        lm_head_VE = (
+            self._embed_tokens_VE
+            if a.tie_word_embeddings
+            else weights.take("lm_head.weight", a.vocab_size, a.hidden_size)
+        )
+        self._lm_head = backend.linear(lm_head_VE, None)
 
-    def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Hidden states of every token, before the final norm."""
-        hidden_TE = F.embedding(input_ids_T, self._embed_tokens_VE)
-        cos_T1D, sin_T1D = self._rope.angles(positions_T, hidden_TE.dtype)
+    def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
+        """Hidden states of every token, before the final norm: T x E."""
+        residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, 0)
+        branch_TE: torch.Tensor | None = None
         for layer in self._layers:
-            hidden_TE = layer.forward(hidden_TE, cos_T1D, sin_T1D, attention)
-        return hidden_TE
+            branch_TE = layer.forward(branch_TE, residual_TE, attention)
+        assert branch_TE is not None, "a model has layers"
+        return residual_TE.add_(branch_TE)
 
-    def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """T x V, in the model's dtype; T here are the rows that sample."""
-        return self._lm_head(F.rms_norm(hidden_TE, self._norm_E.shape, self._norm_E, self._eps))
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """R x V, in the model's dtype."""
+        return self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, self._eps))
 
 
 class DecoderLayer:
-    """Attention, then the gated MLP, each with its own norm in front and added to the residual stream."""
+    """Attention, then the gated MLP: branches of the residual stream, each with its own norm in front.
+
+    A branch is added to the stream together with the next norm, which may belong to the next layer.
+    """
 
     def __init__(
-        self, architecture: ModelArchitecture, index: int, weights: WeightSource, linear: MakeLinear
+        self,
+        architecture: ModelArchitecture,
+        index: int,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear,
     ) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         self._index = index
         self._eps = a.rms_norm_eps
-        self._num_heads, self._num_kv_heads, self._head_dim = a.num_heads, a.num_kv_heads, a.head_dim
+        self._backend = backend
+        self._head_dim = a.head_dim
         q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        e, m = a.hidden_size, a.intermediate_size
+        e, i = a.hidden_size, a.intermediate_size
         heads, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size}
 
         self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e)
-        self._qkv_proj = _merged(
-            weights,
-            {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size},
-            e,
-            a.has_qkv_bias,
-            linear,
-        )
-        self._qk_norm_HD = _qk_norm(a, heads, weights) if a.has_qk_norm else None
+        self._qkv_proj = _merged(weights, qkv, e, a.has_qkv_bias, linear)
+        self._head_norm = _head_norm(a, heads, weights) if a.has_qk_norm else None
         self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, linear)
         self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e)
         self._gate_up_proj = _merged(
-            weights, {f"{mlp}.gate_proj": m, f"{mlp}.up_proj": m}, e, a.has_mlp_bias, linear
+            weights, {f"{mlp}.gate_proj": i, f"{mlp}.up_proj": i}, e, a.has_mlp_bias, linear
         )
-        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, m, a.has_mlp_bias, linear)
+        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, i, a.has_mlp_bias, linear)
 
     def forward(
-        self, hidden_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, attention: Attention
+        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        normed_TE = F.rms_norm(hidden_TE, self._input_norm_E.shape, self._input_norm_E, self._eps)
-        hidden_TE = self._self_attention(normed_TE, cos_T1D, sin_T1D, attention).add_(hidden_TE)
-        normed_TE = F.rms_norm(hidden_TE, self._post_norm_E.shape, self._post_norm_E, self._eps)
-        return self._mlp(normed_TE).add_(hidden_TE)
+        """`branch_TE`: what the layer before has left to be added to the residual stream; the same is returned."""
+        branch_TE = self._self_attention(self._normed(branch_TE, residual_TE, self._input_norm_E), attention)
+        return self._mlp(self._normed(branch_TE, residual_TE, self._post_norm_E))
 
-    def _self_attention(
-        self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, attention: Attention
+    def _normed(
+        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, weight_E: torch.Tensor
     ) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
-        qkv_TXD = self._qkv_proj(x_TE).view(len(x_TE), num_rotated + self._num_kv_heads, self._head_dim)
-        qk_THD = qkv_TXD[:, :num_rotated]
-        if self._qk_norm_HD is not None:
-            qk_THD.copy_(F.rms_norm(qk_THD, (self._head_dim,), None, self._eps).mul_(self._qk_norm_HD))
-        rotate_(qk_THD, cos_T1D, sin_T1D)
-        return self._o_proj(
-            attention(self._index, qkv_TXD[:, : self._num_heads], qkv_TXD[:, self._num_heads :])
-        )
+        if branch_TE is None:
+            return self._backend.rms_norm(residual_TE, weight_E, self._eps)
+        return self._backend.add_rms_norm(branch_TE, residual_TE, weight_E, self._eps)
+
+    def _self_attention(self, x_TE: torch.Tensor, attention: Attention) -> torch.Tensor:
+        qkv_TPD = self._qkv_proj(x_TE).view(len(x_TE), -1, self._head_dim)
+        return self._o_proj(attention(self._index, qkv_TPD, self._head_norm))
 
     def _mlp(self, x_TE: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = self._gate_up_proj(x_TE).chunk(2, -1)
-        return self._down_proj(F.silu(gate_TI).mul_(up_TI))
+        return self._down_proj(self._backend.silu_mul(self._gate_up_proj(x_TE)))
 
 
 def _merged(
@@ -118,9 +118,8 @@ def _merged(
     return linear(weight_OI, bias_O)
 
 
-def _qk_norm(architecture: ModelArchitecture, heads: str, weights: WeightSource) -> torch.Tensor:
-    """The norm weights of queries and keys, one row per head."""
-    q_D = weights.take(f"{heads}.q_norm.weight", architecture.head_dim)
-    k_D = weights.take(f"{heads}.k_norm.weight", architecture.head_dim)
-    rows = [q_D.expand(architecture.num_heads, -1), k_D.expand(architecture.num_kv_heads, -1)]
-    return torch.cat(rows)
+def _head_norm(architecture: ModelArchitecture, heads: str, weights: WeightSource) -> HeadNorm:
+    a = architecture
+    q_weight_D = weights.take(f"{heads}.q_norm.weight", a.head_dim)
+    k_weight_D = weights.take(f"{heads}.k_norm.weight", a.head_dim)
+    return HeadNorm(q_weight_D, k_weight_D, a.num_heads, a.num_kv_heads, a.rms_norm_eps)

@@ -9,7 +9,7 @@ from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
@@ -42,7 +42,7 @@ class StepDriver:
     ) -> None:
         self.model = model
         self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
-        self.runner = ModelRunner(model, self.pool)
+        self.runner = make_runner(model, self.pool)
         self.legs: dict[str, Leg] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free_blocks)

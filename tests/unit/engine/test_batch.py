@@ -6,9 +6,9 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.batch import MIN_GROUP_BLOCKS, GrowingArray, RequestBatch
+from engine.batch import GrowingArray, RequestBatch, StepBatch
+from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
 
-CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 
 
@@ -50,8 +50,13 @@ def plan(
     )
 
 
+def sample(built: StepBatch, *token_ids: int) -> None:
+    for row, (request, token_id) in enumerate(zip(built.sampling_requests, token_ids, strict=True)):
+        request.settle(request.append_unknown(row), token_id)
+
+
 def test_decodes_come_first_longest_first_then_chunks() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan(
         {"chunk": 3, "short": 1, "long": 1},
         new=(
@@ -65,18 +70,19 @@ def test_decodes_come_first_longest_first_then_chunks() -> None:
     assert built.input_ids_T.tolist() == [35, 21, 10, 11, 12]
     assert built.positions_T.tolist() == [5, 1, 0, 1, 2]
     assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 1, 28, 29, 30]
-    (group,) = built.decode_groups
-    assert group.block_ids_BM.tolist() == [[2, 9], [5, 0]]
-    assert group.context_lens_B.tolist() == [6, 2]
-    (chunk,) = built.prefill_chunks
+    assert [(r.start, r.context_len, r.block_ids.tolist()) for r in built.decodes] == [
+        (0, 6, [2, 9]),
+        (1, 2, [5]),
+    ]
+    (chunk,) = built.prefills
     assert (chunk.start, chunk.num_tokens, chunk.num_computed_tokens) == (2, 3, 0)
-    assert chunk.block_ids_1M.tolist() == [[7]]
+    assert chunk.block_ids.tolist() == [7]
     assert [request.request_id for request in built.sampling_requests] == ["long", "short"]
     assert built.sampling_rows_R.tolist() == [0, 1]
 
 
 def test_a_request_samples_when_its_known_tokens_are_through() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 3}, new=(new("a", [1, 2, 3, 4, 5], [3]),))
     batch.update(first)
     assert batch.build(first).sampling_requests == ()
@@ -86,11 +92,11 @@ def test_a_request_samples_when_its_known_tokens_are_through() -> None:
     assert built.input_ids_T.tolist() == [4, 5]
     assert built.slots_T.tolist() == [3 * 4 + 3, 6 * 4]
     assert built.sampling_rows_R.tolist() == [1]
-    assert built.prefill_chunks[0].block_ids_1M.tolist() == [[3, 6]]
+    assert built.prefills[0].block_ids.tolist() == [3, 6]
 
 
 def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 1}, new=(new("a", [1, 2, 3, 4], [3, 6], computed=4, outputs=(77,)),))
     batch.update(step)
     built = batch.build(step)
@@ -101,10 +107,10 @@ def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
 
 
 def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 2}, new=(new("a", [1, 2], [3]),))
     batch.update(first)
-    batch.build(first).sampling_requests[0].append_token(50)
+    sample(batch.build(first), 50)
     batch.update(plan({}))
     resumed = plan({"a": 3}, cached={"a": ((9,), 0)}, resumed={"a": 3})
     batch.update(resumed)
@@ -115,7 +121,7 @@ def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
 
 
 def test_finished_requests_are_forgotten_and_ids_may_return() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     batch.update(plan({"a": 1}, new=(new("a", [1], [3]),)))
     batch.update(plan({}, finished=("a", "never seen")))
     assert len(batch) == 0
@@ -125,21 +131,21 @@ def test_finished_requests_are_forgotten_and_ids_may_return() -> None:
 
 
 def test_a_last_block_is_cleared_once_per_block() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 1}, new=(new("a", [1], [3]),))
     seen = []
     for position in range(6):
         batch.update(step)
         built = batch.build(step)
         seen.append(built.new_tails)
-        built.sampling_requests[0].append_token(0)
+        sample(built, 0)
         blocks = (8,) if position + 1 == BLOCK_SIZE else ()
         step = plan({"a": 1}, cached={"a": (blocks, position + 1)})
     assert seen == [((3, 1),), (), (), (), ((8, 1),), ()]
 
 
 def test_groups_pad_at_most_by_half() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     lengths = [1, 2, 30, 33, 40, 64, 65, 200, 390, 400]
     requests = []
     for number, length in enumerate(lengths):
@@ -147,7 +153,7 @@ def test_groups_pad_at_most_by_half() -> None:
         requests.append(new(str(number), [0] * length, list(range(1, num_blocks + 1)), computed=length - 1))
     step = plan({request.request_id: 1 for request in requests}, new=tuple(requests))
     batch.update(step)
-    groups = batch.build(step).decode_groups
+    groups = list(decode_groups(batch.build(step).decodes, torch.device("cpu")))
     assert sum(len(group.context_lens_B) for group in groups) == len(lengths)
     assert [group.start for group in groups] == [
         sum(len(g.context_lens_B) for g in groups[:i]) for i in range(len(groups))
@@ -159,8 +165,34 @@ def test_groups_pad_at_most_by_half() -> None:
         assert width <= MIN_GROUP_BLOCKS or min(used) > width // 2
 
 
+def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    first = plan({"a": 2, "b": 1}, new=(new("a", [1, 2], [3]), new("b", [5], [4])))
+    batch.update(first)
+    built = batch.build(first)
+    assert built.sources_T.tolist() == [-1, -1, -1]
+    b, a = built.sampling_requests
+    tokens_to_come = [r.append_unknown(row) for row, r in enumerate((b, a))]
+    second = plan({"a": 1, "b": 1}, cached={"a": ((), 2), "b": ((), 1)})
+    batch.update(second)
+    built = batch.build(second)
+    assert built.input_ids_T.tolist() == [0, 0]
+    assert built.sources_T.tolist() == [1, 0]
+    later = a.append_unknown(0)
+    for request, index, token_id in ((b, tokens_to_come[0], 60), (a, tokens_to_come[1], 70)):
+        request.settle(index, token_id)
+    assert b.sampled_row is None
+    assert a.sampled_row == 0, "its next token is not known yet"
+    a.settle(later, 71)
+    assert a.token_ids.tolist() == [1, 2, 70, 71]
+    third = plan({"b": 1}, cached={"b": ((), 1)})
+    batch.update(third)
+    built = batch.build(third)
+    assert (built.input_ids_T.tolist(), built.sources_T.tolist()) == ([60], [-1])
+
+
 def test_a_plan_beyond_the_known_tokens_is_a_bug() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 3}, new=(new("a", [1, 2], [3]),))
     batch.update(step)
     with pytest.raises(AssertionError, match="3 tokens scheduled for a"):

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ModelError
+from engine.layers.torch_backend import TorchBackend
 from engine.loader import takes_of
 from engine.model_config import read_architecture
 from engine.models.llama import LlamaForCausalLM
@@ -14,8 +15,6 @@ from engine.streamed_weights import StreamedWeights
 from engine.weight_stream import HostCopies
 from engine.weights import CheckpointWeights, Shard, Take, WeightSource
 from tests.factories.models import make_model_dir
-
-CPU = torch.device("cpu")
 
 
 class Kept:
@@ -38,13 +37,13 @@ def test_a_model_gets_the_same_tensors_as_from_mapped_files(tmp_path: Path, arch
     progress: list[tuple[int, int]] = []
     with CheckpointWeights(path, torch.bfloat16) as mapped:
         expected = Kept(mapped)
-        LlamaForCausalLM(facts, expected, CPU)
+        LlamaForCausalLM(facts, expected, TorchBackend())
         mapped.check_all_taken()
     with StreamedWeights(
         path, torch.bfloat16, takes, HostCopies(), lambda *seen: progress.append(seen)
     ) as streamed:
         found = Kept(streamed)
-        LlamaForCausalLM(facts, found, CPU)
+        LlamaForCausalLM(facts, found, TorchBackend())
         streamed.check_all_taken()
     assert list(found.tensors) == list(expected.tensors) == [take.name for take in takes]
     for name, tensor in expected.tensors.items():
