@@ -56,7 +56,12 @@ class EngineHost:
         keep_freed_memory()
         torch.set_num_threads(self._config.engine.num_threads or os.cpu_count() or 1)
         device = _device(self._config.engine)
-        model = load_model(self._config.model, self._model_path, device)
+        model = load_model(
+            self._config.model,
+            self._model_path,
+            device,
+            kv_cache_dtype=self._config.engine.kv_cache_dtype,
+        )
         scheduler_config = _complete(self._config, model)
         assert scheduler_config.num_blocks is not None
         shape = model.kv_block_shape(scheduler_config.block_size)

@@ -16,7 +16,7 @@ def make_runner(
     grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     """`host_blocks` and `grammars`: see ModelRunner."""
-    attention = PagedAttention(pool, model.architecture, model.architecture.num_heads)
+    attention = PagedAttention(pool, model.architecture, model.architecture.num_heads, model.dtype)
     return ModelRunner(
         TorchForward(model.decoder, attention, model.device),
         TorchSampler(),

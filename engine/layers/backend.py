@@ -5,6 +5,7 @@ and O output features or intermediate size, M = 2 x I.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,11 +29,19 @@ class LinearLayer(Protocol):
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
 
 
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
+"""Of weight_OI and bias_O. The given weight need not be kept."""
+
+
 class Backend(Protocol):
     """What a decoder layer consists of besides attention."""
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
         """The given weight need not be kept."""
+        ...
+
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
+        """The same with weights in 8 bits, quantized here."""
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.layers.backend import InputTokens
+from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.linear import Linear
 
 
@@ -15,6 +16,9 @@ class TorchBackend:
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
         return Linear(weight_OI, bias_O)
+
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+        return Fp8Linear(weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "here, tokens are known before the next step begins"

@@ -9,6 +9,7 @@ from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_rms_norm_, rms_norm
 from engine.kernels.silu_mul import silu_mul
 from engine.layers.backend import InputTokens
+from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.linear import Linear
 
 
@@ -17,6 +18,9 @@ class TritonBackend:
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
         return Linear(weight_OI, bias_O)
+
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+        return Fp8Linear(weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
         return embed(tokens.ids_T, tokens.sources_T, tokens.sampled_R, weight_VE, first_token)

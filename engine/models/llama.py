@@ -7,7 +7,7 @@ Q query heads, D head dimension, M = 2 x intermediate size, I intermediate size.
 import torch
 
 from engine.layers.attention import Attention, HeadNorm
-from engine.layers.backend import Backend, InputTokens, LinearLayer
+from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
 from engine.model_config import ModelArchitecture
 from engine.weights import WeightSource
 
@@ -15,12 +15,20 @@ from engine.weights import WeightSource
 class LlamaForCausalLM:
     """Token ids to logits. Two calls, since most rows of a step need no logits."""
 
-    def __init__(self, architecture: ModelArchitecture, weights: WeightSource, backend: Backend) -> None:
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear | None = None,
+    ) -> None:
+        """`linear` makes the layers' projections, None: `backend.linear`, as it always makes the one to logits."""
         a = architecture
+        linear = linear or backend.linear
         self._backend = backend
         self._eps = a.rms_norm_eps
         self._embed_tokens_VE = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-        self._layers = [DecoderLayer(a, index, weights, backend) for index in range(a.num_layers)]
+        self._layers = [DecoderLayer(a, index, weights, backend, linear) for index in range(a.num_layers)]
         self._norm_E = weights.take("model.norm.weight", a.hidden_size)
         lm_head_VE = (
             self._embed_tokens_VE
@@ -50,7 +58,12 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, architecture: ModelArchitecture, index: int, weights: WeightSource, backend: Backend
+        self,
+        architecture: ModelArchitecture,
+        index: int,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear,
     ) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         self._index = index
@@ -63,14 +76,14 @@ class DecoderLayer:
         qkv = {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size}
 
         self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e)
-        self._qkv_proj = _merged(weights, qkv, e, a.has_qkv_bias, backend)
+        self._qkv_proj = _merged(weights, qkv, e, a.has_qkv_bias, linear)
         self._head_norm = _head_norm(a, heads, weights) if a.has_qk_norm else None
-        self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, backend)
+        self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, linear)
         self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e)
         self._gate_up_proj = _merged(
-            weights, {f"{mlp}.gate_proj": i, f"{mlp}.up_proj": i}, e, a.has_mlp_bias, backend
+            weights, {f"{mlp}.gate_proj": i, f"{mlp}.up_proj": i}, e, a.has_mlp_bias, linear
         )
-        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, i, a.has_mlp_bias, backend)
+        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, i, a.has_mlp_bias, linear)
 
     def forward(
         self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, attention: Attention
@@ -95,15 +108,14 @@ class DecoderLayer:
 
 
 def _merged(
-    weights: WeightSource, sizes: dict[str, int], num_inputs: int, has_bias: bool, backend: Backend
+    weights: WeightSource, sizes: dict[str, int], num_inputs: int, has_bias: bool, linear: MakeLinear
 ) -> LinearLayer:
     """Projections of one input, as one matrix product: `sizes` maps their names to their output features."""
     weight_OI = torch.cat([weights.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
     if not has_bias:
-        return backend.linear(weight_OI, None)
-    return backend.linear(
-        weight_OI, torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()])
-    )
+        return linear(weight_OI, None)
+    bias_O = torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()])
+    return linear(weight_OI, bias_O)
 
 
 def _head_norm(architecture: ModelArchitecture, heads: str, weights: WeightSource) -> HeadNorm:
