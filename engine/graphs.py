@@ -47,7 +47,7 @@ class Repeats:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of decodes to record: each step is padded to the next one. Close together where padding would cost most."""
+    """Numbers of decodes to record. A step is padded to the next: they are close where padding would cost most."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     sizes += range(8, min(max_num_seqs, 256), 8)
     sizes += range(256, max_num_seqs, 32)

@@ -33,10 +33,10 @@ class DeviceMemory:
         needed = -(-min_tokens // block_size) + 1
         if num_blocks < needed:
             raise ConfigError(
-                f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} blocks "
-                f"of {block_bytes / 2**20:.2f} MiB = {needed * block_bytes / GIB:.2f} GiB. Lower scheduler.max_model_len or "
-                "scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or use more GPUs "
-                "(engine.tensor_parallel)"
+                f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} "
+                f"blocks of {block_bytes / 2**20:.2f} MiB = {needed * block_bytes / GIB:.2f} GiB. Lower "
+                "scheduler.max_model_len or scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or "
+                "use more GPUs (engine.tensor_parallel)"
             )
         return num_blocks
 

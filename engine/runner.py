@@ -51,7 +51,7 @@ class ModelRunner:
         """
         self._requests.update(plan)  # first: whatever fails below, nobody who is gone stays known
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        step = LaunchedStep()
+        step = LaunchedStep(self._requests)
         self._start_matching(plan, step)
         if plan.num_scheduled_tokens:
             batch = self._requests.build(plan)
@@ -85,9 +85,10 @@ class ModelRunner:
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
-    def __init__(self) -> None:
-        self._requests: list[tuple[RequestState, int]] = []
-        """Those that sample, and which of their tokens is to come."""
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch = batch
+        self._sampling: list[tuple[RequestState, int]] = []
+        """Requests that sample, and which of their tokens is to come."""
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
@@ -95,7 +96,9 @@ class LaunchedStep:
 
     def begin(self, requests: Sequence[RequestState], sampled: SampledTokens) -> None:
         """The step samples for these, row by row."""
-        self._requests = [(request, request.append_unknown(row)) for row, request in enumerate(requests)]
+        self._sampling = [
+            (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
+        ]
         self._sampled = sampled
 
     def wait(self) -> ModelRunnerOutput:
@@ -114,8 +117,8 @@ class LaunchedStep:
         if self._sampled is None:
             return ModelRunnerOutput({}, failed=self._failed)
         token_ids, logprobs = {}, {}
-        for (request, index), token in zip(self._requests, self._sampled.wait(), strict=True):
-            request.settle(index, token.token_id)
+        for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
+            self._batch.settle(request, index, token.token_id)
             self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:

@@ -16,8 +16,9 @@ import torch
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from engine.batch import IntArray, RequestState
+from engine.batch import RequestState
 from engine.counter_rng import gumbel_noise, row_keys
+from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
 """Lower ones, which float32 cannot divide by, act like this one: the arg max."""

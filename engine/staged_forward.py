@@ -11,12 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.batch import IntArray, StepBatch
+from engine.batch import StepBatch
 from engine.graphs import Recorder, Replay
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import StepLimits, TritonAttention
 from engine.models.llama import LlamaForCausalLM
+from engine.request_table import IntArray
 from engine.staging import ALIGNMENT, Section, StepStaging
 
 NO_SLOT = -1
@@ -63,7 +64,7 @@ class StagedForward:
     @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         self._attention.clear_tails(batch)
-        size = next((size for size in self._sizes if size >= len(batch.decodes)), None)
+        size = next((size for size in self._sizes if size >= batch.num_decodes), None)
         is_recorded = size is not None and not batch.prefills
         tokens, attention, rows_R = self._stage(batch, size if is_recorded else None)
         if not is_recorded:
@@ -72,13 +73,13 @@ class StagedForward:
         assert size is not None
         logits_RV, replay = self._graphs[size]
         replay()
-        if len(rows_R) == len(batch.decodes):
+        if len(rows_R) == batch.num_decodes:
             return logits_RV[: len(rows_R)]
         return logits_RV[rows_R] if len(rows_R) else None
 
     def _stage(self, batch: StepBatch, size: int | None) -> tuple[InputTokens, Attention, torch.Tensor]:
         """Puts the step on the device; with a size, padded to so many decodes, and in the same place each time."""
-        num_tokens = size or len(batch.input_ids_T)
+        num_tokens = size or batch.num_tokens
         sections = [
             Section(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
             Section(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
@@ -101,4 +102,4 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
 
 def _idle_step() -> StepBatch:
     none = np.empty(0, dtype=np.int64)
-    return StepBatch(none, none, none, none, (), (), none, (), ())
+    return StepBatch(none, none, none, none, 0, none, none, none, none.reshape(0, 0), none, none, (), ())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import BatchedRequest, StepBatch
+from engine.batch import StepBatch
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
@@ -74,8 +74,8 @@ class PagedAttention:
             self._windows,
             self._rope.angles(positions_T, self._dtype),
             self._pool.slot_rows(torch.from_numpy(batch.slots_T).to(self._device)),
-            [self._decode_plan(group) for group in decode_groups(batch.decodes, self._device)],
-            [self._prefill_plan(chunk) for chunk in batch.prefills],
+            [self._decode_plan(group) for group in decode_groups(batch, self._device)],
+            [self._prefill_plan(batch, index) for index in batch.prefills],
             self._gathered,
             self._gathered_bytes,
         )
@@ -106,19 +106,20 @@ class PagedAttention:
             .reshape(-1, per_kv_head, num_keys)
         )
 
-    def _prefill_plan(self, chunk: BatchedRequest) -> _PrefillPlan:
+    def _prefill_plan(self, batch: StepBatch, index: int) -> _PrefillPlan:
+        start, num_tokens = int(batch.starts_B[index]), int(batch.num_tokens_B[index])
+        num_keys = int(batch.context_lens_B[index])
+        block_ids_1M = torch.from_numpy(batch.block_ids_BM[index : index + 1, : batch.num_blocks_B[index]])
         return _PrefillPlan(
-            rows=slice(chunk.start, chunk.start + chunk.num_tokens),
-            num_keys=chunk.context_len,
-            block_rows=self._block_rows(chunk) if chunk.num_computed_tokens else None,
+            rows=slice(start, start + num_tokens),
+            num_keys=num_keys,
+            block_rows=self._pool.block_rows(block_ids_1M.to(self._device))
+            if num_keys > num_tokens
+            else None,
             attend={
-                window: self._chunk_attention(chunk.num_tokens, chunk.context_len, window)
-                for window in set(self._windows)
+                window: self._chunk_attention(num_tokens, num_keys, window) for window in set(self._windows)
             },
         )
-
-    def _block_rows(self, chunk: BatchedRequest) -> torch.Tensor:
-        return self._pool.block_rows(torch.from_numpy(chunk.block_ids[None]).to(self._device))
 
     def _chunk_attention(self, num_queries: int, num_keys: int, window: int | None) -> ChunkAttention:
         if self._device.type == "cpu" and self._dtype is torch.bfloat16:

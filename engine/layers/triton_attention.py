@@ -1,7 +1,7 @@
 """TritonAttention: attention of a step over the paged pool by kernels of our own; knows blocks, not requests.
 
 Per layer two launches, or three: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, where
-long contexts are split, what puts them together (`merge_partials`). The work is cut on the host, once a step and window.
+long contexts are split, what puts them together (`merge_partials`). The host cuts the work, once a step and window.
 
 Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
 dimension, I items of work, R merged rows, F their fields, X block ids of all requests.
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import BatchedRequest, IntArray, StepBatch
+from engine.batch import StepBatch
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
-    AttentionPlan,
     PlanBounds,
     TileGrid,
     plan_attention,
@@ -114,18 +113,19 @@ class TritonAttention:
         """
         launch = self._launch_for(batch)
         bounds = None if num_decodes is None else plan_bounds(num_decodes, num_decodes, launch.grid)
-        requests = batch.decodes + batch.prefills
-        lengths_B = np.array([len(request.block_ids) for request in requests], dtype=np.int64)
+        first_blocks_B = np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
         sections = []
         for window in self.windows:
-            plan = _plan(requests, np.cumsum(lengths_B) - lengths_B, launch.grid, window)
+            plan = plan_attention(
+                first_blocks_B, batch.starts_B, batch.num_tokens_B, batch.context_lens_B, launch.grid, window
+            )
             most = bounds or PlanBounds(len(plan.items_IF), len(plan.merges_RF), plan.num_partial_rows)
             sections += [
                 Section(np.array([len(plan.items_IF), len(plan.merges_RF)]), 2),
                 Section(plan.items_IF, most.num_items * ITEM_FIELDS),
                 Section(plan.merges_RF, most.num_merges * MERGE_FIELDS),
             ]
-        table_X = np.concatenate([np.empty(0, np.int64), *(request.block_ids for request in requests)])
+        table_X = batch.block_ids_BM[np.arange(batch.block_ids_BM.shape[1]) < batch.num_blocks_B[:, None]]
         return [*sections, Section(table_X, len(table_X) if num_decodes is None else self._max_block_ids)]
 
     def bind(
@@ -256,17 +256,3 @@ class StepAttention:
                 launch.grid.num_programs,
             )
         return out_TQD.view(len(out_TQD), -1)
-
-
-def _plan(
-    requests: Sequence[BatchedRequest], first_blocks_B: IntArray, grid: TileGrid, window: Window
-) -> AttentionPlan:
-    starts_B, lengths_B, contexts_B = (
-        np.array(values, dtype=np.int64)
-        for values in (
-            [request.start for request in requests],
-            [request.num_tokens for request in requests],
-            [request.context_len for request in requests],
-        )
-    )
-    return plan_attention(first_blocks_B, starts_B, lengths_B, contexts_B, grid, window)
