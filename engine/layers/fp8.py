@@ -11,8 +11,8 @@ import torch
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """Its largest value. It has no infinity: what is beyond becomes NaN on some devices, so everything is clamped first."""
-MIN_SCALE = 1e-12
-"""For rows of zeros, which no scale could bring to 448."""
+MIN_MAGNITUDE = 1e-12
+"""What a row of zeros counts as, so that its scale divides."""
 
 
 def saturate(x: torch.Tensor) -> torch.Tensor:
@@ -23,9 +23,10 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x_TI = quantized_TI x scale_T1, as nearly as 8 bits can: each row's largest value becomes 448.
 
-    Scales are float32.
+    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives.
     """
-    scale_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).div_(FP8_MAX).clamp_(min=MIN_SCALE)
+    largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32)
+    scale_T1 = largest_T1.clamp_(min=MIN_MAGNITUDE).div_(FP8_MAX)
     return saturate(x_TI / scale_T1), scale_T1
 
 

@@ -6,10 +6,15 @@ One scale per output channel, and one per token where activations are quantized 
 costing the others their precision; benchmarks/quantization.py measures what is lost.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from engine.layers.fp8 import quantize_rows
+
+QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""T x I to 8-bit floats of that shape and T x 1 float32 scales."""
 
 
 class Fp8Linear:
@@ -20,14 +25,21 @@ class Fp8Linear:
     each call brings them back to the activations' dtype: that saves memory, not time.
     """
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None = None,
+        quantize: QuantizeRows = quantize_rows,
+    ) -> None:
+        """`quantize`: for activations."""
+        self._quantize = quantize
         self._weight_OI, self._scale_O1 = quantize_rows(weight_OI)
         self._bias_O = bias_O
         self._quantizes_activations = can_multiply_fp8(weight_OI)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._quantizes_activations:
-            return self.multiply(*quantize_rows(x_TI), x_TI.dtype)
+            return self.multiply(*self._quantize(x_TI), x_TI.dtype)
         # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.
         weight_OI = self._weight_OI.to(x_TI.dtype).mul_(self._scale_O1)
         return F.linear(x_TI, weight_OI, self._bias_O)

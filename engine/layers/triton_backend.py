@@ -6,9 +6,12 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 
 from engine.kernels.embedding import embed
+from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.rms_norm import add_rms_norm_, rms_norm
+from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul
 from engine.layers.backend import InputTokens
+from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.linear import Linear
 
@@ -20,7 +23,8 @@ class TritonBackend:
         return Linear(weight_OI, bias_O)
 
     def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
-        return Fp8Linear(weight_OI, bias_O)
+        is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # the kernel holds a row at once
+        return Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is not None

@@ -68,6 +68,22 @@ def test_a_first_chunk_attends_to_what_is_stored(tmp_path: Path) -> None:
     assert differences < 0.01  # float32 sums in another order, seen through a rounding
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path: Path, dtype: str) -> None:
+    """What a hand-over does: block bytes from one pool into another, and token 0."""
+    model = load(make_model_dir(tmp_path), dtype)
+    expected = StepDriver(model).generate({"a": PROMPTS["a"]}, 10)["a"]
+    giver, taker = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
+    giver.step({"a": len(PROMPTS["a"])})
+    taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
+    taker.pool.block_bytes()[taken.block_ids] = giver.pool.block_bytes()[given.block_ids]
+    taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
+    while len(taken.outputs) < 10:
+        taker.step({"a": 1})
+    assert taken.outputs == expected
+
+
 def test_fingerprints_tell_the_dtypes_apart(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     eight = load(path, "bfloat16")
