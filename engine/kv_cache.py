@@ -4,7 +4,7 @@ Axis letters, also those of the fingerprint's layout: N blocks, L layers, K the 
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,18 +159,32 @@ class LayerView:
         """A row: one token's key or value of one head."""
 
 
+def copy_one_by_one(
+    source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
+) -> None:
+    """A `CopyBlocks` for large blocks, each a single copy."""
+    for source, target in pairs:
+        target_MB[target].copy_(source_NB[source], non_blocking=True)
+
+
+CopyBlocks = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
+"""Copies block pair[0] of the first, uint8 [blocks, bytes of one], to block pair[1] of the second, for each pair. On a
+device that works by itself: queues it."""
+
+
 class HostBlocks:
     """Blocks of host memory for the KV of preempted requests; pinned where the pool is on a GPU."""
 
-    def __init__(self, num_blocks: int, pool: KVPool) -> None:
-        self._pool_blocks = pool.blocks_NLKHTD
-        shape = (num_blocks, *self._pool_blocks.shape[1:])
-        is_pinned = self._pool_blocks.device.type == "cuda"
-        self._blocks_NLKHTD = torch.empty(shape, dtype=self._pool_blocks.dtype, pin_memory=is_pinned)
+    def __init__(self, num_blocks: int, pool: KVPool, copy: CopyBlocks = copy_one_by_one) -> None:
+        is_pinned = pool.blocks_NLKHTD.device.type == "cuda"
+        self._pool_NB = pool.blocks_NLKHTD.view(pool.num_blocks, -1).view(torch.uint8)
+        num_bytes = self._pool_NB.shape[1]
+        self._host_MB = torch.empty((num_blocks, num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        self._copy = copy
 
     def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks: (block, host block) pairs out first, then (host block, block) pairs in."""
-        for block_id, host_block_id in swap_out:
-            self._blocks_NLKHTD[host_block_id].copy_(self._pool_blocks[block_id], non_blocking=True)
-        for host_block_id, block_id in swap_in:
-            self._pool_blocks[block_id].copy_(self._blocks_NLKHTD[host_block_id], non_blocking=True)
+        if swap_out:
+            self._copy(self._pool_NB, self._host_MB, swap_out)
+        if swap_in:
+            self._copy(self._host_MB, self._pool_NB, swap_in)
