@@ -78,17 +78,18 @@ class KVPool:
         array: npt.NDArray[np.uint8] = flat.numpy()
         return array
 
-    def fingerprint(self, model_digest: str) -> KVFingerprint:
+    def fingerprint(self, model_digest: str, num_ranks: int = 1) -> KVFingerprint:
+        """`num_ranks` pools like this one, with different heads, make up the worker's."""
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
             model=model_digest,
             dtype=str(self.shape.dtype).removeprefix("torch."),
             layout=LAYOUT,
             num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
+            num_kv_heads=self.shape.num_kv_heads * num_ranks,
             head_dim=self.shape.head_dim,
             block_size=self.shape.block_size,
-            num_ranks=1,
+            num_ranks=num_ranks,
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:

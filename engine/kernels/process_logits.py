@@ -72,7 +72,9 @@ def process_logits_reference(
     bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
     for row, mask_row in enumerate(mask_rows_P.tolist()):
         if mask_row >= 0:
-            is_allowed = ((masks_PW[mask_row].unsqueeze(1) >> bits) & 1).flatten()[: logits_RV.shape[1]].bool()
+            is_allowed = (
+                ((masks_PW[mask_row].unsqueeze(1) >> bits) & 1).flatten()[: logits_RV.shape[1]].bool()
+            )
             processed_PV[row].masked_fill_(~is_allowed, -torch.inf)
     rows, tokens = edits_EF[:, 0].long(), edits_EF[:, 1].long()
     bias, repetition, off = edits_EF[:, 2:5].contiguous().view(torch.float32).unbind(1)
