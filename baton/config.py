@@ -35,9 +35,14 @@ class ModelConfig(Section):
     path: str = "smollm2"
     """A Hugging Face folder, or the name of a model that Baton knows how to get (`smollm2`)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights, KV cache and activations."""
+    """Of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: the layers' matrices become 8-bit floats (e4m3) with a scale for each output while they are loaded,
+    which halves their memory; embeddings, norms and the projection to logits stay as they are. On GPUs with 8-bit
+    matrix units (NVIDIA Ada, Hopper and newer) their inputs are quantized too, token by token. All workers need the
+    same."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random weights from config.json alone, the same ones in every process."""
+    """`dummy`: random weights from config.json alone, the same ones in every process on the same kind of device."""
 
 
 class EngineConfig(Section):
@@ -53,6 +58,9 @@ class EngineConfig(Section):
     """Threads of a rank's math library on CPU; None shares every core of the machine among a worker's ranks."""
     kv_cache_memory_mib: int = Field(1024, ge=1)
     """Size of each rank's KV pool; `scheduler.num_blocks`, where set, wins."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`auto`: the model's. `fp8`: 8-bit floats (e4m3) without scales, so twice the tokens in the same memory, and half
+    the bytes to hand over. Prefill and decode workers need the same."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for preempted requests' KV, taken only if `scheduler.preemption` can use it."""
     trace_dir: str | None = Field(None, min_length=1)

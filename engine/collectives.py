@@ -61,6 +61,9 @@ class SingleRank:
         """`x` is the only one."""
 
 
+SINGLE_RANK: Collectives = SingleRank()
+
+
 class TorchCollectives:
     """torch.distributed's default group, of which a process has one.
 

@@ -28,7 +28,7 @@ from kv_transfer import KVConnectorWorker, SharedMemory
 class RankParts:
     """What every rank of a worker has."""
 
-    num_ranks: int
+    collectives: Collectives
     model: LoadedModel
     scheduler_config: SchedulerConfig
     """Complete: the same on every rank."""
@@ -39,8 +39,8 @@ class RankParts:
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
         """Where the rank computes its steps. `grammars`: for a rank that samples."""
         host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
-        runner = make_runner(self.model, self.pool, host_blocks, grammars)
-        steps = runner if self.num_ranks == 1 else FailStop(runner)
+        runner = make_runner(self.model, self.pool, host_blocks, grammars, self.collectives)
+        steps = runner if self.collectives.size == 1 else FailStop(runner)
         return make_pipeline(steps, async_scheduling=self.scheduler_config.async_scheduling)
 
 
@@ -57,14 +57,16 @@ def build_rank(
 
     `incarnation` is the worker's; `on_news` is called from the transfer thread. The collectives need not be connected.
     """
-    if collectives.size > 1:
-        raise ConfigError(
-            f"engine.tensor_parallel: got {collectives.size}, but models cannot be shared by ranks yet; use 1 for now"
-        )
     keep_freed_memory()
     torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
     device = rank_device(config.engine)
-    model = load_model(config.model, model_path, device)
+    model = load_model(
+        config.model,
+        model_path,
+        device,
+        kv_cache_dtype=config.engine.kv_cache_dtype,
+        collectives=collectives,
+    )
     scheduler_config = _complete(config, model)
     assert scheduler_config.num_blocks is not None
     shape = model.kv_block_shape(scheduler_config.block_size)
@@ -83,7 +85,7 @@ def build_rank(
         memory=memory,
         advertise_host=config.network.advertise_host,
     )
-    return RankParts(collectives.size, model, scheduler_config, pool, connector)
+    return RankParts(collectives, model, scheduler_config, pool, connector)
 
 
 def rank_device(config: EngineConfig) -> torch.device:

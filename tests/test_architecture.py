@@ -27,6 +27,8 @@ DOORS = {
     "decode_worker": {"DecodeWorker"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
+        "CudaMemory",
+        "DeviceBlocks",
         "KVConnectorMetadata",
         "KVConnectorScheduler",
         "KVConnectorWorker",

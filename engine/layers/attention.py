@@ -35,7 +35,7 @@ class Attention(Protocol):
         """Norms (if asked) and rotates queries and keys, stores keys and values, then lets every token attend to its
         request so far. Returns T x (Q x D).
 
-        `qkv_TPD` is what the projection gave: queries, keys, values; it may be overwritten. Query heads are grouped: head
-        i reads kv head i // (Q / H).
+        `qkv_TPD` is what the projection gave: queries, keys, values; it may be overwritten. Query heads are grouped:
+        head i reads kv head i // (Q / H).
         """
         ...
