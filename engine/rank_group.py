@@ -162,10 +162,14 @@ class RankGroup:
 
     def explain(self, step: int, error: Exception) -> RuntimeError:
         """Why rank 0 failed to compute a step, which ends all ranks: another one may be the reason."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
+        self._wait_for_failure()
         self._fail(RuntimeError(f"rank 0 failed to compute step {step}: {error}"))
         return RuntimeError(str(self._failure))
+
+    def explain_start(self, error: Exception) -> Exception:
+        """Why rank 0 could not get ready: what another one failed at, if it says so, else rank 0's own error."""
+        self._wait_for_failure()
+        return self._failure or error
 
     def stop(self) -> None:
         """Ends every process: by itself if all is well, else by force. To be called once, whatever else was."""
@@ -200,6 +204,10 @@ class RankGroup:
                 "(cluster.start_timeout_s, engine.rank_timeout_s)"
             )
 
+    def _wait_for_failure(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
+
     def _take(self, link: RankLink, message: FromRank | None) -> None:
         """On the link's thread."""
         match message:
@@ -221,7 +229,8 @@ class RankGroup:
             case StepFailed(step, error):
                 self._fail(RuntimeError(f"rank {link.rank} failed to compute step {step}: {error}"))
             case RankFailed(error):
-                self._fail(RuntimeError(f"rank {link.rank} failed: {error}"))
+                how = f"rank {link.rank} failed: {error}"
+                self._fail(RuntimeError(how) if self._is_serving else ClusterError(how))
             case None if not self._is_stopping and self._failure is None:
                 how = link.how_it_ended()
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(f"{how} before it served"))

@@ -6,8 +6,8 @@
     rank 0                                     rank 1 ..
      |--- Setup -------------------------------->|   builds its part of the model, its pool, its connector
      |<-- Loaded --------------------------------|
-     |--- Join --------------------------------->|   when all have loaded: their collectives connect
-     |<-- Ready ---------------------------------|
+     |--- Join --------------------------------->|   when all have loaded: their collectives connect, and
+     |<-- Ready ---------------------------------|   each makes what computes its steps, all at the same time
      |--- Plan, Orders ------------------------->|   in the order of rank 0's own
      |<-- News, Report --------------------------|
      |--- Stop --------------------------------->|
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """All ranks have loaded: connect the collectives."""
+    """All ranks have loaded: connect the collectives, and get ready for steps."""
 
 
 @dataclass(frozen=True, slots=True)

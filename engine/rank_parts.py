@@ -37,7 +37,10 @@ class RankParts:
     """Not started yet."""
 
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
-        """Where the rank computes its steps. `grammars`: for a rank that samples."""
+        """Where the rank computes its steps. The collectives are connected, and every rank calls this at the same time.
+
+        `grammars`: for the rank that samples, rank 0.
+        """
         host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
         runner = make_runner(self.model, self.pool, host_blocks, grammars, self.collectives)
         steps = runner if self.collectives.size == 1 else FailStop(runner)

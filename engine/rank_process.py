@@ -77,7 +77,8 @@ class OwnConnector(RankConnector, Protocol):
 class Rank:
     """What a rank process drives."""
 
-    pipeline: Pipeline
+    make_pipeline: Callable[[], Pipeline]
+    """Called once the collectives are connected."""
     connector: OwnConnector
     num_blocks: int
     digest: str
@@ -96,7 +97,7 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
     path = Path(setup.model_path)
     parts = build_rank(config, setup.kv_keys, path, setup.incarnation, collectives, SystemClock(), on_news)
     assert parts.scheduler_config.num_blocks is not None
-    return Rank(parts.make_pipeline(), parts.connector, parts.scheduler_config.num_blocks, parts.model.digest)
+    return Rank(parts.make_pipeline, parts.connector, parts.scheduler_config.num_blocks, parts.model.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,11 @@ Inbox = queue.SimpleQueue[ToRank | _NewsIsThere]
 class RankLoop:
     """Does what rank 0 says. Every method belongs to the main thread; what raises in one ends the process."""
 
-    def __init__(self, rank: Rank, channel: Channel, inbox: Inbox, clock: Clock) -> None:
-        self._pipeline = rank.pipeline
-        self._connector = rank.connector
+    def __init__(
+        self, pipeline: Pipeline, connector: OwnConnector, channel: Channel, inbox: Inbox, clock: Clock
+    ) -> None:
+        self._pipeline = pipeline
+        self._connector = connector
         self._channel = channel
         self._inbox = inbox
         self._clock = clock
@@ -226,10 +229,11 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
         message = inbox.get()
         if isinstance(message, Join):
             collectives.connect()
+            pipeline = rank.make_pipeline()
             rank.connector.start()
             channel.send(Ready())
-            RankLoop(rank, channel, inbox, SystemClock()).run()
-            rank.pipeline.close()
+            RankLoop(pipeline, rank.connector, channel, inbox, SystemClock()).run()
+            pipeline.close()
             rank.connector.shutdown()
         collectives.close()
     except _StepError as error:

@@ -72,13 +72,16 @@ class OtherRanks:
         try:
             self.collectives.connect()
         except RuntimeError as error:
-            self._group.check()
-            raise ClusterError(f"the worker's ranks cannot reach one another: {error}") from error
-        self._group.wait_until_ready(self._start_timeout_s)
+            why = self._group.explain_start(error)
+            raise ClusterError(f"the worker's ranks cannot reach one another: {why}") from error
         return tuple(facts.kv_address for facts in loaded)
 
-    def pipeline(self, own: Pipeline) -> Pipeline:
-        """Of all ranks."""
+    def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
+        """Of all ranks. `make_own` makes rank 0's; the others make theirs meanwhile, and may meet it in that."""
+        try:
+            own = make_own()
+        except RuntimeError as error:
+            raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
     def connector(self, own: RankConnector) -> ConnectorWorker:
@@ -87,7 +90,11 @@ class OtherRanks:
         return RankedConnector([own, *remote], self._block_size)
 
     def serve(self) -> None:
-        """From now on `on_news` is called, and a failure is the engine's to take notice of."""
+        """Waits until every rank is ready; ClusterError if one does not get there.
+
+        From then on `on_news` is called, and a failure is the engine's to take notice of.
+        """
+        self._group.wait_until_ready(self._start_timeout_s)
         self._group.serve()
 
     def stop(self) -> None:
@@ -99,7 +106,7 @@ class OtherRanks:
 
 
 class Ranks:
-    """All ranks of a worker: they have loaded and are connected, and `start` lets them work."""
+    """All ranks of a worker: they have loaded and are connected. `make_pipeline` and `start` follow."""
 
     def __init__(self, parts: RankParts, others: OtherRanks | None = None) -> None:
         """`parts` are this process's."""
@@ -118,11 +125,12 @@ class Ranks:
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
         """Where the worker's steps are computed, on every rank."""
-        own = self.parts.make_pipeline(grammars)
-        return own if self._others is None else self._others.pipeline(own)
+        if self._others is None:
+            return self.parts.make_pipeline(grammars)
+        return self._others.pipeline(lambda: self.parts.make_pipeline(grammars))
 
     def start(self) -> None:
-        """Begins to move KV, and to tell of news."""
+        """Begins to move KV, and to tell of news; blocks until every rank is ready. Raises as `start_ranks`."""
         self._is_started = True
         self.parts.connector.start()
         if self._others is not None:

@@ -167,7 +167,7 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
             time.sleep(600)
     diary = Diary(Path(setup.model_path), setup.rank)
     connector = DiaryConnector(diary, on_news, f"tcp://127.0.0.1:{1 + setup.rank}")
-    return Rank(make_fake_pipeline(collectives, diary), connector, NUM_BLOCKS, DIGEST)
+    return Rank(lambda: make_fake_pipeline(collectives, diary), connector, NUM_BLOCKS, DIGEST)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class RunningRanks:
         self.kv_addresses = others.join(NUM_BLOCKS, DIGEST)
         diary = Diary(folder, 0)
         own = DiaryConnector(diary, on_news=lambda: None)
-        self.pipeline = others.pipeline(make_fake_pipeline(others.collectives, diary))
+        self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
         self.connector = others.connector(own)
         others.serve()
 
