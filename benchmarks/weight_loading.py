@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_loading [--device cuda] [--gib 8] [--readers 1 2 4 8] [--folder DIR] [--json PATH]
 
-Writes files of 4 GiB at most to a temporary folder, in tensors as large as those of an 8B model, and reads them whole and
+Writes files of at most 4 GiB to a temporary folder, in tensors as large as those of an 8B model; reads them whole and
 as the slices that one of four ranks takes along the inner dimension: once to warm up, then `--rounds` times for each
 number of threads. The best round counts, since a busy machine only ever adds time. `mapped` is what one thread gets by
 copying out of a memory map, to the device at once.
