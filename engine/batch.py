@@ -160,7 +160,7 @@ class RequestBatch:
         for new in plan.scheduled_new_reqs:
             self._add(new)
         cached = plan.scheduled_cached_reqs
-        rows = [self._requests[request_id].row for request_id in cached.request_ids]
+        rows = np.array([self._requests[request_id].row for request_id in cached.request_ids], np.int64)
         self._table.num_computed_tokens_S[rows] = cached.num_computed_tokens
         for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_num_tokens:

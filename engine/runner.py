@@ -26,15 +26,18 @@ class ModelRunner:
         host_blocks: HostBlocks,
         block_size: int,
         grammars: GrammarCompiler | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
         """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
 
-        Without grammars, no plan may ask for any.
+        Without grammars, no plan may ask for any. One of a worker's ranks `samples`; the others' samplers hear of it.
         """
         self._forward = forward
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._grammars = grammars
+        self._samples = samples
         self._requests = RequestBatch(block_size)
         self._last_step: LaunchedStep | None = None
 
@@ -74,7 +77,7 @@ class ModelRunner:
         """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
         for new in plan.scheduled_new_reqs:
             output = new.sampling_params.structured_output
-            if output is not None:
+            if output is not None and self._samples:
                 assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
                 request.matcher = self._grammars.matcher(output)

@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import StepBatch
 from engine.graphs import Recorder, Replay
+from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import StepLimits, TritonAttention
@@ -39,11 +40,12 @@ class StagedForward:
         self._decoder = decoder
         self._attention = attention
         self._sampled_R = sampled_R
-        per_token = 5 * (limits.max_num_batched_tokens + ALIGNMENT)
-        self._staging = StepStaging(per_token + attention.max_staged, device)
+        most = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._staging = StepStaging(5 * (most + ALIGNMENT) + attention.max_staged, device)
         self._graphs: dict[int, tuple[torch.Tensor, Replay]] = {}
         self._sizes: list[int] = []
 
+    @torch.inference_mode()
     def record_decodes(
         self, sizes: list[int], recorder: Recorder, on_progress: Callable[[int], None] = lambda _: None
     ) -> None:
@@ -60,6 +62,14 @@ class StagedForward:
             self._graphs[size] = recorder.record(work)
             on_progress(count)
         self._sizes = sorted(sizes)
+
+    @torch.inference_mode()
+    def rehearse(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+        """A step of so many requests with `num_tokens` tokens each, which leaves nothing behind but compiled kernels and
+        the memory that such a step takes. Returns their logits: num_requests x V."""
+        logits_RV = self(_rehearsal(num_requests, num_tokens, self._attention.block_size))
+        assert logits_RV is not None
+        return logits_RV
 
     @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
@@ -98,6 +108,27 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
     if len(values_T) == size:
         return values_T
     return np.concatenate([values_T, np.full(size - len(values_T), filler)])
+
+
+def _rehearsal(num_requests: int, num_tokens: int, block_size: int) -> StepBatch:
+    """Requests of the null block, which is read as ever and written by nobody."""
+    num_rows, num_blocks = num_requests * num_tokens, -(-num_tokens // block_size)
+    ends_B = np.arange(1, num_requests + 1) * num_tokens
+    return StepBatch(
+        input_ids_T=np.zeros(num_rows, np.int64),
+        sources_T=np.full(num_rows, NO_SOURCE),
+        positions_T=np.arange(num_rows) % num_tokens,
+        slots_T=np.full(num_rows, NO_SLOT),
+        num_decodes=num_requests if num_tokens == 1 else 0,
+        starts_B=ends_B - num_tokens,
+        num_tokens_B=np.full(num_requests, num_tokens),
+        context_lens_B=np.full(num_requests, num_tokens),
+        block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
+        num_blocks_B=np.full(num_requests, num_blocks),
+        sampling_rows_R=ends_B - 1,
+        sampling_requests=(),
+        new_tails=(),
+    )
 
 
 def _idle_step() -> StepBatch:

@@ -98,6 +98,10 @@ class TritonAttention:
         self._partials = Partials.empty(num_rows, self._shape, device)
 
     @property
+    def block_size(self) -> int:
+        return self._shape.block_size
+
+    @property
     def max_staged(self) -> int:
         """int32s that the sections of a step take at most."""
         plans = [self._bounds(launch) for launch in (self._decode, self._prefill)]

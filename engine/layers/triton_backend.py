@@ -27,6 +27,8 @@ class TritonBackend:
         return Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+        assert tokens.sources_T is not None
+        assert tokens.sampled_R is not None
         return embed(tokens.ids_T, tokens.sources_T, tokens.sampled_R, weight_VE, first_token)
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
