@@ -10,7 +10,8 @@ import torch
 from baton.clock import SystemClock
 from kv_transfer.transport.base import Runs, TransportError
 from kv_transfer.transport.cuda_driver import cuda_is_available
-from kv_transfer.transport.cuda_ipc import CudaIpcReader, CudaMemory
+from kv_transfer.transport.cuda_ipc import CudaIpcReader
+from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.pool_readers import finish, make_runs
 
 pytestmark = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.quantize_fp8 import quantize_fp8, quantize_fp8_reference
+from engine.layers.fp8 import quantize_rows
 from tests.kernels.float8 import assert_same_float8
 
 LAUNCHES = {
@@ -58,3 +59,11 @@ def test_no_rows_are_no_launch(device: torch.device) -> None:
 def test_refuses_rows_too_wide_for_one_program(device: torch.device) -> None:
     with pytest.raises(AssertionError, match="16385"):
         quantize_fp8(torch.empty(1, 16385, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_layers_without_the_kernel_round_alike(dtype: torch.dtype, generator: torch.Generator) -> None:
+    x_TE = (torch.randn(4, 200, generator=generator) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])).to(dtype)
+    (ours_TE, our_scales_T1), (q_TE, scales_T1) = quantize_rows(x_TE), quantize_fp8_reference(x_TE)
+    assert torch.equal(ours_TE.view(torch.uint8), q_TE.view(torch.uint8))
+    assert torch.equal(our_scales_T1, scales_T1)
