@@ -32,6 +32,8 @@ DOORS = {
         "KVConnectorMetadata",
         "KVConnectorScheduler",
         "KVConnectorWorker",
+        "RankConnector",
+        "RankedConnector",
         "SharedMemory",
     },
     "prefill_worker": {"PrefillWorker"},

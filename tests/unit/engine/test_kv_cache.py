@@ -87,3 +87,10 @@ def test_memory_that_is_elsewhere_or_too_small_is_refused() -> None:
         KVPool(4, SHAPE, CPU, CudaMemory(needed, 0, FakeDriver(FakeHost())))
     with pytest.raises(AssertionError, match="no memory of cuda:0"):
         KVPool(4, SHAPE, torch.device("cuda", 0), np.zeros(needed, np.uint8))
+
+
+def test_a_fingerprint_counts_the_heads_of_all_ranks() -> None:
+    whole = KVPool(3, KVBlockShape(3, 8, 4, 8, torch.float32), CPU).fingerprint("digest")
+    quarter = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float32), CPU).fingerprint("digest", num_ranks=4)
+    assert (quarter.num_kv_heads, quarter.num_ranks) == (8, 4)
+    assert whole.differences(quarter) == []
