@@ -118,7 +118,14 @@ def _encoder(hint: Any) -> Convert:
         if len(encoders) == 1:
             return lambda values: [encoders[0](value) for value in values]
         return lambda values: [encode(value) for encode, value in zip(encoders, values, strict=True)]
-    return dict if _is_mapping(hint) else lambda value: value
+    return _mapping_encoder(*get_args(hint)) if _is_mapping(hint) else lambda value: value
+
+
+def _mapping_encoder(key: Any, value: Any) -> Convert:
+    if {key, value} <= {int, str, float}:
+        return dict
+    encode_key, encode_value = _encoder(key), _encoder(value)
+    return lambda values: {encode_key(k): encode_value(v) for k, v in values.items()}
 
 
 def _decoder(hint: Any) -> Convert:

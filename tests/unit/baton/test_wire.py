@@ -44,6 +44,7 @@ class Everything:
     colour: Colour
     either: tuple[Inner | Other, ...]
     either_or_none: Inner | Other | None
+    by_name: dict[str, Inner]
     opaque: Any = None
 
 
@@ -66,6 +67,7 @@ everything = st.builds(
     colour=st.sampled_from(Colour),
     either=st.lists(st.builds(Inner, st.integers(0, 9)) | st.builds(Other, st.integers(0, 9))).map(tuple),
     either_or_none=st.none() | st.builds(Other, st.integers(0, 9)),
+    by_name=st.dictionaries(st.text(max_size=5), st.builds(Inner, st.integers(0, 9)), max_size=4),
 )
 
 
@@ -144,7 +146,7 @@ def test_a_value_that_contradicts_itself_is_a_wire_error() -> None:
 
 
 def test_what_is_opaque_does_not_travel() -> None:
-    message = Everything("", 0.0, b"", None, (), frozenset(), {}, Colour.RED, (), None, opaque=Inner(1))
+    message = Everything("", 0.0, b"", None, (), frozenset(), {}, Colour.RED, (), None, {}, opaque=Inner(1))
     with pytest.raises(WireError, match="expected nothing, got Inner"):
         CODEC.encode(message)
     parts = msgpack.unpackb(CODEC.encode(replace(message, opaque=None)))
