@@ -56,8 +56,14 @@ class EngineConfig(Section):
     """A worker fails if one of its ranks waits this long for another one."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of a rank's math library on CPU; None shares every core of the machine among a worker's ranks."""
-    kv_cache_memory_mib: int = Field(1024, ge=1)
-    """Size of each rank's KV pool; `scheduler.num_blocks`, where set, wins."""
+    kv_cache_memory_mib: int | None = Field(None, ge=1)
+    """Size of each rank's KV pool; `scheduler.num_blocks`, where set, wins. None: 1024 on a CPU; on a GPU, what the
+    largest step leaves of `gpu_memory_utilization`."""
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a worker, with everything that was there before it, may fill. Workers that share a
+    GPU need `kv_cache_memory_mib`."""
+    cuda_graphs: bool = True
+    """Record steps that consist of decodes when a worker starts, and replay them: the GPU need not wait for Python."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """`auto`: the model's. `fp8`: 8-bit floats (e4m3) without scales, so twice the tokens in the same memory, and half
     the bytes to hand over. Prefill and decode workers need the same."""

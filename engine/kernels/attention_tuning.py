@@ -62,6 +62,8 @@ class AttentionTuning:
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
+    max_registers: int | None = None
+    """Of a thread; None: as the assembler thinks best."""
 
     def grid(self, shape: AttentionShape, num_multiprocessors: int) -> TileGrid:
         return TileGrid(
@@ -79,8 +81,9 @@ def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTunin
     # Two programs a multiprocessor: while one begins or ends an item, the other keeps memory busy. The operands of so
     # small a product are read into registers first, so a stage less is kept in shared memory than there are stages.
     tile_bytes = block_m * (shape.padded_head_dim + block_n) * shape.dtype_bytes
-    num_buffers = _num_buffers(shape, block_n, SHARED_BYTES // 2 - tile_bytes, 6)
-    return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2)
+    num_buffers = _num_buffers(shape, block_n, SHARED_BYTES // 2 - tile_bytes, 4)
+    # Told that two programs have all registers, the assembler does not make room for a third by spilling.
+    return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
 
 
 def prefill_tuning(shape: AttentionShape) -> AttentionTuning:

@@ -121,6 +121,7 @@ def paged_attention(
 ) -> None:
     """Writes `out_TQD` and `partials` as the first `num_items` (a tensor of one int32) of `items_IF` say, nothing else.
 
+    Over a cache of 8-bit numbers bfloat16 queries are taken as float16, so no larger than 65,504 in size.
     Items were planned for `tuning.grid` with the same window, and `num_programs`. Heads of a token lie together in
     queries and output, tokens may lie apart. Launches only: all sizes are known to the host, nothing is waited for.
     """
@@ -132,11 +133,14 @@ def paged_attention(
     assert block_ids_BM.stride(1) == 1
     assert items_IF.shape[1] == ITEM_FIELDS
     assert items_IF.is_contiguous()
-    score_scale = softmax.scale * softmax.k_scale * _LOG2_E
-    soft_cap = 1.0
-    if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)): the factor includes the 2
+    assert not shape.uses_tma or shape.block_size % tuning.block_n == 0, (
+        "the copy engine's loads stay within a block"
+    )
+    weight_scale = softmax.scale * softmax.k_scale * _LOG2_E
+    cap_scale = soft_cap = 1.0
+    if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the weights then need no scale
+        cap_scale, weight_scale = 2 * weight_scale / softmax.soft_cap, 1.0
         soft_cap = softmax.soft_cap * _LOG2_E
-        score_scale *= 2 / softmax.soft_cap
     _paged_attention_kernel[(num_programs,)](
         q_TQD,
         kv.operand(tuning.block_n),
@@ -150,7 +154,8 @@ def paged_attention(
         kv.block_stride,
         block_ids_BM.stride(0),
         out_TQD.stride(0),
-        score_scale,
+        weight_scale,
+        cap_scale,
         soft_cap,
         softmax.v_scale,
         softmax.window or 0,
@@ -165,9 +170,12 @@ def paged_attention(
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
         HAS_SOFT_CAP=softmax.soft_cap is not None,
+        # Of 8-bit numbers float16 is made in one instruction for two, bfloat16 in several; it holds all of them too.
+        TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
         PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        maxnreg=tuning.max_registers,
     )
 
 
@@ -208,10 +216,11 @@ def paged_attention_reference(
 @triton.jit
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
-    q_stride, block_stride, table_stride, out_stride, score_scale, soft_cap, v_scale, window,
+    q_stride, block_stride, table_stride, out_stride, weight_scale, cap_scale, soft_cap, v_scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
-    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, TO_FLOAT16: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     query, head_in_group = rows // G, rows % G
@@ -235,6 +244,11 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         end_key = tl.load(item_ptr + 5)
         partial_row = tl.load(item_ptr + 6)
 
+        # Block ids are loaded one turn ahead: loads that wait for a load of their own turn would halve the pipeline.
+        offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
+        block_ids = tl.load(
+            table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0
+        )
         has_row = query < num_queries
         position = first_position + query
         # The first keys that only some of the queries see; before, within the window, no score is masked.
@@ -244,15 +258,12 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         in_token = (head * G + head_in_group)[:, None] * D + dims[None, :]
         in_bounds = has_row[:, None] & (dims < D)[None, :]
         q = tl.load(q_ptr + step_row[:, None] * q_stride + in_token, in_bounds, other=0.0)
+        if TO_FLOAT16:
+            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        # Block ids are loaded one turn ahead: loads that wait for a load of their own turn would halve the pipeline.
-        offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
-        block_ids = tl.load(
-            table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0
-        )
         for key in tl.range(first_key, end_key, BLOCK_N):
             next_keys = key + BLOCK_N + offsets
             # Past the end lies the null block, which may be read.
@@ -273,9 +284,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                     v = tl.load(kv_ptrs + H * BLOCK_SIZE * D, (dims < D)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
             if HAS_SOFT_CAP:
-                scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * score_scale))
-            else:
-                scores *= score_scale
+                scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * cap_scale))
             is_masked = key + BLOCK_N > masked_from
             if HAS_WINDOW:
                 is_masked |= key < masked_before
@@ -286,9 +295,9 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                     visible &= columns[None, :] > (position - window)[:, None]
                 scores = tl.where(visible, scores, float("-inf"))
 
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * weight_scale)
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen no key yet
-            weights = tl.exp2(scores - shift[:, None])
+            weights = tl.exp2(tl.fma(scores, weight_scale, -shift[:, None]))
             decay = tl.exp2(row_max - shift)
             row_sum = row_sum * decay + tl.sum(weights, 1)
             acc = acc * decay[:, None]

@@ -143,6 +143,10 @@ class CudaDriver:
         )
         return size.value - (address - base.value)
 
+    def make_current(self) -> None:
+        """For libraries that use whatever context the calling thread has: from now on it is the device's."""
+        self._do("cuCtxSetCurrent", self._context)
+
     def make_stream(self) -> int:
         stream = ctypes.c_void_p()
         self._in_context("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING_STREAM))
@@ -218,7 +222,7 @@ class CudaDriver:
         _check(self._cuda, self._call(name, *arguments), name)
 
     def _call(self, name: str, *arguments: Any) -> int:
-        self._do("cuCtxSetCurrent", self._context)
+        self.make_current()
         mode = ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)
         self._do("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         call: Callable[..., int] = getattr(self._cuda, name)

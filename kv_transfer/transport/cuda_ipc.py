@@ -29,10 +29,11 @@ class CudaIpcReader:
     poll_interval_s = POLL_INTERVAL_S
 
     def __init__(self, memory: CudaMemory) -> None:
+        """CudaError where the system does not let processes share a device's memory, as some containers do not."""
         self._memory = memory
         self._driver = memory.driver
-        self._stream = self._driver.make_stream()
         self._handle = self._driver.share(memory.address)
+        self._stream = self._driver.make_stream()
         self._under_way: dict[int, int] = {}
         """The event that ends each read."""
         self._done: list[ReadDone] = []

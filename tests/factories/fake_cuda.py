@@ -63,6 +63,7 @@ class FakeDriver:
     queued: deque[Copy] = field(default_factory=deque)
     num_queued: int = 0
     num_over: int = 0
+    num_made_current: int = 0
     opened: list[int] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     room: int | None = None
@@ -105,6 +106,9 @@ class FakeDriver:
 
     def size_of(self, address: int) -> int:
         return len(self.host.memories[address])
+
+    def make_current(self) -> None:
+        self.num_made_current += 1
 
     def make_stream(self) -> int:
         stream = max(self.streams, default=0) + 1

@@ -12,7 +12,7 @@ from engine.loader import takes_of
 from engine.model_config import read_architecture
 from engine.models.llama import LlamaForCausalLM
 from engine.streamed_weights import StreamedWeights
-from engine.weight_stream import HostCopies
+from engine.weight_stream import CudaCopies, HostCopies
 from engine.weights import CheckpointWeights, Shard, Take, WeightSource
 from tests.factories.models import make_model_dir
 
@@ -109,3 +109,24 @@ def test_weights_stored_as_8_bit_floats_are_refused(tmp_path: Path) -> None:
         pytest.raises(ModelError, match=rf"{name} is stored as F8_E4M3; supported are F64, F32, F16, BF16"),
     ):
         mapped.take(name, 128, 64)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_the_same_tensors(tmp_path: Path) -> None:
+    """Many times over, each tensor freed at once, so that the next copies go where it was."""
+    tensors = {f"w{i}": torch.randn(300 + i, 700) for i in range(40)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    takes = [Take(name, tuple(tensor.shape), None) for name, tensor in tensors.items()] * 10
+    takes += [Take("w0", (300, 700), Shard(1, rank, 4)) for rank in range(4)]
+    device = torch.device("cuda")
+    found = []
+    with StreamedWeights(tmp_path, torch.bfloat16, takes, CudaCopies(device)) as weights:
+        for take in takes:
+            tensor = weights.take(take.name, *take.shape, shard=take.shard)
+            assert (tensor.device.type, tensor.dtype) == ("cuda", torch.bfloat16)
+            found.append(tensor.double().sum())
+            del tensor
+    for take, total in zip(takes, found, strict=True):
+        whole = tensors[take.name].bfloat16().double()
+        part = whole if take.shard is None else whole[:, take.shard.slice_of(take.name, take.shape)]
+        torch.testing.assert_close(total.cpu(), part.sum(), rtol=0, atol=1e-6)

@@ -126,6 +126,17 @@ def test_dummy_shards_are_slices_of_one_tensor() -> None:
         weights.take("w", 8, 12, shard=Shard(1, 0, 5))
 
 
+@pytest.mark.gpu
+def test_dummies_of_a_gpu_are_the_same_ones_every_time() -> None:
+    device = torch.device("cuda")
+    first, second = (DummyWeights(torch.bfloat16, device).take("w", 512, 640) for _ in range(2))
+    assert first.device.type == "cuda"
+    assert torch.equal(first, second)
+    shard = DummyWeights(torch.bfloat16, device).take("w", 512, 640, shard=Shard(1, 1, 4))
+    assert torch.equal(shard, first[:, 160:320])
+    assert abs(first.float().std().item() - 640**-0.5) < 0.01 * 640**-0.5
+
+
 def test_digests_of_dummies_name_the_kind_of_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model_dir(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
