@@ -11,6 +11,7 @@ from baton.errors import ModelError
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import FP8, saturate
 from engine.loader import LoadedModel, load_model
+from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -28,7 +29,7 @@ def test_a_block_has_half_the_bytes_of_16_bits(tmp_path: Path) -> None:
     shape = load(path, "bfloat16").kv_block_shape(16)
     assert shape.dtype is FP8
     assert shape.size_bytes * 2 == plain.size_bytes
-    assert KVPool(3, shape, CPU).block_bytes().shape == (3, plain.size_bytes // 2)
+    assert block_array(KVPool(3, shape, CPU)).shape == (3, plain.size_bytes // 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -77,7 +78,7 @@ def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path
     given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
     giver.step({"a": len(PROMPTS["a"])})
     taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
-    taker.pool.block_bytes()[taken.block_ids] = giver.pool.block_bytes()[given.block_ids]
+    block_array(taker.pool)[taken.block_ids] = block_array(giver.pool)[given.block_ids]
     taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
     while len(taken.outputs) < 10:
         taker.step({"a": 1})
