@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import StepBatch
+from engine.layers.backend import InputTokens
 from engine.layers.paged_attention import PagedAttention
 from engine.models.llama import LlamaForCausalLM
 
@@ -35,7 +36,7 @@ class TorchForward:
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         assert (batch.sources_T < 0).all(), "a token is not known here yet"
         input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
-        hidden_TE = self._decoder.forward(input_ids_T, self._attention.prepare(batch))
+        hidden_TE = self._decoder.forward(InputTokens(input_ids_T), self._attention.prepare(batch))
         if not batch.sampling_requests:
             return None
         rows_R = torch.from_numpy(batch.sampling_rows_R).to(self._device)

@@ -26,14 +26,18 @@ class ModelRunner:
         host_blocks: HostBlocks,
         block_size: int,
         grammars: GrammarCompiler | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
-        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs: without
-        it, no plan may ask for any.
+        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
+
+        Without grammars, no plan may ask for any. One of a worker's ranks `samples`; the others' samplers hear of it.
         """
         self._forward = forward
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._grammars = grammars
+        self._samples = samples
         self._requests = RequestBatch(block_size)
         self._last_step: LaunchedStep | None = None
 
@@ -50,7 +54,7 @@ class ModelRunner:
         """
         self._requests.update(plan)  # first: whatever fails below, nobody who is gone stays known
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        step = LaunchedStep()
+        step = LaunchedStep(self._requests)
         self._start_matching(plan, step)
         if plan.num_scheduled_tokens:
             batch = self._requests.build(plan)
@@ -73,7 +77,7 @@ class ModelRunner:
         """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
         for new in plan.scheduled_new_reqs:
             output = new.sampling_params.structured_output
-            if output is not None:
+            if output is not None and self._samples:
                 assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
                 request.matcher = self._grammars.matcher(output)
@@ -84,9 +88,10 @@ class ModelRunner:
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
-    def __init__(self) -> None:
-        self._requests: list[tuple[RequestState, int]] = []
-        """Those that sample, and which of their tokens is to come."""
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch = batch
+        self._sampling: list[tuple[RequestState, int]] = []
+        """Requests that sample, and which of their tokens is to come."""
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
@@ -94,7 +99,9 @@ class LaunchedStep:
 
     def begin(self, requests: Sequence[RequestState], sampled: SampledTokens) -> None:
         """The step samples for these, row by row."""
-        self._requests = [(request, request.append_unknown(row)) for row, request in enumerate(requests)]
+        self._sampling = [
+            (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
+        ]
         self._sampled = sampled
 
     def wait(self) -> ModelRunnerOutput:
@@ -113,8 +120,8 @@ class LaunchedStep:
         if self._sampled is None:
             return ModelRunnerOutput({}, failed=self._failed)
         token_ids, logprobs = {}, {}
-        for (request, index), token in zip(self._requests, self._sampled.wait(), strict=True):
-            request.settle(index, token.token_id)
+        for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
+            self._batch.settle(request, index, token.token_id)
             self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:

@@ -16,8 +16,10 @@ import torch
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from engine.batch import IntArray, RequestState
+from engine.batch import RequestState
+from engine.collectives import Collectives
 from engine.counter_rng import gumbel_noise, row_keys
+from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
 """Lower ones, which float32 cannot divide by, act like this one: the arg max."""
@@ -57,6 +59,23 @@ class TorchSampler:
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
         assert logits_RV is not None, "nothing to sample from"
         return KnownTokens(sample(logits_RV, requests))
+
+
+class SharedSampler:
+    """Rank 0 samples, and the others hear of it. Log-probabilities stay on rank 0, which alone has them to report."""
+
+    def __init__(self, sampler: Sampler, collectives: Collectives) -> None:
+        self._sampler = sampler
+        self._collectives = collectives
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+        if self._collectives.rank == 0:
+            tokens = self._sampler(logits_RV, requests).wait()
+            self._collectives.broadcast_(torch.tensor([token.token_id for token in tokens]))
+            return KnownTokens(tokens)
+        token_ids_R = torch.empty(len(requests), dtype=torch.int64)
+        self._collectives.broadcast_(token_ids_R)
+        return KnownTokens([SampledToken(token_id, None) for token_id in token_ids_R.tolist()])
 
 
 @dataclass(frozen=True, slots=True)

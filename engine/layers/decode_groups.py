@@ -4,14 +4,12 @@ Shape suffixes: B requests of a group, M blocks of a padded table.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from engine.batch import BatchedRequest
-from engine.kv_cache import NULL_BLOCK
+from engine.batch import StepBatch
 
 MIN_GROUP_BLOCKS = 8
 """Decodes of up to this many blocks share a group: padding costs less there than another kernel call."""
@@ -23,26 +21,25 @@ class DecodeGroup:
 
     start: int
     block_ids_BM: torch.Tensor
-    """int64, padded with the null block."""
+    """Padded with the null block."""
     context_lens_B: torch.Tensor
     """Tokens to attend to, the step's own included."""
 
 
-def decode_groups(decodes: Sequence[BatchedRequest], device: torch.device) -> Iterator[DecodeGroup]:
+def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGroup]:
     """Longest first, as they come; a group ends at the first context of half its longest one, so that at most half is
     padding."""
+    num_blocks = batch.num_blocks_B.tolist()
     start = 0
-    while start < len(decodes):
-        most = len(decodes[start].block_ids)
+    while start < batch.num_decodes:
+        most = num_blocks[start]
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
-        while end < len(decodes) and len(decodes[end].block_ids) > limit:
+        while end < batch.num_decodes and num_blocks[end] > limit:
             end += 1
-        table_BM = np.full((end - start, most), NULL_BLOCK, dtype=np.int64)
-        for row, decode in zip(table_BM, decodes[start:end], strict=True):
-            row[: len(decode.block_ids)] = decode.block_ids
-        lengths_B = np.array([decode.context_len for decode in decodes[start:end]], dtype=np.int64)
         yield DecodeGroup(
-            start, torch.from_numpy(table_BM).to(device), torch.from_numpy(lengths_B).to(device)
+            start,
+            torch.from_numpy(batch.block_ids_BM[start:end, :most]).to(device),
+            torch.from_numpy(batch.context_lens_B[start:end]).to(device),
         )
         start = end

@@ -6,6 +6,8 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 import torch.nn.functional as F
 
+from engine.layers.backend import InputTokens
+from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.linear import Linear
 
 
@@ -15,8 +17,12 @@ class TorchBackend:
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
         return Linear(weight_OI, bias_O)
 
-    def embed(self, ids_T: torch.Tensor, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
-        rows_T = ids_T - first_token
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+        return Fp8Linear(weight_OI, bias_O)
+
+    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+        assert tokens.sources_T is None, "here, tokens are known before the next step begins"
+        rows_T = tokens.ids_T - first_token
         is_elsewhere_T = (rows_T < 0) | (rows_T >= len(weight_VE))
         x_TE = F.embedding(rows_T.masked_fill(is_elsewhere_T, 0), weight_VE)
         return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)

@@ -20,6 +20,7 @@ from tests.factories.security import KEYS
     ("values", "complaint"),
     [
         ({"engine": {"device": "cuda"}}, "engine.device: got 'cuda'"),
+        ({"engine": {"tensor_parallel": 2}}, "engine.tensor_parallel: got 2, but models cannot be shared"),
         (
             {"scheduler": {"max_model_len": 9_999}},
             "scheduler.max_model_len: got 9999, but this model was made for 1024",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import BatchedRequest, StepBatch
+from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.paged_attention import PagedAttention
@@ -115,15 +115,26 @@ def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> Step
         table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for position, table in zip(positions, rows, strict=True)
     ]
-    starts = itertools.accumulate((new for _, new in contexts), initial=0)
-    batched = tuple(
-        BatchedRequest(start, new, length - new, np.array(table))
-        for start, (length, new), table in zip(starts, contexts, tables, strict=False)
-    )
+    lengths, num_tokens = (np.array(column) for column in zip(*contexts, strict=True))
+    table = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, block_ids in zip(table, tables, strict=True):
+        row[: len(block_ids)] = block_ids
     tails = ((tables[0][-1], 1), (tables[2][-1], 1))  # the second decode fills its last block
     none = np.empty(0, dtype=np.int64)
     return StepBatch(
-        none, none, np.array(positions), np.array(slots), batched[:3], batched[3:], none, (), tails
+        input_ids_T=none,
+        sources_T=none,
+        positions_T=np.array(positions),
+        slots_T=np.array(slots),
+        num_decodes=3,
+        starts_B=np.cumsum(num_tokens) - num_tokens,
+        num_tokens_B=num_tokens,
+        context_lens_B=lengths,
+        block_ids_BM=table,
+        num_blocks_B=-(-lengths // BLOCK_SIZE),
+        sampling_rows_R=none,
+        sampling_requests=(),
+        new_tails=tails,
     )
 
 
