@@ -7,6 +7,8 @@ and so may stand in a CUDA graph.
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +45,11 @@ class Collectives(Protocol):
         """Replaces `x` by that of rank `source`. `x` is contiguous."""
         ...
 
+    def silent(self) -> AbstractContextManager[None]:
+        """Within it every call returns at once, with something of the right shape: for rehearsals that no other rank
+        takes part in."""
+        ...
+
 
 class SingleRank:
     """Nobody to talk to: every call returns at once."""
@@ -59,6 +66,10 @@ class SingleRank:
 
     def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
         """`x` is the only one."""
+
+    def silent(self) -> AbstractContextManager[None]:
+        """It always is."""
+        return nullcontext()
 
 
 SINGLE_RANK: Collectives = SingleRank()
@@ -79,6 +90,7 @@ class TorchCollectives:
         self._folder = folder
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._is_silent = False
 
     def connect(self) -> None:
         """Returns when every rank has called it; RuntimeError if one does not in time."""
@@ -106,12 +118,16 @@ class TorchCollectives:
             sys.excepthook = excepthook
 
     def all_reduce_(self, x: torch.Tensor) -> None:
+        if self._is_silent:
+            return
         try:
             dist.all_reduce(x)
         except RuntimeError as error:
             raise self._failed("all_reduce", error) from error
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        if self._is_silent:
+            return torch.cat([x] * self.size, dim)
         gathered = x.new_empty(self.size, *x.shape)
         try:
             _all_gather_single(gathered.view(-1), x.contiguous().view(-1))
@@ -120,10 +136,20 @@ class TorchCollectives:
         return torch.cat(gathered.unbind(0), dim)
 
     def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+        if self._is_silent:
+            return
         try:
             dist.broadcast(x, source)
         except RuntimeError as error:
             raise self._failed("broadcast", error) from error
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
 
     def abort(self) -> None:
         """Ends calls that wait, from any thread: they raise there. Nothing can be called any more.

@@ -11,16 +11,16 @@ import torch
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RequestState
-from engine.collectives import SINGLE_RANK, Collectives
 from engine.device_sampler import DeviceSampler
 from engine.grammar import GrammarCompiler
 from engine.graphs import Recorder, decode_sizes
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kv_cache import HostBlocks, KVPool, copy_one_by_one
-from engine.layers.triton_attention import StepLimits, TritonAttention
+from engine.layers.triton_attention import TritonAttention
 from engine.loader import LoadedModel
 from engine.runner import ModelRunner
 from engine.staged_forward import StagedForward
+from engine.step_limits import StepLimits
 
 MIN_COPY_BYTES = 512 * 1024
 """Blocks from this size on are swapped by the copy engine, one copy each: it needs some 10 us for each, in which PCIe
@@ -78,14 +78,17 @@ def make_device_parts(
     model: LoadedModel,
     pool: KVPool,
     limits: StepLimits,
-    num_multiprocessors: int,
-    collectives: Collectives = SINGLE_RANK,
+    num_multiprocessors: int | None = None,
 ) -> DeviceParts:
-    """`collectives`: those the model was loaded with. `num_multiprocessors` is how many programs run side by side."""
+    """`num_multiprocessors` is how many programs run side by side; None: as many as the model's GPU has."""
+    if num_multiprocessors is None:
+        num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
     attention = TritonAttention(
         pool, model.architecture, model.num_heads, model.dtype, limits, num_multiprocessors
     )
-    sampler = DeviceSampler(model.vocab_size, limits.max_num_seqs, model.device, collectives=collectives)
+    sampler = DeviceSampler(
+        model.vocab_size, limits.max_num_seqs, model.device, collectives=model.collectives
+    )
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
     return DeviceParts(forward, sampler, limits)
 

@@ -17,6 +17,7 @@ import torch
 
 from baton.request import TokenLogprobs
 from engine.batch import RequestState
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.process_logits import process_logits
@@ -51,7 +52,11 @@ class DeviceSampler:
         device: torch.device,
         chunk: int = CHUNK,
         chunks_per_part: int = CHUNKS_PER_PART,
+        *,
+        collectives: Collectives = SINGLE_RANK,
     ) -> None:
+        """Of ranks that share a model rank 0 samples, and the others hear of it; log-probabilities stay on rank 0."""
+        self._collectives = collectives
         self.sampled_R = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         """The last step's tokens, row by row; always this memory."""
         self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
@@ -64,6 +69,10 @@ class DeviceSampler:
         self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]
     ) -> "DeviceSampledTokens":
         """Where penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known."""
+        tokens_R = self.sampled_R[: len(requests)]
+        if self._collectives.rank > 0:
+            self._collectives.broadcast_(tokens_R)
+            return DeviceSampledTokens(_to_host(tokens_R), None, {}, _recorded_event(self._device))
         assert logits_RV is not None, "nothing to sample from"
         assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
         if self._batch.requests != list(requests):
@@ -73,8 +82,8 @@ class DeviceSampler:
         params_RF = self._params_RF[: len(requests)]
         params_RF.copy_(_pinned(batch.params(processed_rows), self._device), non_blocking=True)
         processed_PV = self._processed(logits_RV, requests, processed_rows) if processed_rows else None
-        tokens_R = self.sampled_R[: len(requests)]
         sample(logits_RV, processed_PV, params_RF, tokens_R, self._workspace, batch.is_greedy)
+        self._collectives.broadcast_(tokens_R)
         return DeviceSampledTokens(
             tokens_R=_to_host(tokens_R),
             logprobs=_logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None,

@@ -29,7 +29,8 @@ class CudaGraphs:
             work()  # compiles kernels and fills caches, neither of which can be recorded
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads, that of the hand-over above all, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             given = work()
         return given, graph.replay
 

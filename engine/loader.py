@@ -30,8 +30,8 @@ class LoadedModel:
 
     architecture: ModelArchitecture
     decoder: LlamaForCausalLM
-    num_ranks: int
-    """That share the model: each has an equal part of the heads."""
+    collectives: Collectives
+    """The ranks that share the model: each has an equal part of the heads."""
     device: torch.device
     dtype: torch.dtype
     """Of activations, and of what is not quantized."""
@@ -53,13 +53,13 @@ class LoadedModel:
     @property
     def num_heads(self) -> int:
         """This rank's query heads."""
-        return self.architecture.num_heads // self.num_ranks
+        return self.architecture.num_heads // self.collectives.size
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
         """What `block_size` tokens take in this rank's KV pool."""
         a = self.architecture
         return KVBlockShape(
-            a.num_layers, a.num_kv_heads // self.num_ranks, block_size, a.head_dim, self.kv_dtype
+            a.num_layers, a.num_kv_heads // self.collectives.size, block_size, a.head_dim, self.kv_dtype
         )
 
 
@@ -96,7 +96,7 @@ def load_model(
     return LoadedModel(
         architecture=architecture,
         decoder=decoder,
-        num_ranks=collectives.size,
+        collectives=collectives,
         device=device,
         dtype=dtype,
         kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,

@@ -1,6 +1,5 @@
 """make_runner: a ModelRunner of the parts that the model's device computes with."""
 
-from engine.collectives import SINGLE_RANK, Collectives
 from engine.forward import TorchForward
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
@@ -15,9 +14,9 @@ def make_runner(
     pool: KVPool,
     host_blocks: HostBlocks | None = None,
     grammars: GrammarCompiler | None = None,
-    collectives: Collectives = SINGLE_RANK,
 ) -> ModelRunner:
-    """`host_blocks` and `grammars`: see ModelRunner. `collectives`: those the model was loaded with."""
+    """`host_blocks` and `grammars`: see ModelRunner."""
+    collectives = model.collectives
     attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
     sampler: Sampler = TorchSampler()
     return ModelRunner(

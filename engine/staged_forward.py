@@ -16,10 +16,11 @@ from engine.graphs import Recorder, Replay
 from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
-from engine.layers.triton_attention import StepLimits, TritonAttention
+from engine.layers.triton_attention import TritonAttention
 from engine.models.llama import LlamaForCausalLM
 from engine.request_table import IntArray
 from engine.staging import ALIGNMENT, Section, StepStaging
+from engine.step_limits import StepLimits
 
 NO_SLOT = -1
 NO_SOURCE = -1

@@ -32,17 +32,9 @@ from engine.layers.attention import HeadNorm
 from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelArchitecture
 from engine.staging import ALIGNMENT, Section
+from engine.step_limits import StepLimits
 
 Window = int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """No step is larger."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)

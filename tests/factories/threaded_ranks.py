@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -32,6 +33,9 @@ class ThreadedRank:
 
     def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
         x.copy_(self._exchange(x)[source])
+
+    def silent(self) -> AbstractContextManager[None]:
+        raise NotImplementedError("only a GPU rehearses")
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._shared[self.rank] = x.clone()

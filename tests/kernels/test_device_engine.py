@@ -18,11 +18,11 @@ from engine.core import EngineCore
 from engine.device_parts import make_device_parts
 from engine.graphs import CudaGraphs, Repeats
 from engine.kv_cache import KVPool
-from engine.layers.triton_attention import StepLimits
 from engine.layers.triton_backend import TritonBackend
 from engine.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
+from engine.step_limits import StepLimits
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars

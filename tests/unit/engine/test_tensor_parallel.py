@@ -24,7 +24,7 @@ FLOAT32 = ModelConfig(dtype="float32")
 def tokens_of_ranks(path: Path, size: int, config: ModelConfig = FLOAT32) -> list[dict[str, list[int]]]:
     def run(collectives: Collectives) -> dict[str, list[int]]:
         model = load_model(config, path, CPU, collectives=collectives)
-        driver = StepDriver(model, collectives=collectives)
+        driver = StepDriver(model)
         return driver.generate(PROMPTS, 10, chunk=7, params=SAMPLED)
 
     return on_ranks(size, run)

@@ -1,0 +1,111 @@
+"""What a rank has room for: fills in the scheduler's section with what only the model and the device know."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.config import BatonConfig, SchedulerConfig
+from baton.errors import ConfigError
+from engine.loader import LoadedModel
+from engine.step_limits import StepLimits
+
+if TYPE_CHECKING:
+    from engine.gpu_capacity import Measured
+
+CPU_KV_CACHE_MIB = 1024
+GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
+"""In place of the defaults for a CPU: a GPU is not busy with less, and its copy engine fetches blocks of 64 tokens whole
+(engine/kernels/attention_tuning.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of one rank."""
+
+    scheduler_config: SchedulerConfig
+    """Complete. A worker's scheduler goes by rank 0's, with as many blocks as the rank that has fewest."""
+    max_num_batched_tokens: int
+    """What the rank has buffers for; the scheduler may ask for less."""
+
+
+def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capacity:
+    """ConfigError names the key that asks for more than there is.
+
+    On a GPU the largest step is run to see what it takes; `free_at_start` is what was free of its memory before the
+    model was loaded.
+    """
+    asked = with_defaults_of(model.device, config.scheduler)
+    max_model_len = _max_model_len(asked, model)
+    values: dict[str, object] = {
+        "max_model_len": max_model_len,
+        "num_blocks": asked.num_blocks,
+        "num_swap_blocks": _num_swap_blocks(config, asked.block_size, model),
+    }
+    if model.device.type == "cuda":
+        measured = _measure(config, asked, model, max_model_len, free_at_start)
+        is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
+        if is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set:
+            values["max_num_batched_tokens"] = measured.chunk
+        if asked.num_blocks is None and config.engine.kv_cache_memory_mib is None:
+            size_bytes = model.kv_block_shape(asked.block_size).size_bytes
+            values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
+    values["num_blocks"] = values["num_blocks"] or _num_blocks(config, asked.block_size, model)
+    return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
+
+
+def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
+    """What nobody has set is as the kind of device wants it."""
+    if device.type == "cpu":
+        return asked
+    unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
+    return asked.with_values("scheduler", **unset)
+
+
+def _measure(
+    config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, free_at_start: int
+) -> "Measured":
+    from engine.gpu_capacity import measure  # Triton need not be there where no GPU is
+
+    limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
+    engine = config.engine
+    return measure(
+        model,
+        asked.block_size,
+        limits,
+        free_at_start,
+        engine.gpu_memory_utilization,
+        uses_graphs=engine.cuda_graphs,
+    )
+
+
+def _max_model_len(asked: SchedulerConfig, model: LoadedModel) -> int:
+    if asked.max_model_len is not None and asked.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"scheduler.max_model_len: got {asked.max_model_len}, but this model was made for {model.max_model_len}"
+        )
+    return asked.max_model_len or model.max_model_len
+
+
+def _num_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int:
+    memory_mib = config.engine.kv_cache_memory_mib or CPU_KV_CACHE_MIB
+    num_blocks = model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
+        )
+    return num_blocks
+
+
+def _num_swap_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int | None:
+    """Blocks of host memory for preempted requests; None if nothing would use them."""
+    if config.scheduler.preemption == "recompute":
+        return None
+    memory_mib = config.engine.swap_space_mib
+    num_blocks = config.scheduler.num_swap_blocks
+    num_blocks = num_blocks or model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"engine.swap_space_mib: got {memory_mib}, which does not hold one block of this model"
+        )
+    return num_blocks
