@@ -105,7 +105,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[Sa
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.Tensor:
     """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
-    changed = [row for row, request in enumerate(requests) if _is_processed(request)]
+    changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
         return raw_RV
     processed_RV = raw_RV.clone()
@@ -114,7 +114,8 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.
     return processed_RV
 
 
-def _is_processed(request: RequestState) -> bool:
+def is_processed(request: RequestState) -> bool:
+    """Whether its next token is not drawn from the raw logits."""
     p = request.sampling_params
     return bool(
         p.logit_bias

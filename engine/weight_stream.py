@@ -23,7 +23,8 @@ import torch
 from baton.errors import ModelError
 
 NUM_READERS = 4
-"""Threads. One copies 4 to 8 GB/s out of the page cache, so four come near what PCIe 5 takes (50 GB/s is its most)."""
+"""Threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), a GPU takes up to 50 over
+PCIe 5; benchmarks/weight_loading.py tells what more of them bring."""
 BUFFER_BYTES = 32 * 2**20
 """A copy of this size takes 0.6 ms on PCIe 5: setting it up costs nothing beside it. 256 MiB are pinned in all."""
 AHEAD_BYTES = 2 * 2**30

@@ -3,11 +3,12 @@
 The arg max of score + noise over all tokens, if it is kept, is the arg max over the kept ones. If it is not, nothing of
 its weight or less is kept either, so the next candidate is the arg max over the tokens above. Whether a token is kept
 follows from how many tokens weigh more, and how much together. Each look at the row counts above four weights at
-once: the candidate's, and three above it that may raise the floor further. After Ye, "Sorting-Free GPU Kernels for LLM
-Sampling" (FlashInfer, 2025), with noise that is a function of the token in place of new random numbers each round.
+once: the candidate's, and three above it that may raise the floor further. After the rejection sampling of FlashInfer
+("Sorting-Free GPU Kernels for LLM Sampling", 2025), with noise that is a function of the token in place of new random
+numbers each round.
 
-Only chunks whose likeliest token is above the floor are read. That makes most looks short: a sampled token tends to have
-few tokens above it.
+Only chunks whose likeliest token is above the floor are read. That makes most looks short: a sampled token tends to
+have few tokens above it.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, G chunks read together, S parts of a row, F fields.
 """
@@ -267,7 +268,8 @@ def _count_above(  # type: ignore[no-untyped-def]
     mass_0 = tl.zeros([GROUP], tl.float32)
     mass_1, mass_2, mass_3 = mass_0, mass_0, mass_0
     num_active = _activate(chunk_bits_C, floor, row_active_ptr)
-    for start in range(0, num_active, GROUP):
+    start = tl.full([], 0, tl.int32)
+    while start < num_active:
         tokens_GX, scores_GX = _load_group(
             at, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
         )
@@ -282,6 +284,7 @@ def _count_above(  # type: ignore[no-untyped-def]
         mass_1 += tl.sum(tl.where(bits_GX > floor + step, weights_GX, 0.0), 1)
         mass_2 += tl.sum(tl.where(bits_GX > floor + 2 * step, weights_GX, 0.0), 1)
         mass_3 += tl.sum(tl.where(bits_GX > floor + 3 * step, weights_GX, 0.0), 1)
+        start += GROUP
     return (
         tl.sum(n_0, 0),
         tl.sum(n_1, 0),
@@ -306,7 +309,7 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """What the k likeliest tokens weigh, k below the vocabulary's size; of equal ones at the end only as many as belong.
+    """What the k likeliest tokens weigh, k below the vocabulary's size; of equal ones at the end as many as belong.
 
     Narrows down the k-th largest weight, which is `lowest` or more, until exactly k tokens are above some weight or one
     weight is left: by a factor of 5 each time in the floats' bits, so nearly by one in their logarithm.
@@ -373,7 +376,8 @@ def _draw_from(  # type: ignore[no-untyped-def]
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     num_active = _activate(chunk_bits_C, lowest - 1, row_active_ptr)
-    for start in range(0, num_active, GROUP):
+    start = tl.full([], 0, tl.int32)
+    while start < num_active:
         tokens_GX, scores_GX = _load_group(
             at, row_active_ptr, start, num_active, num_chunks, CHUNK, GROUP, HAS_PROCESSED
         )
@@ -384,4 +388,5 @@ def _draw_from(  # type: ignore[no-untyped-def]
         if group_best > best:  # chunks are listed in order, so an equal one later has a higher token
             best = group_best
             token = group_token
+        start += GROUP
     return token

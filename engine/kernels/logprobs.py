@@ -31,7 +31,7 @@ def token_logprobs(
         logits_RV.stride(0),
         vocab_size,
         BLOCK_V=BLOCK_V,
-        num_warps=16,  # one row is one program: few rows ask for this, and about 16 passes of 8 logits a thread are short
+        num_warps=16,  # one program a row: few rows ask for this
     )
     return logprobs_L, ranks_L, log_sum_exp_L
 
@@ -67,7 +67,8 @@ def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
     best = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     num_larger = tl.full([], 0, tl.int32)
-    for start in range(0, vocab_size, BLOCK_V):
+    start = tl.full([], 0, tl.int32)
+    while start < vocab_size:
         tokens_V = start + tl.arange(0, BLOCK_V)
         logits_V = tl.load(row_ptr + tokens_V, tokens_V < vocab_size, other=float("-inf")).to(tl.float32)
         num_larger += tl.sum((logits_V > logit).to(tl.int32), 0)
@@ -75,6 +76,7 @@ def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
         base = tl.where(larger > float("-inf"), larger, 0.0)  # -inf - -inf is NaN
         total = total * tl.exp(best - base) + tl.sum(tl.exp(logits_V - base), 0)
         best = larger
+        start += BLOCK_V
     log_total = tl.log(total)
     tl.store(logprobs_ptr + wanted, (logit - best) - log_total)  # in torch's order
     tl.store(ranks_ptr + wanted, num_larger + 1)

@@ -14,8 +14,8 @@ BLOCK_V = 4096
 BLOCK_E = 256
 
 NUM_EDIT_FIELDS = 6
-"""int32 words of an edit: processed row, token, bias, repetition penalty (1: none), what presence and frequency take off,
-and whether the token is forbidden. The three in the middle are floats, stored as their bits."""
+"""int32 words of an edit: processed row, token, bias, repetition penalty (1: none), what presence and frequency take
+off, and whether the token is forbidden. The three in the middle are floats, stored as their bits."""
 _NUM_EDIT_FIELDS = tl.constexpr(NUM_EDIT_FIELDS)
 
 
@@ -29,11 +29,12 @@ def process_logits(
 ) -> None:
     """Writes `processed_PV` (float32, contiguous): row p is row `rows_P[p]` of the logits, edited.
 
-    `mask_rows_P[p]` is p's row of `masks_PW`, or -1. Bit b of word w there allows token 32 w + b. All indices are int32.
-    Edits of one (row, token) twice would race; the lists may be empty, and then nothing is launched for them.
+    `mask_rows_P[p]` is p's row of `masks_PW`, or -1. Bit b of word w there allows token 32 w + b. All indices are
+    int32. Edits of one (row, token) twice would race; the lists may be empty, and then nothing is launched for them.
     """
     num_rows, vocab_size = processed_PV.shape
-    assert logits_RV.stride(1) == 1 and processed_PV.is_contiguous(), "a row is one span"
+    assert logits_RV.stride(1) == 1, "a row is one span"
+    assert processed_PV.is_contiguous(), "processed rows are packed"
     assert masks_PW.shape[1] * 32 >= vocab_size, f"{masks_PW.shape[1]} words for {vocab_size} tokens"
     _mask_kernel[(triton.cdiv(vocab_size, BLOCK_V), num_rows)](
         logits_RV,
@@ -108,7 +109,7 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
     tl.store(processed_ptr + processed_row * vocab_size + tokens, logits, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edits"])  # it changes every step
 def _edit_kernel(edits_ptr, processed_ptr, num_edits, vocab_size, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
     edits = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     mask = edits < num_edits

@@ -107,8 +107,9 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
         base = tl.where(tl.abs(best) < float("inf"), best, 0.0)  # inf - inf is NaN
         weights_CX = tl.exp(tl.div_rn(logits_CX - base, temperature))
         tl.store(part_sum_ptr + slot, tl.sum(tl.sum(weights_CX, 1), 0))
-    # The same thread stores the part's three scalars and counts it, with release and acquire order: who counts last sees
-    # all parts. Past the barrier that hands the count to all threads of a program they see them too, if not in L1.
+    # The same thread stores the part's three scalars and counts it, with release and acquire order: who counts last
+    # sees all parts. Past the barrier that hands the count to all threads of a program they see them too, but not
+    # through L1.
     tl.debug_barrier()
     num_before = tl.atomic_add(num_arrived_ptr + row, 1)
     if num_before == num_parts - 1:

@@ -33,8 +33,8 @@ def sample(
     """Writes `tokens_R` (int32). `params_RF` (int32) is laid out as `sampling_parts.NUM_FIELDS` says.
 
     Rows of `logits_RV` (bf16, fp16 or float32) may be strided, their elements not. A row whose parameters name a row of
-    `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy` says that every row is: the launches that
-    draw are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as +inf.
+    `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy` says that every row is: the launches
+    that draw are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as +inf.
     """
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row is one span"
@@ -44,11 +44,16 @@ def sample(
     assert num_rows <= len(workspace.num_arrived_R), (
         f"{num_rows} rows, in a workspace for {len(workspace.num_arrived_R)}"
     )
-    assert params_RF.shape[1] == NUM_FIELDS and params_RF.is_contiguous(), "parameters are packed"
-    assert processed_PV is None or (processed_PV.is_contiguous() and processed_PV.dtype == torch.float32)
+    assert params_RF.shape == (num_rows, NUM_FIELDS), (
+        f"parameters {tuple(params_RF.shape)} of {num_rows} rows"
+    )
+    assert params_RF.is_contiguous(), "parameters are packed"
+    if processed_PV is not None:
+        assert processed_PV.is_contiguous(), "processed rows are packed"
+        assert processed_PV.dtype == torch.float32, f"processed rows of {processed_PV.dtype}"
     row_stats(logits_RV, processed_PV, params_RF, tokens_R, workspace)
     if not is_greedy:
-        gumbel_draw(logits_RV, processed_PV, params_RF, workspace)
+        gumbel_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)
         filtered_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)
 
 

@@ -29,9 +29,9 @@ _NUM_FIELDS = tl.constexpr(NUM_FIELDS)
 CHUNK = 256
 """Tokens of which the likeliest is remembered: 16 bytes a lane of a warp in bf16."""
 CHUNKS_PER_PART = 16
-"""A program reads 4,096 logits. One row of 128,256 then keeps 32 multiprocessors busy, and five rows all 132 of an H200;
-a single one would need about 40 us for the noise of a row. The same for any number of rows, so that the sums, and with
-them the tokens, are the same in any batch."""
+"""A program reads 4,096 logits. One row of 128,256 then keeps 32 multiprocessors busy, and five rows all 132 of an
+H200; a single one would need about 50 us for the noise of a row. The same for any number of rows, so that the sums, and
+with them the tokens, are the same in any batch."""
 
 
 @dataclass(frozen=True, slots=True)

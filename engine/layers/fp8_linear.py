@@ -33,16 +33,16 @@ class Fp8Linear:
     ) -> None:
         """`quantize`: for activations."""
         self._quantize = quantize
-        self._weight_OI, self._scale_O1 = quantize_rows(weight_OI)
-        self._bias_O = bias_O
+        self.weight_OI, self.scale_O1 = quantize_rows(weight_OI)
+        self.bias_O = bias_O
         self._quantizes_activations = can_multiply_fp8(weight_OI)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self._quantizes_activations:
             return self.multiply(*self._quantize(x_TI), x_TI.dtype)
         # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.
-        weight_OI = self._weight_OI.to(x_TI.dtype).mul_(self._scale_O1)
-        return F.linear(x_TI, weight_OI, self._bias_O)
+        weight_OI = self.weight_OI.to(x_TI.dtype).mul_(self.scale_O1)
+        return F.linear(x_TI, weight_OI, self.bias_O)
 
     def multiply(self, x_TI: torch.Tensor, scale_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Of activations that are quantized already, as by `quantize_rows`; the result (T x O) is of `dtype`.
@@ -54,14 +54,14 @@ class Fp8Linear:
         """
         y_TO = torch._scaled_mm(
             x_TI,
-            self._weight_OI.t(),
+            self.weight_OI.t(),
             scale_a=scale_T1,
-            scale_b=self._scale_O1.t(),
+            scale_b=self.scale_O1.t(),
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        if self._bias_O is not None:
-            y_TO += self._bias_O
+        if self.bias_O is not None:
+            y_TO += self.bias_O
         return y_TO.to(dtype)
 
 

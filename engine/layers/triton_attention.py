@@ -79,6 +79,7 @@ class TritonAttention:
             shape.block_size,
             dtype.itemsize,
             shape.dtype.itemsize,
+            has_copy_engine=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0),
         )
         self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors)
         self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors)

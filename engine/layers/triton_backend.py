@@ -6,25 +6,20 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 
 from engine.kernels.embedding import embed
-from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.rms_norm import add_rms_norm_, rms_norm
-from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul
 from engine.layers.backend import InputTokens
-from engine.layers.fp8 import quantize_rows
-from engine.layers.fp8_linear import Fp8Linear
-from engine.layers.linear import Linear
+from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 
 
 class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`."""
 
-    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
-        return Linear(weight_OI, bias_O)
+    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonLinear:
+        return TritonLinear(weight_OI, bias_O)
 
-    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
-        is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # the kernel holds a row at once
-        return Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonFp8Linear:
+        return TritonFp8Linear(weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is not None

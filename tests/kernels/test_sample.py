@@ -91,8 +91,8 @@ def test_greedy_rows_take_the_arg_max_lowest_on_ties(
 def test_a_draw_is_the_arg_max_over_what_a_sort_keeps(
     filters: dict[str, Any], device: torch.device, generator: torch.Generator
 ) -> None:
-    logits_RV = 2.0 * torch.randn(3, VOCAB, generator=generator)
-    rows_RF = params(3, **filters)
+    logits_RV = 2.0 * torch.randn(2, VOCAB, generator=generator)
+    rows_RF = params(2, **filters)
     assert sampled(logits_RV.to(device), rows_RF) == sample_reference(logits_RV, rows_RF).tolist()
 
 
@@ -113,7 +113,7 @@ def test_rows_draw_by_their_own_parameters(device: torch.device, generator: torc
 
 def test_draws_follow_the_distribution(device: torch.device, generator: torch.Generator) -> None:
     logits_1V = torch.randn(1, 12, generator=generator)
-    count = 80
+    count = 60
     expected = count * logits_1V[0].softmax(-1)
     seen = Counter(sampled(logits_1V.to(device).expand(count, -1), params(count)))
     assert (

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +11,7 @@ from baton.errors import ModelError
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import FP8, saturate
 from engine.loader import LoadedModel, load_model
+from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -24,19 +23,13 @@ def load(path: Path, dtype: str = "float32", **config: str) -> LoadedModel:
     return load_model(ModelConfig.model_validate({"dtype": dtype, **config}), path, CPU, kv_cache_dtype="fp8")
 
 
-def block_bytes(pool: KVPool) -> npt.NDArray[np.uint8]:
-    blocks = pool.block_bytes()
-    assert isinstance(blocks, np.ndarray)
-    return blocks
-
-
 def test_a_block_has_half_the_bytes_of_16_bits(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     plain = load_model(ModelConfig(dtype="bfloat16"), path, CPU).kv_block_shape(16)
     shape = load(path, "bfloat16").kv_block_shape(16)
     assert shape.dtype is FP8
     assert shape.size_bytes * 2 == plain.size_bytes
-    assert block_bytes(KVPool(3, shape, CPU)).shape == (3, plain.size_bytes // 2)
+    assert block_array(KVPool(3, shape, CPU)).shape == (3, plain.size_bytes // 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -85,7 +78,7 @@ def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path
     given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
     giver.step({"a": len(PROMPTS["a"])})
     taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
-    block_bytes(taker.pool)[taken.block_ids] = block_bytes(giver.pool)[given.block_ids]
+    block_array(taker.pool)[taken.block_ids] = block_array(giver.pool)[given.block_ids]
     taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
     while len(taken.outputs) < 10:
         taker.step({"a": 1})
