@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.clock import SystemClock
@@ -30,6 +31,15 @@ from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 
 
+@dataclass(frozen=True, slots=True)
+class StartProgress:
+    """What a worker that starts is busy with, and how much of it is done."""
+
+    what: str
+    done: int
+    count: int
+
+
 class EngineHost:
     """One worker process. Every start is a new incarnation; nothing of an old one is ever taken up again."""
 
@@ -45,6 +55,8 @@ class EngineHost:
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._clock = SystemClock()
+        self.progress: StartProgress | None = None
+        """How far `start` is, from any thread; None where there is nothing to count."""
 
     def start(self) -> WorkerEndpoint:
         """Loads the model, binds both planes to free ports and begins to serve; blocks until it does."""
@@ -56,12 +68,16 @@ class EngineHost:
             self._incarnation,
             self._clock,
             on_news=lambda: self._loop.wake(),
+            on_progress=self._note_progress,
         )
         try:
             return self._serve()
         except BaseException:
             self._ranks.stop()
             raise
+
+    def _note_progress(self, what: str, done: int, count: int) -> None:
+        self.progress = StartProgress(what, done, count)
 
     def _serve(self) -> WorkerEndpoint:
         self._server = RequestServer(
@@ -81,7 +97,7 @@ class EngineHost:
 
     def _make_core(self) -> EngineCore:
         """Scheduler and grammars around the ranks."""
-        model, config = self._ranks.parts.model, self._ranks.parts.scheduler_config
+        model, config = self._ranks.parts.model, self._ranks.scheduler_config
         grammars = GrammarCompiler(
             self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
         )
@@ -143,5 +159,5 @@ class EngineHost:
 
     @property
     def _ref(self) -> WorkerRef:
-        block_size = self._config.scheduler.block_size
+        block_size = self._ranks.scheduler_config.block_size
         return WorkerRef(self._name, self._incarnation, self._ranks.kv_addresses, block_size)

@@ -130,10 +130,10 @@ class RankGroup:
     def links(self) -> Sequence[RankLink]:
         return self._links
 
-    def wait_until_loaded(self, timeout_s: float) -> list[Loaded]:
+    def wait_until_loaded(self, timeout_s: float) -> tuple[Loaded, ...]:
         """What each rank said when it was. Raises what a rank could not be built for, or ClusterError."""
         self._wait(lambda link: link.loaded is not None, "loaded its model", timeout_s)
-        return [link.loaded for link in self._links if link.loaded is not None]
+        return tuple(link.loaded for link in self._links if link.loaded is not None)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Until each rank's collectives are connected. Raises as the former."""

@@ -10,41 +10,92 @@ from pathlib import Path
 import torch
 
 from baton.clock import Clock
-from baton.config import BatonConfig, EngineConfig, SchedulerConfig
+from baton.config import BatonConfig, SchedulerConfig
 from baton.curve import PlaneKeys
 from baton.errors import ConfigError
 from engine.allocator import available_memory, keep_freed_memory
+from engine.capacity import Capacity, reckon
 from engine.collectives import Collectives
-from engine.fail_stop import FailStop
+from engine.device import rank_device
+from engine.fail_stop import FailStop, StepRunner
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loader import LoadedModel, load_model
-from engine.pipeline import Pipeline, make_pipeline
+from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from kv_transfer import KVConnectorWorker, SharedMemory
+from engine.step_limits import StepLimits
+from kv_transfer import CudaMemory, KVConnectorWorker, SharedMemory
+
+OnProgress = Callable[[str, int, int], None]
+"""What is being done, how much of it is, of how much in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
     """What every rank of a worker has."""
 
-    collectives: Collectives
+    config: BatonConfig
     model: LoadedModel
-    scheduler_config: SchedulerConfig
-    """Complete: the same on every rank."""
+    capacity: Capacity
     pool: KVPool
+    memory: SharedMemory | CudaMemory
+    """That of the pool."""
     connector: KVConnectorWorker
     """Not started yet."""
+    on_progress: OnProgress
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """Complete, as far as this rank is concerned."""
+        return self.capacity.scheduler_config
+
+    @property
+    def num_blocks(self) -> int:
+        """Of this rank's pool."""
+        return self.pool.num_blocks
 
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
         """Where the rank computes its steps. The collectives are connected, and every rank calls this at the same time.
 
         `grammars`: for the rank that samples, rank 0.
         """
-        host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
-        runner = make_runner(self.model, self.pool, host_blocks, grammars, self.collectives)
-        steps = runner if self.collectives.size == 1 else FailStop(runner)
-        return make_pipeline(steps, async_scheduling=self.scheduler_config.async_scheduling)
+        is_async = self.scheduler_config.async_scheduling
+        if self.model.device.type == "cpu":
+            host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
+            steps = self._fail_stop(make_runner(self.model, self.pool, host_blocks, grammars))
+            return make_pipeline(steps, async_scheduling=is_async)
+        steps = self._fail_stop(self._make_device_runner(grammars))
+        return StreamPipeline(steps) if is_async else InlinePipeline(steps)
+
+    def free(self) -> None:
+        """Gives the pool's memory back, when nothing uses it any more: no step, no connector."""
+        if isinstance(self.memory, CudaMemory):
+            self.memory.free()
+
+    def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
+        from engine.device_parts import make_device_parts  # Triton need not be there where no GPU is
+        from engine.graphs import CudaGraphs
+
+        scheduler = self.scheduler_config
+        assert scheduler.max_model_len is not None
+        limits = StepLimits(
+            scheduler.max_num_seqs, self.capacity.max_num_batched_tokens, scheduler.max_model_len
+        )
+        parts = make_device_parts(self.model, self.pool, limits)
+        parts.rehearse()
+        if self.config.engine.cuda_graphs:
+            parts.record(
+                CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)
+            )
+        return parts.runner(
+            self.pool,
+            scheduler.num_swap_blocks or 0,
+            grammars,
+            samples=self.model.collectives.rank == 0,
+        )
+
+    def _fail_stop(self, runner: StepRunner) -> StepRunner:
+        return runner if self.model.collectives.size == 1 else FailStop(runner)
 
 
 def build_rank(
@@ -55,6 +106,7 @@ def build_rank(
     collectives: Collectives,
     clock: Clock,
     on_news: Callable[[], None],
+    on_progress: OnProgress,
 ) -> RankParts:
     """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError for what cannot be served.
 
@@ -62,19 +114,22 @@ def build_rank(
     """
     keep_freed_memory()
     torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
-    device = rank_device(config.engine)
+    device = rank_device(config.engine, collectives.rank)
+    free_at_start = _begin_with(device)
     model = load_model(
         config.model,
         model_path,
         device,
         kv_cache_dtype=config.engine.kv_cache_dtype,
         collectives=collectives,
+        on_progress=lambda done, count: on_progress("loading weights", done, count),
     )
-    scheduler_config = _complete(config, model)
-    assert scheduler_config.num_blocks is not None
-    shape = model.kv_block_shape(scheduler_config.block_size)
-    memory = _take_memory(scheduler_config.num_blocks * shape.size_bytes)
-    pool = KVPool(scheduler_config.num_blocks, shape, device, memory.array)
+    capacity = reckon(config, model, free_at_start)
+    num_blocks = capacity.scheduler_config.num_blocks
+    assert num_blocks is not None
+    shape = model.kv_block_shape(capacity.scheduler_config.block_size)
+    memory = _take_memory(num_blocks * shape.size_bytes, device)
+    pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
     connector = KVConnectorWorker(
         config.kv_transfer,
         config.network.bind_host,
@@ -85,62 +140,28 @@ def build_rank(
         pool.fingerprint(model.digest, collectives.size),
         on_news=on_news,
         rank=collectives.rank,
-        memory=memory,
+        memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,
     )
-    return RankParts(collectives, model, scheduler_config, pool, connector)
+    return RankParts(config, model, capacity, pool, memory, connector, on_progress)
 
 
-def rank_device(config: EngineConfig) -> torch.device:
-    """What a rank computes on."""
-    if config.device == "cuda":
+def _begin_with(device: torch.device) -> int:
+    """Makes it the one that this process computes on: bytes of its memory that are free now, if it is a GPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize()  # the context is there, so that it is not taken for a weight
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:
+    """For the pool. Of the host's memory it asks first what there is: Linux would rather end a process than refuse."""
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
         raise ConfigError(
-            "engine.device: got 'cuda', but hand-overs cannot read a GPU's memory yet; use 'cpu' for now"
-        )
-    return torch.device(config.device)
-
-
-def _take_memory(num_bytes: int) -> SharedMemory:
-    """Asks first what there is: Linux would rather end a process than refuse."""
-    if num_bytes > available_memory():
-        raise ConfigError(
-            f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {available_memory() / 2**20:,.0f} MiB are free; "
+            f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
             "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
         )
-    return SharedMemory(num_bytes)
-
-
-def _complete(config: BatonConfig, model: LoadedModel) -> SchedulerConfig:
-    """The scheduler's section with what only the model and the device know filled in."""
-    asked = config.scheduler
-    if asked.max_model_len is not None and asked.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"scheduler.max_model_len: got {asked.max_model_len}, but this model was made for {model.max_model_len}"
-        )
-    max_model_len = asked.max_model_len or model.max_model_len
-    memory_mib = config.engine.kv_cache_memory_mib
-    num_blocks = asked.num_blocks or model.kv_block_shape(asked.block_size).num_blocks_for(memory_mib * 2**20)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
-        )
-    return asked.with_values(
-        "scheduler",
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        num_swap_blocks=_num_swap_blocks(config, model),
-    )
-
-
-def _num_swap_blocks(config: BatonConfig, model: LoadedModel) -> int | None:
-    """Blocks of host memory for preempted requests; None if nothing would use them."""
-    if config.scheduler.preemption == "recompute":
-        return None
-    memory_mib = config.engine.swap_space_mib
-    shape = model.kv_block_shape(config.scheduler.block_size)
-    num_blocks = config.scheduler.num_swap_blocks or shape.num_blocks_for(memory_mib * 2**20)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"engine.swap_space_mib: got {memory_mib}, which does not hold one block of this model"
-        )
-    return num_blocks
+    return SharedMemory(num_bytes) if device.type == "cpu" else CudaMemory(num_bytes, device.index)

@@ -29,6 +29,7 @@ from baton.config import BatonConfig
 from baton.errors import BatonError, WireError
 from baton.step import SchedulerOutput
 from engine.collectives import Collectives, TorchCollectives
+from engine.device import rank_device
 from engine.pipeline import Pipeline
 from engine.rank_channel import RankChannel
 from engine.rank_group import STOP_TIMEOUT_S
@@ -50,7 +51,7 @@ from engine.rank_messages import (
     Stop,
     ToRank,
 )
-from engine.rank_parts import build_rank, rank_device
+from engine.rank_parts import build_rank
 from kv_transfer import RankConnector
 
 logger = logging.getLogger(__name__)
@@ -95,9 +96,17 @@ class Build(Protocol):
 def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
     """The real one. Rank 0 alone samples and knows grammars."""
     path = Path(setup.model_path)
-    parts = build_rank(config, setup.kv_keys, path, setup.incarnation, collectives, SystemClock(), on_news)
-    assert parts.scheduler_config.num_blocks is not None
-    return Rank(parts.make_pipeline, parts.connector, parts.scheduler_config.num_blocks, parts.model.digest)
+    parts = build_rank(
+        config,
+        setup.kv_keys,
+        path,
+        setup.incarnation,
+        collectives,
+        SystemClock(),
+        on_news,
+        on_progress=lambda *_: None,  # rank 0 is as far, and says so
+    )
+    return Rank(parts.make_pipeline, parts.connector, parts.num_blocks, parts.model.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
     """The rank's whole life. It tells rank 0 what it failed at; nothing can be expected of its threads then."""
     try:
         config = BatonConfig.from_mapping(json.loads(setup.config), "rank 0's configuration")
-        device = rank_device(config.engine)
+        device = rank_device(config.engine, setup.rank)
         timeout_s = config.engine.rank_timeout_s
         collectives = TorchCollectives(Path(setup.folder), setup.rank, setup.num_ranks, device, timeout_s)
         rank = build(setup, config, collectives, lambda: inbox.put(_NewsIsThere()))

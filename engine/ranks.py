@@ -16,11 +16,12 @@ from baton.curve import PlaneKeys
 from baton.errors import ClusterError
 from engine.collectives import Collectives, SingleRank, TorchCollectives
 from engine.core import ConnectorWorker
+from engine.device import rank_device
 from engine.grammar import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.rank_group import RankGroup
-from engine.rank_messages import Join, Setup
-from engine.rank_parts import RankParts, build_rank, rank_device
+from engine.rank_messages import Join, Loaded, Setup
+from engine.rank_parts import OnProgress, RankParts, build_rank
 from engine.remote_ranks import RankedPipeline, RemoteConnector
 from kv_transfer import RankConnector, RankedConnector
 
@@ -40,12 +41,11 @@ class OtherRanks:
     ) -> None:
         """Starts their processes, which begin to load at once. `stop` must follow."""
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._block_size = config.scheduler.block_size
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))  # mode 0700
         self.collectives = TorchCollectives(
             self._folder, 0, num_ranks, rank_device(config.engine), config.engine.rank_timeout_s
         )
-        text = config.model_dump_json()
+        text = config.model_dump_json(exclude_unset=True)  # what nobody has set may be the device's choice
         setups = [
             Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, str(self._folder))
             for rank in range(1, num_ranks)
@@ -56,17 +56,17 @@ class OtherRanks:
             shutil.rmtree(self._folder)
             raise
 
-    def join(self, num_blocks: int, digest: str) -> tuple[str, ...]:
-        """Connects the collectives when all have loaded what rank 0 has: where their KV planes listen.
+    def join(self, digest: str) -> tuple[Loaded, ...]:
+        """Connects the collectives when all have loaded what rank 0 has: what they say of themselves.
 
         Raises ConfigError or ModelError where a rank did, and ClusterError otherwise.
         """
         loaded = self._group.wait_until_loaded(self._start_timeout_s)
         for rank, facts in enumerate(loaded, 1):
-            if (facts.num_blocks, facts.digest) != (num_blocks, digest):
+            if facts.digest != digest:
                 raise ClusterError(
-                    f"rank {rank} has {facts.num_blocks} KV blocks of model {facts.digest}, and rank 0 has "
-                    f"{num_blocks} of {digest}: is something changing the model's folder?"
+                    f"rank {rank} has model {facts.digest}, and rank 0 has {digest}: is something changing the "
+                    "model's folder?"
                 )
         self._group.send(Join())
         try:
@@ -74,7 +74,7 @@ class OtherRanks:
         except RuntimeError as error:
             why = self._group.explain_start(error)
             raise ClusterError(f"the worker's ranks cannot reach one another: {why}") from error
-        return tuple(facts.kv_address for facts in loaded)
+        return loaded
 
     def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
         """Of all ranks. `make_own` makes rank 0's; the others make theirs meanwhile, and may meet it in that."""
@@ -84,10 +84,10 @@ class OtherRanks:
             raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
-    def connector(self, own: RankConnector) -> ConnectorWorker:
+    def connector(self, own: RankConnector, block_size: int) -> ConnectorWorker:
         """Of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
-        return RankedConnector([own, *remote], self._block_size)
+        return RankedConnector([own, *remote], block_size)
 
     def serve(self) -> None:
         """Waits until every rank is ready; ClusterError if one does not get there.
@@ -117,11 +117,14 @@ class Ranks:
         """Where the KV plane of each rank listens."""
         self.connector: ConnectorWorker = parts.connector
         """Of all ranks."""
+        self.scheduler_config = parts.scheduler_config
+        """The worker's: with as many blocks as the rank that has fewest."""
         if others is not None:
-            num_blocks = parts.scheduler_config.num_blocks
-            assert num_blocks is not None
-            self.kv_addresses += others.join(num_blocks, parts.model.digest)
-            self.connector = others.connector(parts.connector)
+            loaded = others.join(parts.model.digest)
+            self.kv_addresses += tuple(facts.kv_address for facts in loaded)
+            num_blocks = min([parts.num_blocks, *(facts.num_blocks for facts in loaded)])
+            self.scheduler_config = parts.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
+            self.connector = others.connector(parts.connector, self.scheduler_config.block_size)
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
         """Where the worker's steps are computed, on every rank."""
@@ -142,6 +145,7 @@ class Ranks:
             self.parts.connector.shutdown()
         if self._others is not None:
             self._others.stop()
+        self.parts.free()
 
 
 def start_ranks(
@@ -152,15 +156,16 @@ def start_ranks(
     incarnation: str,
     clock: Clock,
     on_news: Callable[[], None],
+    on_progress: OnProgress,
 ) -> Ranks:
     """Loads the model on every rank, in parallel; blocks until all of them are there.
 
     ConfigError, ModelError or ClusterError if they cannot be; no process is left then. `on_news` is called from any
-    thread, after `Ranks.start`.
+    thread, after `Ranks.start`; `on_progress` hears how far rank 0 is.
     """
 
     def build(collectives: Collectives) -> RankParts:
-        return build_rank(config, kv_keys, model_path, incarnation, collectives, clock, on_news)
+        return build_rank(config, kv_keys, model_path, incarnation, collectives, clock, on_news, on_progress)
 
     if num_ranks == 1:
         return Ranks(build(SingleRank()))
