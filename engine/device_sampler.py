@@ -52,28 +52,41 @@ class DeviceSampler:
         device: torch.device,
         chunk: int = CHUNK,
         chunks_per_part: int = CHUNKS_PER_PART,
-        *,
         collectives: Collectives = SINGLE_RANK,
     ) -> None:
-        """Of ranks that share a model rank 0 samples, and the others hear of it; log-probabilities stay on rank 0."""
-        self._collectives = collectives
         self.sampled_R = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         """The last step's tokens, row by row; always this memory."""
         self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
         self._params_RF = torch.empty((max_num_rows, NUM_FIELDS), dtype=torch.int32, device=device)
         self._vocab_size = vocab_size
         self._device = device
+        self._collectives = collectives
         self._batch = _Batch([], vocab_size, device)
 
     def __call__(
         self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]
     ) -> "DeviceSampledTokens":
-        """Where penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known."""
+        """Rank 0 draws, and the others hear of it; log-probabilities stay on rank 0, which alone has them to report.
+
+        Where penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known.
+        """
         tokens_R = self.sampled_R[: len(requests)]
-        if self._collectives.rank > 0:
-            self._collectives.broadcast_(tokens_R)
-            return DeviceSampledTokens(_to_host(tokens_R), None, {}, _recorded_event(self._device))
-        assert logits_RV is not None, "nothing to sample from"
+        logprobs: _Logprobs | None = None
+        if self._collectives.rank == 0:
+            assert logits_RV is not None, "nothing to sample from"
+            logprobs = self._sample(logits_RV, requests, tokens_R)
+        self._collectives.broadcast_(tokens_R)
+        return DeviceSampledTokens(
+            tokens_R=_to_host(tokens_R),
+            logprobs=logprobs,
+            num_top_tokens=self._batch.num_top_tokens,
+            event=_recorded_event(self._device),
+        )
+
+    def _sample(
+        self, logits_RV: torch.Tensor, requests: Sequence[RequestState], tokens_R: torch.Tensor
+    ) -> "_Logprobs | None":
+        """Writes `tokens_R`."""
         assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
         if self._batch.requests != list(requests):
             self._batch = _Batch(list(requests), self._vocab_size, self._device)
@@ -83,13 +96,7 @@ class DeviceSampler:
         params_RF.copy_(_pinned(batch.params(processed_rows), self._device), non_blocking=True)
         processed_PV = self._processed(logits_RV, requests, processed_rows) if processed_rows else None
         sample(logits_RV, processed_PV, params_RF, tokens_R, self._workspace, batch.is_greedy)
-        self._collectives.broadcast_(tokens_R)
-        return DeviceSampledTokens(
-            tokens_R=_to_host(tokens_R),
-            logprobs=_logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None,
-            num_top_tokens=batch.num_top_tokens,
-            event=_recorded_event(self._device),
-        )
+        return _logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None
 
     def _processed(
         self, logits_RV: torch.Tensor, requests: Sequence[RequestState], rows: list[int]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import IntArray, RequestState
+from engine.batch import RequestState
 from engine.kernels.process_logits import NUM_EDIT_FIELDS
+from engine.request_table import IntArray
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -109,8 +109,8 @@ def test_steps_of_one_batch_draw_anew_and_tokens_wait_for_whoever_asks_late(devi
     for _ in range(2):
         expected.append(sample(logits_RV, requests))
         pending.append(sampler(logits_RV.to(device), requests))
-        for row, state in enumerate(requests):
-            state.append_unknown(row)
+        for state in requests:
+            state.append_token(0)
     assert [step.wait() for step in pending] == expected
     assert expected[0] != expected[1]
     assert sampler(logits_RV[1:].to(device), requests[1:]).wait() == sample(logits_RV[1:], requests[1:])
@@ -122,8 +122,44 @@ def test_min_tokens_ends_while_the_batch_stays(device: torch.device) -> None:
     state = request(temperature=0.0, min_tokens=4)
     sampler = device_sampler(device)
     assert sampler(logits_RV.to(device), [state]).wait()[0].token_id == 30
-    state.append_unknown(0)
+    state.append_token(30)
     assert sampler(logits_RV.to(device), [state]).wait()[0].token_id == 7
+
+
+class Recorded:
+    """A rank of two, whose peer's broadcasts are what rank 0 left here."""
+
+    size = 2
+
+    def __init__(self, rank: int, sent: list[torch.Tensor]) -> None:
+        self.rank = rank
+        self._sent = sent
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+        assert source == 0
+        if self.rank == source:
+            self._sent.append(x.clone())
+        else:
+            x.copy_(self._sent.pop(0))
+
+
+def test_other_ranks_hear_from_the_first_what_was_sampled(device: torch.device) -> None:
+    logits_RV = torch.zeros(2, VOCAB)
+    requests = [request(seed=seed, logprobs=0) for seed in range(2)]
+    sent: list[torch.Tensor] = []
+    samplers = [DeviceSampler(VOCAB, 4, device, collectives=Recorded(rank, sent)) for rank in range(2)]
+    first = samplers[0](logits_RV.to(device), requests).wait()
+    second = samplers[1](None, requests).wait()
+    assert [token.token_id for token in second] == [token.token_id for token in first]
+    assert samplers[1].sampled_R[:2].tolist() == samplers[0].sampled_R[:2].tolist()
+    assert all(token.logprobs is not None for token in first)
+    assert all(token.logprobs is None for token in second)
 
 
 def test_a_request_draws_the_same_in_any_batch(device: torch.device, generator: torch.Generator) -> None:
