@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
-"""In place of the defaults for a CPU: a GPU is not busy with less, and its copy engine fetches blocks of 64 tokens whole
+"""In place of the defaults for a CPU: a GPU is not busy with less, and its copy engine wants whole blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
 
 

@@ -94,7 +94,7 @@ def _choose_chunk(parts: DeviceParts, limits: StepLimits) -> int:
 
 def _throughput(parts: DeviceParts, chunk: int) -> float:
     """Tokens a second of the forward pass of one chunk; the median of a few."""
-    times_ms = []
+    times_ms: list[float] = []
     for _ in range(NUM_TIMED + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

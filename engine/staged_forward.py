@@ -66,8 +66,9 @@ class StagedForward:
 
     @torch.inference_mode()
     def rehearse(self, num_requests: int, num_tokens: int) -> torch.Tensor:
-        """A step of so many requests with `num_tokens` tokens each, which leaves nothing behind but compiled kernels and
-        the memory that such a step takes. Returns their logits: num_requests x V."""
+        """A step of so many requests with `num_tokens` tokens each: their logits, num_requests x V.
+
+        It leaves nothing behind but compiled kernels and the memory that such a step takes."""
         logits_RV = self(_rehearsal(num_requests, num_tokens, self._attention.block_size))
         assert logits_RV is not None
         return logits_RV

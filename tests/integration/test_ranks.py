@@ -20,6 +20,7 @@ from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
 from decode_worker import DecodeWorker
 from engine.loop import EngineLoop
+from engine.rank_messages import Loaded
 from engine.ranks import OtherRanks
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.orders import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
@@ -38,6 +39,7 @@ from tests.factories.fake_rank import (
 pytestmark = pytest.mark.slow
 
 SOON_S = 5.0
+BLOCK_SIZE = 16
 
 
 class RunningRanks:
@@ -47,15 +49,13 @@ class RunningRanks:
         self.woken = woken
         self.others = others
         self._folder = folder
-        with pytest.raises(
-            ClusterError, match=f"rank 1 has {NUM_BLOCKS} KV blocks of model digest, and rank 0"
-        ):
-            others.join(NUM_BLOCKS + 1, DIGEST)
-        self.kv_addresses = others.join(NUM_BLOCKS, DIGEST)
+        with pytest.raises(ClusterError, match="rank 1 has model digest, and rank 0 has another"):
+            others.join("another")
+        self.loaded = others.join(DIGEST)
         diary = Diary(folder, 0)
         own = DiaryConnector(diary, on_news=lambda: None)
         self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
-        self.connector = others.connector(own)
+        self.connector = others.connector(own, BLOCK_SIZE)
         others.serve()
 
     def compute(self, step: int, *request_ids: str) -> int:
@@ -125,7 +125,7 @@ def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp
     )
     abort = KVConnectorMetadata((AbortLoad("r", "the client left"),), (), ())
     with running(tmp_path) as ranks:
-        assert ranks.kv_addresses == ("tcp://127.0.0.1:2",)
+        assert ranks.loaded == (Loaded("tcp://127.0.0.1:2", NUM_BLOCKS, DIGEST),)
         assert ranks.compute(1) == 2, "the sum over two ranks"
         ranks.compute(2, "collectives")
         ranks.pipeline.submit(make_plan(3, "r", "delay-1"))
@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_start_says_why(
         "cluster": {"start_timeout_s": timeout_s},
     }
     with starting(tmp_path, 2, **config) as others, pytest.raises(kind, match=message):
-        others.join(NUM_BLOCKS, DIGEST)
+        others.join(DIGEST)
 
 
 RANK_0 = """

@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import numpy as np
@@ -147,6 +148,9 @@ class Recorded:
             self._sent.append(x.clone())
         else:
             x.copy_(self._sent.pop(0))
+
+    def silent(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
 
 def test_other_ranks_hear_from_the_first_what_was_sampled(device: torch.device) -> None:
