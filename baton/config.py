@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from baton.addresses import WILDCARDS
 from baton.errors import ConfigError
+from baton.worker import WorkerRole
 
 
 class Section(BaseModel):
@@ -34,19 +35,38 @@ class ModelConfig(Section):
     path: str = "smollm2"
     """A Hugging Face folder, or the name of a model that Baton knows how to get (`smollm2`)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of weights, KV cache and activations."""
+    """Of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: the layers' matrices become 8-bit floats (e4m3) with a scale for each output while they are loaded,
+    which halves their memory; embeddings, norms and the projection to logits stay as they are. On GPUs with 8-bit
+    matrix units (NVIDIA Ada, Hopper and newer) their inputs are quantized too, token by token. All workers need the
+    same."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy`: random weights from config.json alone, the same ones in every process."""
+    """`dummy`: random weights from config.json alone, the same ones in every process on the same kind of device."""
 
 
 class EngineConfig(Section):
-    """One device."""
+    """One worker's device, or devices."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share one worker's model, each a process with a device of its own, all on one host. It must divide the
+    model's KV heads. `cluster.prefill_tensor_parallel` and `cluster.decode_tensor_parallel` win over it."""
+    rank_timeout_s: float = Field(60.0, gt=0.0)
+    """A worker fails if one of its ranks waits this long for another one."""
     num_threads: int | None = Field(None, ge=1)
-    """Threads of the math library on CPU; None takes every core of the machine."""
-    kv_cache_memory_mib: int = Field(1024, ge=1)
-    """Size of the KV pool; `scheduler.num_blocks`, where set, wins."""
+    """Threads of a rank's math library on CPU; None shares every core of the machine among a worker's ranks."""
+    kv_cache_memory_mib: int | None = Field(None, ge=1)
+    """Size of each rank's KV pool; `scheduler.num_blocks`, where set, wins. None: 1024 on a CPU; on a GPU, what the
+    largest step leaves of `gpu_memory_utilization`."""
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a worker, with everything that was there before it, may fill. Workers that share a
+    GPU need `kv_cache_memory_mib`."""
+    cuda_graphs: bool = True
+    """Record steps that consist of decodes when a worker starts, and replay them: the GPU need not wait for Python."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`auto`: the model's. `fp8`: 8-bit floats (e4m3) without scales, so twice the tokens in the same memory, and half
+    the bytes to hand over. Prefill and decode workers need the same."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for preempted requests' KV, taken only if `scheduler.preemption` can use it."""
     trace_dir: str | None = Field(None, min_length=1)
@@ -209,10 +229,14 @@ class ClusterConfig(Section):
     """Prefill workers; with 0, decode workers compute every prompt themselves."""
     decode: int = Field(1, ge=1)
     """Decode workers."""
+    prefill_tensor_parallel: int | None = Field(None, ge=1)
+    """Ranks of each prefill worker; None: `engine.tensor_parallel`. One of this and the next divides the other."""
+    decode_tensor_parallel: int | None = Field(None, ge=1)
+    """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command; anything else joins that cluster."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
-    """What a worker asks of Ray. The math library's threads are `engine.num_threads`."""
+    """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """What running requests get to finish in when the cluster stops."""
@@ -228,6 +252,24 @@ class BatonConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     network: NetworkConfig = NetworkConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
+        if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
+            raise ValueError(
+                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}: one of "
+                "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
+            )
+        return self
+
+    def num_ranks(self, role: WorkerRole) -> int:
+        """Tensor-parallel ranks of a worker that is started in this role."""
+        cluster = self.cluster
+        own = (
+            cluster.prefill_tensor_parallel if role is WorkerRole.PREFILL else cluster.decode_tensor_parallel
+        )
+        return own or self.engine.tensor_parallel
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], source: str = "configuration") -> Self:

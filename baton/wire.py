@@ -1,7 +1,8 @@
 """Typed values <-> msgpack bytes, strictly: what cannot be a message of ours raises WireError, nothing else.
 
 A `Codec` knows a closed set of dataclasses. On the wire a message is the array `[kind, field, ...]` and a nested
-dataclass the array of its fields, so a field's position is its identity and PROTOCOL_VERSION guards it.
+dataclass the array of its fields, so a field's position is its identity and PROTOCOL_VERSION guards it. Where one of
+several dataclasses may stand, it is written as a message is. A field of type `Any` does not travel: it must be None.
 Types are checked on the way in, all the way down, because a peer's bytes are never trusted; sizes are
 bounded before anything is allocated. There is no pickle and no way to name a class that is not registered.
 """
@@ -44,7 +45,7 @@ class Codec(Generic[M]):
         if size > self._max_bytes:
             raise WireError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
         parts = unpack(data)
-        if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
+        if not _is_tagged(parts):
             raise WireError("expected an array that starts with the kind of message")
         decoder = self._decoders.get(parts[0])
         if decoder is None:
@@ -99,9 +100,11 @@ def _dataclass_decoder(kind: type[Any]) -> Convert:
 
 
 def _encoder(hint: Any) -> Convert:
-    inner = _without_none(hint)
+    if hint is Any:
+        return _nothing
+    inner, *others = _alternatives(hint)
     if inner is not hint:
-        encode_inner = _encoder(inner)
+        encode_inner = _union_encoder([inner, *others]) if others else _encoder(inner)
         return lambda value: None if value is None else encode_inner(value)
     if is_dataclass(hint):
         return _dataclass_encoder(_as_type(hint))
@@ -115,13 +118,24 @@ def _encoder(hint: Any) -> Convert:
         if len(encoders) == 1:
             return lambda values: [encoders[0](value) for value in values]
         return lambda values: [encode(value) for encode, value in zip(encoders, values, strict=True)]
-    return dict if _is_mapping(hint) else lambda value: value
+    return _mapping_encoder(*get_args(hint)) if _is_mapping(hint) else lambda value: value
+
+
+def _mapping_encoder(key: Any, value: Any) -> Convert:
+    if {key, value} <= {int, str, float}:
+        return dict
+    encode_key, encode_value = _encoder(key), _encoder(value)
+    return lambda values: {encode_key(k): encode_value(v) for k, v in values.items()}
 
 
 def _decoder(hint: Any) -> Convert:
-    inner = _without_none(hint)
+    if hint is Any:
+        return _nothing
+    inner, *others = _alternatives(hint)
     if inner is not hint:
-        decode_inner = _decoder(inner)
+        decode_inner = _union_decoder([inner, *others]) if others else _decoder(inner)
+        if type(None) not in get_args(hint):
+            return decode_inner
         return lambda value: None if value is None else decode_inner(value)
     if is_dataclass(hint):
         return _dataclass_decoder(_as_type(hint))
@@ -136,6 +150,36 @@ def _decoder(hint: Any) -> Convert:
     if _is_mapping(hint):
         return _mapping_decoder(*get_args(hint))
     return _scalar_decoder(hint)
+
+
+def _union_encoder(kinds: list[type[Any]]) -> Convert:
+    encoders = {kind: _dataclass_encoder(kind) for kind in kinds}
+    return lambda value: [type(value).__name__, *encoders[type(value)](value)]
+
+
+def _union_decoder(kinds: list[type[Any]]) -> Convert:
+    decoders = {kind.__name__: _dataclass_decoder(kind) for kind in kinds}
+    assert len(decoders) == len(kinds), f"two of {kinds} have the same name"
+
+    def decode(values: Any) -> Any:
+        if not _is_tagged(values) or values[0] not in decoders:
+            tag = values[0] if isinstance(values, list) and values else values
+            raise WireError(f": expected one of {list(decoders)}, got {_brief(tag)}")
+        try:
+            return decoders[values[0]](values[1:])
+        except WireError as error:
+            raise WireError(f".{values[0]}{error}") from None
+
+    return decode
+
+
+def _is_tagged(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and isinstance(values[0], str)
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise WireError(f": expected nothing, got {_brief(value)}")
 
 
 def _scalar_decoder(hint: type) -> Convert:
@@ -202,12 +246,13 @@ def _is_mapping(hint: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _without_none(hint: Any) -> Any:
+def _alternatives(hint: Any) -> list[Any]:
+    """What a hint allows besides None: `X` of `X | None`, the dataclasses of a union, or the hint itself."""
     if get_origin(hint) not in (Union, types.UnionType):
-        return hint
-    inner = [arg for arg in get_args(hint) if arg is not type(None)]
-    assert len(inner) == 1, f"{hint}: only `X | None` can travel"
-    return inner[0]
+        return [hint]
+    kinds = [arg for arg in get_args(hint) if arg is not type(None)]
+    assert len(kinds) == 1 or all(map(is_dataclass, kinds)), f"{hint}: only dataclasses can be told apart"
+    return kinds
 
 
 def _as_type(hint: Any) -> type[Any]:

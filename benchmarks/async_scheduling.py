@@ -40,7 +40,7 @@ from engine.kv_cache import KVBlockShape, KVPool
 from engine.loader import load_model
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler, KVConnectorWorker
 from scheduler import Scheduler
 
@@ -203,7 +203,7 @@ def _model_engine(arguments: argparse.Namespace, *, is_async: bool) -> Engine:
     model = load_model(ModelConfig(dtype=arguments.dtype), arguments.model, torch.device("cpu"))
     num_blocks = _num_blocks(BATCHES, arguments.tokens)
     shape = model.kv_block_shape(BLOCK_SIZE)
-    runner = ModelRunner(model, KVPool(num_blocks, shape, model.device))
+    runner = make_runner(model, KVPool(num_blocks, shape, model.device))
     return Engine(runner, shape, num_blocks, model.max_model_len, is_async=is_async)
 
 

@@ -25,7 +25,7 @@ from baton.sampling import SamplingParams
 from engine.allocator import keep_freed_memory
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel, load_model
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 from scheduler import Request, Scheduler
 
 DECODE_BATCHES = (1, 8, 32)
@@ -64,7 +64,7 @@ class BatonSide:
             block_size=BLOCK_SIZE,
         )
         self._scheduler = Scheduler(config)
-        self._runner = ModelRunner(model, KVPool(num_blocks, shape, model.device))
+        self._runner = make_runner(model, KVPool(num_blocks, shape, model.device))
 
     def prefill_s(self, prompt: list[int]) -> float:
         """Seconds to the first token."""

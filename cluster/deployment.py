@@ -48,7 +48,8 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
         loading = stack.enter_context(Loading(lambda: Tokenizer(model_path)))
         with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
-            stack.enter_context(connect(config.cluster, len(worker_names(config)), config.engine.device))
+            num_ranks = sum(config.num_ranks(role) for _, role in worker_names(config))
+            stack.enter_context(connect(config.cluster, num_ranks, config.engine.device))
             is_private = config.cluster.ray_address == "local"
             outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
         deployment = _Deployment(config, keys, model_path, loading.result)

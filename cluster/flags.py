@@ -13,13 +13,18 @@ Overrides = dict[str, dict[str, Any]]
 SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--model": ("model", "path"),
     "--dtype": ("model", "dtype"),
+    "--quantization": ("model", "quantization"),
     "--load-format": ("model", "load_format"),
     "--prefill": ("cluster", "prefill"),
     "--decode": ("cluster", "decode"),
     "--ray-address": ("cluster", "ray_address"),
     "--device": ("engine", "device"),
+    "--tensor-parallel": ("engine", "tensor_parallel"),
+    "--prefill-tensor-parallel": ("cluster", "prefill_tensor_parallel"),
+    "--decode-tensor-parallel": ("cluster", "decode_tensor_parallel"),
     "--num-threads": ("engine", "num_threads"),
     "--kv-cache-memory-mib": ("engine", "kv_cache_memory_mib"),
+    "--kv-cache-dtype": ("engine", "kv_cache_dtype"),
     "--trace-dir": ("engine", "trace_dir"),
     "--max-num-seqs": ("scheduler", "max_num_seqs"),
     "--max-num-batched-tokens": ("scheduler", "max_num_batched_tokens"),
@@ -70,9 +75,9 @@ def field_of(section: str, key: str) -> FieldInfo:
 
 def _type_of(annotation: Any) -> tuple[type[Any], tuple[str, ...] | None]:
     """How a flag's text becomes a value, and the closed set it must be from, if there is one."""
-    if get_origin(annotation) is Literal:
-        return str, get_args(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Literal:
+        return str, get_args(annotation)
     assert annotation in (int, float, str), f"no flag can hold a {annotation}"
     return annotation, None

@@ -64,10 +64,10 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
 
 
 @contextmanager
-def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[None]:
+def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None]:
     """Starts or joins Ray, and leaves it again; a private one is gone afterwards.
 
-    Raises ClusterError. A private Ray has CPU slots for `num_workers` even where the machine has fewer cores: slots
+    Raises ClusterError. A private Ray has CPU slots for `num_ranks` even where the machine has fewer cores: slots
     are bookkeeping, and a laptop shall serve as well. Its logs outlive it only if the body fails.
     """
     assert threading.current_thread() is threading.main_thread(), (
@@ -89,7 +89,7 @@ def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[No
     # ours runs after it.
     atexit.register(remove)
     try:
-        with _private(ray, folder, config, num_workers, device):
+        with _private(ray, folder, config, num_ranks, device):
             yield
     except Exception:
         is_worth_keeping = True
@@ -104,13 +104,13 @@ def connect(config: ClusterConfig, num_workers: int, device: str) -> Iterator[No
 
 @contextmanager
 def _private(
-    ray: ModuleType, folder: Path, config: ClusterConfig, num_workers: int, device: str
+    ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str
 ) -> Iterator[None]:
     try:
         _init(
             ray,
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(num_workers * config.cpus_per_worker)),
+            num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
             num_gpus=None if device == "cuda" else 0,  # None: those the machine has
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,

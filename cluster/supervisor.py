@@ -51,11 +51,13 @@ class Supervisor:
         """
         timeout_s = self._config.cluster.start_timeout_s
         names = worker_names(self._config)
-        bundle = bundle_of(self._config)
+        bundles = [bundle_of(self._config, role) for _, role in names]
         may_grow = self._config.cluster.ray_address != "local"
-        self._group = await reserve(bundle, len(names), timeout_s, may_grow)
+        self._group = await reserve(bundles, timeout_s, may_grow)
         self._handles = [
-            WorkerHandle(self._config, self._keys, self._model_path, role, name, self._group, index, bundle)
+            WorkerHandle(
+                self._config, self._keys, self._model_path, role, name, self._group, index, bundles[index]
+            )
             for index, (name, role) in enumerate(names)
         ]
         try:

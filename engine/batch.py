@@ -1,58 +1,48 @@
-"""RequestBatch: what the runner remembers about requests, and the flattened tensors of a step; knows no model.
+"""RequestBatch: what the runner remembers about requests, and a step flattened to arrays; knows no model, no device.
 
-Shape suffixes: T tokens of a step, B requests of a group, M blocks of a padded table, R rows that sample.
+Shape suffixes: T tokens of a step, B its requests, M blocks of the longest context, R rows that sample.
 """
-# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from baton.step import NewRequestData, SchedulerOutput
 from engine.grammar import Matcher
 from engine.kv_cache import NULL_BLOCK
-
-IntArray = npt.NDArray[np.int64]
-
-MIN_GROUP_BLOCKS = 8
-"""Decodes of up to this many blocks share a group: padding costs less there than another kernel call."""
+from engine.request_table import NONE, IntArray, RequestTable
 
 
 class RequestState:
-    """One request between steps. `token_ids` grows by doubling, so a decode step appends without copying."""
+    """One request between steps: who it is, and its tokens, which grow by doubling."""
 
     __slots__ = (
         "_tokens",
-        "block_ids",
-        "cleared_block",
         "matcher",
-        "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
+        "row",
         "sampling_params",
         "stop_token_ids",
     )
 
-    def __init__(self, data: NewRequestData) -> None:
+    def __init__(self, data: NewRequestData, row: int | None = None) -> None:
         self.request_id = data.request_id
         self.sampling_params = data.sampling_params
         self.stop_token_ids = data.stop_token_ids
         self.num_prompt_tokens = len(data.prompt_token_ids)
-        self.num_computed_tokens = data.num_computed_tokens
-        self.block_ids = GrowingArray(data.block_ids)
-        self.cleared_block: int | None = None
-        """The last block whose slots past the request's end are known to be zero; see `StepBatch.new_tails`."""
+        self.row = row
+        """Of the batch's table; None once the request is gone."""
         self.matcher: Matcher | None = None
         """Guides what it samples, if its output is to be structured."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
     def token_ids(self) -> IntArray:
-        """Prompt and output so far; a view."""
+        """Prompt and output so far; a view. 0 where a step under way samples it."""
         return self._tokens.values
 
     @property
@@ -66,17 +56,11 @@ class RequestState:
     def append_token(self, token_id: int) -> None:
         self._tokens.extend((token_id,))
 
-    def resume(self, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
-        self.block_ids = GrowingArray(block_ids)
-        self.cleared_block = None
+    def truncate(self, num_tokens: int) -> None:
+        """Back from preemption, with so many tokens."""
         self._tokens.truncate(num_tokens)
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
-
-    def scheduled_slice(self, num_scheduled: int) -> slice:
-        """Positions of the next `num_scheduled` tokens to compute."""
-        return slice(self.num_computed_tokens, self.num_computed_tokens + num_scheduled)
 
 
 class GrowingArray:
@@ -109,55 +93,54 @@ class GrowingArray:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Rows `start` to `start + B` of the step: one token each, with contexts of similar length."""
-
-    start: int
-    block_ids_BM: torch.Tensor
-    """Padded with the null block."""
-    context_lens_B: torch.Tensor
-    """Tokens to attend to, the step's own included."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Rows `start` to `start + num_tokens` of the step: consecutive tokens of one request."""
-
-    start: int
-    num_tokens: int
-    num_computed_tokens: int
-    """Tokens of the request before this chunk, all in the KV cache."""
-    block_ids_1M: torch.Tensor
-    """The blocks of everything up to the chunk's end."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step, flattened: decodes first, then prefill chunks. Tensors are on the device."""
+    """A step, flattened: decodes first, those with the longest contexts in front, then prefill chunks.
 
-    input_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    A decode is a request with one token in the step, so decode i is row i.
+    """
+
+    input_ids_T: IntArray
+    """0 where the token is not known here yet; see `sources_T`."""
+    sources_T: IntArray
+    """Where the token is the one that the previous step sampled, and is known to the device only: its row among that
+    step's sampled tokens; else -1."""
+    positions_T: IntArray
+    slots_T: IntArray
     """Where each token's KV goes: block id x block size + offset."""
-    decode_groups: tuple[DecodeGroup, ...]
-    prefill_chunks: tuple[PrefillChunk, ...]
-    sampling_rows_R: torch.Tensor
+    num_decodes: int
+    starts_B: IntArray
+    """First row of each request, the first of consecutive tokens."""
+    num_tokens_B: IntArray
+    context_lens_B: IntArray
+    """What a request's last token of the step attends to, itself included."""
+    block_ids_BM: IntArray
+    """The blocks that hold this context, padded with the null block."""
+    num_blocks_B: IntArray
+    sampling_rows_R: IntArray
     """The last token of each request that has no known next token."""
     sampling_requests: tuple[RequestState, ...]
     new_tails: tuple[tuple[int, int], ...]
-    """(block, offset) from where on a decode's last block may hold garbage: to be zeroed before it is attended to.
+    """(block, offset) from where on a request's last block may hold garbage: to be zeroed before it is attended to, for
+    kernels read whole blocks. Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have
+    left one."""
 
-    Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have left one.
-    """
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids_T)
+
+    @property
+    def prefills(self) -> range:
+        """Which of the requests are chunks."""
+        return range(self.num_decodes, len(self.starts_B))
 
 
 class RequestBatch:
     """Follows the plans step by step; every request in a plan is new in it or known from an earlier one."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._device = device
         self._requests: dict[str, RequestState] = {}
+        self._table = RequestTable()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -168,89 +151,122 @@ class RequestBatch:
     def update(self, plan: SchedulerOutput) -> None:
         """Takes over who is gone, who is new and what changed for the others. Preempted requests keep their tokens."""
         for request_id in plan.finished_req_ids:
-            self._requests.pop(request_id, None)  # it may have ended before it ever ran
+            if (
+                gone := self._requests.pop(request_id, None)
+            ) is not None:  # it may have ended before it ever ran
+                assert gone.row is not None
+                self._table.remove(gone.row)
+                gone.row = None
         for new in plan.scheduled_new_reqs:
-            assert new.request_id not in self._requests, f"request {new.request_id} is known already"
-            self._requests[new.request_id] = RequestState(new)
+            self._add(new)
         cached = plan.scheduled_cached_reqs
-        for request_id, block_ids, num_computed in zip(
-            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            request = self._requests[request_id]
-            request.num_computed_tokens = num_computed
+        rows = np.array([self._requests[request_id].row for request_id in cached.request_ids], np.int64)
+        self._table.num_computed_tokens_S[rows] = cached.num_computed_tokens
+        for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_num_tokens:
-                request.resume(block_ids, cached.resumed_num_tokens[request_id])
+                self._resume(self._requests[request_id], block_ids, cached.resumed_num_tokens[request_id])
             elif block_ids:
-                request.block_ids.extend(block_ids)
+                row = self._requests[request_id].row
+                assert row is not None
+                self._table.extend_blocks(row, block_ids)
+
+    def append_unknown(self, request: RequestState, sampled_row: int) -> int:
+        """Room for the token that the step under way samples in its row `sampled_row`; its index, for `settle`."""
+        request.append_token(0)
+        if request.row is not None:
+            self._table.num_tokens_S[request.row] += 1
+            self._table.last_tokens_S[request.row] = 0
+            self._table.sampled_rows_S[request.row] = sampled_row
+        return request.num_tokens - 1
+
+    def settle(self, request: RequestState, index: int, token_id: int) -> None:
+        """Now the token is known."""
+        request.token_ids[index] = token_id
+        if request.row is not None and index == request.num_tokens - 1:
+            self._table.last_tokens_S[request.row] = token_id
+            self._table.sampled_rows_S[request.row] = NONE
 
     def build(self, plan: SchedulerOutput) -> StepBatch:
-        """The step's tensors, after `update` with the same plan."""
-        scheduled = [(self._requests[request_id], n) for request_id, n in plan.num_scheduled_tokens.items()]
-        for request, n in scheduled:
-            assert 0 < n <= request.num_tokens - request.num_computed_tokens, (
-                f"{n} tokens scheduled for {request.request_id}, which has {request.num_tokens} "
-                f"and computed {request.num_computed_tokens}"
-            )
-        decodes = sorted((r for r, n in scheduled if n == 1), key=lambda r: -r.num_computed_tokens)
-        prefills = [(request, n) for request, n in scheduled if n > 1]
-        rows = [(request, 1) for request in decodes] + prefills
-        token_ids, positions, slots = zip(*(self._tokens_of(request, n) for request, n in rows), strict=True)
-        last_rows = np.cumsum([n for _, n in rows]) - 1
-        samples = [r.num_computed_tokens + n == r.num_tokens for r, n in rows]
+        """The step's arrays, after `update` with the same plan."""
+        t = self._table
+        requests = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
+        rows_B = np.array([request.row for request in requests], np.int64)
+        num_tokens_B = np.array(list(plan.num_scheduled_tokens.values()), np.int64)
+        self._check(requests, num_tokens_B, t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B])
+        is_prefill_B = num_tokens_B > 1
+        order_B = np.lexsort((-t.num_computed_tokens_S[rows_B] * ~is_prefill_B, is_prefill_B))
+        rows_B, num_tokens_B = rows_B[order_B], num_tokens_B[order_B]
+        starts_B = np.cumsum(num_tokens_B) - num_tokens_B
+        ends_B = t.num_computed_tokens_S[rows_B] + num_tokens_B
+        samples_B = ends_B == t.num_tokens_S[rows_B]
+        requests = [requests[i] for i in order_B]
+
+        owners_T = np.repeat(np.arange(len(rows_B)), num_tokens_B)
+        positions_T = np.arange(len(owners_T)) + (ends_B - starts_B - num_tokens_B)[owners_T]
+        block_ids_T = t.block_ids_SM[rows_B[owners_T], positions_T // self._block_size]
+        last_rows_B = starts_B + num_tokens_B - 1
+        sources_T = np.full(len(owners_T), NONE)
+        sources_T[last_rows_B] = np.where(samples_B, t.sampled_rows_S[rows_B], NONE)
+        input_ids_T = np.empty(len(owners_T), np.int64)
+        input_ids_T[last_rows_B] = t.last_tokens_S[rows_B]
+        for i in np.flatnonzero(is_prefill_B[order_B] | ~samples_B):
+            input_ids_T[starts_B[i] : last_rows_B[i] + 1] = requests[i].token_ids[
+                ends_B[i] - num_tokens_B[i] : ends_B[i]
+            ]
+        num_blocks_B = -(-ends_B // self._block_size)
+        block_ids_BM = t.block_ids_SM[rows_B, : num_blocks_B.max()]
+        block_ids_BM[np.arange(block_ids_BM.shape[1]) >= num_blocks_B[:, None]] = NULL_BLOCK
         return StepBatch(
-            input_ids_T=self._tensor(np.concatenate(token_ids)),
-            positions_T=self._tensor(np.concatenate(positions)),
-            slots_T=self._tensor(np.concatenate(slots)),
-            decode_groups=tuple(self._decode_groups(decodes)),
-            prefill_chunks=tuple(self._prefill_chunks(prefills, len(decodes))),
-            sampling_rows_R=self._tensor(last_rows[samples]),
-            sampling_requests=tuple(itertools.compress((r for r, _ in rows), samples)),
-            new_tails=tuple(self._new_tails(decodes)),
+            input_ids_T=input_ids_T,
+            sources_T=sources_T,
+            positions_T=positions_T,
+            slots_T=block_ids_T * self._block_size + positions_T % self._block_size,
+            num_decodes=len(rows_B) - int(is_prefill_B.sum()),
+            starts_B=starts_B,
+            num_tokens_B=num_tokens_B,
+            context_lens_B=ends_B,
+            block_ids_BM=block_ids_BM,
+            num_blocks_B=num_blocks_B,
+            sampling_rows_R=last_rows_B[samples_B],
+            sampling_requests=tuple(itertools.compress(requests, samples_B)),
+            new_tails=tuple(
+                self._new_tails(rows_B, ends_B, block_ids_BM[np.arange(len(rows_B)), num_blocks_B - 1])
+            ),
         )
 
-    def _tokens_of(self, request: RequestState, n: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Ids, positions and slots of the request's next `n` tokens."""
-        span = request.scheduled_slice(n)
-        positions = np.arange(span.start, span.stop)
-        block_ids = request.block_ids.values[positions // self._block_size]
-        return request.token_ids[span], positions, block_ids * self._block_size + positions % self._block_size
+    def _add(self, new: NewRequestData) -> None:
+        assert new.request_id not in self._requests, f"request {new.request_id} is known already"
+        row = self._table.add()
+        request = self._requests[new.request_id] = RequestState(new, row)
+        self._table.num_computed_tokens_S[row] = new.num_computed_tokens
+        self._table.num_tokens_S[row] = request.num_tokens
+        self._table.last_tokens_S[row] = request.token_ids[-1]
+        self._table.set_blocks(row, new.block_ids)
 
-    def _decode_groups(self, decodes: list[RequestState]) -> Iterator[DecodeGroup]:
-        """Longest first; a group ends at the first context of half its longest one, so at most half is padding."""
-        start = 0
-        while start < len(decodes):
-            most = self._num_blocks(decodes[start])
-            limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
-            end = start + 1
-            while end < len(decodes) and self._num_blocks(decodes[end]) > limit:
-                end += 1
-            tables = np.full((end - start, most), NULL_BLOCK, dtype=np.int32)
-            for row, request in zip(tables, decodes[start:end], strict=True):
-                num_blocks = self._num_blocks(request)
-                row[:num_blocks] = request.block_ids.values[:num_blocks]
-            lengths = np.array([r.num_computed_tokens + 1 for r in decodes[start:end]], dtype=np.int64)
-            yield DecodeGroup(start, self._tensor(tables), self._tensor(lengths))
-            start = end
+    def _resume(self, request: RequestState, block_ids: tuple[int, ...], num_tokens: int) -> None:
+        """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
+        row = request.row
+        assert row is not None
+        assert self._table.sampled_rows_S[row] == NONE, "a step that samples for it is under way"
+        request.truncate(num_tokens)
+        self._table.num_tokens_S[row] = num_tokens
+        self._table.last_tokens_S[row] = request.token_ids[-1]
+        self._table.set_blocks(row, block_ids)
 
-    def _prefill_chunks(self, prefills: list[tuple[RequestState, int]], start: int) -> Iterator[PrefillChunk]:
-        for request, n in prefills:
-            num_blocks = -(-(request.num_computed_tokens + n) // self._block_size)
-            table = request.block_ids.values[:num_blocks].astype(np.int32)
-            yield PrefillChunk(start, n, request.num_computed_tokens, self._tensor(table[None]))
-            start += n
+    def _check(self, requests: list[RequestState], num_tokens_B: IntArray, num_left_B: IntArray) -> None:
+        wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
+        if wrong_B.any():
+            first = int(wrong_B.argmax())
+            raise AssertionError(
+                f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id}, "
+                f"which has {num_left_B[first]} to compute"
+            )
 
-    def _new_tails(self, decodes: list[RequestState]) -> Iterator[tuple[int, int]]:
-        for request in decodes:
-            block_id = int(request.block_ids.values[request.num_computed_tokens // self._block_size])
-            if request.cleared_block != block_id:
-                request.cleared_block = block_id
-                offset = request.num_computed_tokens % self._block_size + 1
-                if offset < self._block_size:
-                    yield block_id, offset
-
-    def _num_blocks(self, request: RequestState) -> int:
-        """Blocks that hold a decode's context."""
-        return request.num_computed_tokens // self._block_size + 1
-
-    def _tensor(self, array: npt.NDArray[np.int32] | IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _new_tails(
+        self, rows_B: IntArray, ends_B: IntArray, last_blocks_B: IntArray
+    ) -> Iterator[tuple[int, int]]:
+        is_new_B = self._table.cleared_blocks_S[rows_B] != last_blocks_B
+        self._table.cleared_blocks_S[rows_B] = last_blocks_B
+        offsets_B = ends_B % self._block_size
+        for i in np.flatnonzero(is_new_B & (offsets_B > 0)):
+            yield int(last_blocks_B[i]), int(offsets_B[i])

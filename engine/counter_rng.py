@@ -3,6 +3,8 @@
 Shape suffixes: R rows, V vocabulary.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK_64 = 2**64 - 1
@@ -13,6 +15,23 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
     """Two 32-bit keys of one sampled token, from two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
     key = _splitmix64(_splitmix64(seed) + position)
     return key >> 32, key & 0xFFFFFFFF
+
+
+def seed_states(seeds: list[int]) -> npt.NDArray[np.uint64]:
+    """What `keys_at` needs of each row's seed; it stays the same from token to token."""
+    return np.array([_splitmix64(seed) for seed in seeds], dtype=np.uint64)
+
+
+def keys_at(states_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+    """R x 2: `row_keys` of all rows at once, as the int32 with the same bits."""
+    z_R = states_R + positions_R + np.uint64(_GOLDEN)
+    z_R = (z_R ^ (z_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_R = (z_R ^ (z_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z_R ^= z_R >> np.uint64(31)
+    keys_R2 = np.empty((len(z_R), 2), dtype=np.uint32)
+    keys_R2[:, 0] = z_R >> np.uint64(32)
+    keys_R2[:, 1] = z_R & np.uint64(0xFFFFFFFF)
+    return keys_R2.view(np.int32)
 
 
 def gumbel_noise(keys: list[tuple[int, int]], vocab_size: int, device: torch.device) -> torch.Tensor:

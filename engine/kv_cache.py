@@ -4,7 +4,7 @@ Axis letters, also those of the fingerprint's layout: N blocks, L layers, K the 
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from baton.kv import PROTOCOL_VERSION, KVFingerprint
+from kv_transfer import CudaMemory, DeviceBlocks
 
 LAYOUT = "LKHTD"
 NULL_BLOCK = 0
@@ -45,7 +46,8 @@ class KVBlockShape:
 class KVPool:
     """Blocks 0 .. num_blocks - 1; block 0 is the null block. Memory reads as zeros until written.
 
-    On Linux the pages of a CPU pool are only touched, and so only take memory, once they are written.
+    On Linux the pages of a CPU pool are only touched, and so only take memory, once they are written. The pool keeps
+    the memory it was given, but frees none: whoever made a CudaMemory frees it, after pool and connector are gone.
     """
 
     def __init__(
@@ -53,37 +55,41 @@ class KVPool:
         num_blocks: int,
         shape: KVBlockShape,
         device: torch.device,
-        memory: npt.NDArray[np.uint8] | None = None,
+        memory: npt.NDArray[np.uint8] | CudaMemory | None = None,
     ) -> None:
-        """`memory`: zeros that the pool of a CPU lives in; None: memory of its own."""
+        """`memory`: zeros that the pool lives in, for other workers to read: an array on a CPU, a CudaMemory on a GPU.
+
+        None: memory of its own.
+        """
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
         self.num_blocks = num_blocks
         self.shape = shape
-        num_bytes = num_blocks * shape.size_bytes
-        self.blocks_NLKHTD = (
-            (_zeros(num_bytes, device) if memory is None else torch.from_numpy(memory[:num_bytes]))
-            .view(shape.dtype)
-            .view(num_blocks, *shape.dimensions)
-        )
+        self._memory = memory
+        flat = _flat(num_blocks * shape.size_bytes, device, memory)
+        self.blocks_NLKHTD = flat.view(shape.dtype).view(num_blocks, *shape.dimensions)
         self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
 
-    def block_bytes(self) -> npt.NDArray[np.uint8]:
-        """The pool's own memory as [num_blocks, bytes of a block]; CPU pools only."""
+    def block_bytes(self) -> npt.NDArray[np.uint8] | DeviceBlocks:
+        """The pool's own memory, as the connector takes it: on a CPU an array [num_blocks, bytes of a block]."""
+        if self.blocks_NLKHTD.device.type == "cuda":
+            assert isinstance(self._memory, CudaMemory), "a pool on a GPU is handed over out of a CudaMemory"
+            return DeviceBlocks(self._memory, self.shape.size_bytes)
         flat = self.blocks_NLKHTD.view(self.num_blocks, -1).view(torch.uint8)
         array: npt.NDArray[np.uint8] = flat.numpy()
         return array
 
-    def fingerprint(self, model_digest: str) -> KVFingerprint:
+    def fingerprint(self, model_digest: str, num_ranks: int = 1) -> KVFingerprint:
+        """`num_ranks` pools like this one, with different heads, make up the worker's."""
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
             model=model_digest,
             dtype=str(self.shape.dtype).removeprefix("torch."),
             layout=LAYOUT,
             num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
+            num_kv_heads=self.shape.num_kv_heads * num_ranks,
             head_dim=self.shape.head_dim,
             block_size=self.shape.block_size,
-            num_ranks=1,
+            num_ranks=num_ranks,
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:
@@ -103,7 +109,7 @@ class KVPool:
         Flat over (key or value, table, kv head, block), so that what is gathered is [2, B, H, M x T, D] as it lies.
         """
         num_layers, _, num_heads, _, _ = self.shape.dimensions
-        first_BM = block_ids_BM.to(torch.int64) * (num_layers * 2 * num_heads)
+        first_BM = block_ids_BM * (num_layers * 2 * num_heads)
         per_head = torch.arange(2 * num_heads, device=block_ids_BM.device).view(2, 1, num_heads, 1)
         return (first_BM[None, :, None, :] + per_head).flatten()
 
@@ -115,6 +121,20 @@ class KVPool:
     def _rows_per_block(self) -> int:
         num_layers, _, num_heads, block_size, _ = self.shape.dimensions
         return num_layers * 2 * num_heads * block_size
+
+
+def _flat(
+    num_bytes: int, device: torch.device, memory: npt.NDArray[np.uint8] | CudaMemory | None
+) -> torch.Tensor:
+    """uint8 [num_bytes], over `memory` if there is any."""
+    if memory is None:
+        return _zeros(num_bytes, device)
+    assert memory.nbytes >= num_bytes, f"{num_bytes} bytes of blocks, and {memory.nbytes} of memory"
+    if isinstance(memory, CudaMemory):
+        assert device == torch.device("cuda", memory.driver.device), f"memory of {device} is elsewhere"
+        return torch.as_tensor(memory, device=device)[:num_bytes]
+    assert device.type == "cpu", f"an array is no memory of {device}"
+    return torch.from_numpy(memory[:num_bytes])
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -140,18 +160,32 @@ class LayerView:
         """A row: one token's key or value of one head."""
 
 
+def copy_one_by_one(
+    source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
+) -> None:
+    """A `CopyBlocks` for large blocks, each a single copy."""
+    for source, target in pairs:
+        target_MB[target].copy_(source_NB[source], non_blocking=True)
+
+
+CopyBlocks = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
+"""Copies block pair[0] of the first, uint8 [blocks, bytes of one], to block pair[1] of the second, for each pair. On a
+device that works by itself: queues it."""
+
+
 class HostBlocks:
     """Blocks of host memory for the KV of preempted requests; pinned where the pool is on a GPU."""
 
-    def __init__(self, num_blocks: int, pool: KVPool) -> None:
-        self._pool_blocks = pool.blocks_NLKHTD
-        shape = (num_blocks, *self._pool_blocks.shape[1:])
-        is_pinned = self._pool_blocks.device.type == "cuda"
-        self._blocks_NLKHTD = torch.empty(shape, dtype=self._pool_blocks.dtype, pin_memory=is_pinned)
+    def __init__(self, num_blocks: int, pool: KVPool, copy: CopyBlocks = copy_one_by_one) -> None:
+        is_pinned = pool.blocks_NLKHTD.device.type == "cuda"
+        self._pool_NB = pool.blocks_NLKHTD.view(pool.num_blocks, -1).view(torch.uint8)
+        num_bytes = self._pool_NB.shape[1]
+        self._host_MB = torch.empty((num_blocks, num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        self._copy = copy
 
     def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks: (block, host block) pairs out first, then (host block, block) pairs in."""
-        for block_id, host_block_id in swap_out:
-            self._blocks_NLKHTD[host_block_id].copy_(self._pool_blocks[block_id], non_blocking=True)
-        for host_block_id, block_id in swap_in:
-            self._pool_blocks[block_id].copy_(self._blocks_NLKHTD[host_block_id], non_blocking=True)
+        if swap_out:
+            self._copy(self._pool_NB, self._host_MB, swap_out)
+        if swap_in:
+            self._copy(self._host_MB, self._pool_NB, swap_in)

@@ -1,15 +1,25 @@
 """load_model: a Hugging Face folder becomes a model on a device, with the facts the rest of the engine needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from baton.config import ModelConfig
+from baton.errors import ConfigError
+from engine.collectives import SINGLE_RANK, Collectives
+from engine.device import make_backend
 from engine.kv_cache import KVBlockShape
+from engine.layers.backend import Backend, MakeLinear
+from engine.layers.fp8 import FP8
+from engine.layers.torch_backend import TorchBackend
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
-from engine.weights import CheckpointWeights, DummyWeights, model_digest
+from engine.streamed_weights import StreamedWeights
+from engine.weight_stream import CudaCopies
+from engine.weights import CheckpointWeights, DummyWeights, OnProgress, Take, TakeRecorder, model_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,8 +30,13 @@ class LoadedModel:
 
     architecture: ModelArchitecture
     decoder: LlamaForCausalLM
+    num_ranks: int
+    """That share the model: each has an equal part of the heads."""
     device: torch.device
     dtype: torch.dtype
+    """Of activations, and of what is not quantized."""
+    kv_dtype: torch.dtype
+    """Of the KV cache."""
     eos_token_ids: tuple[int, ...]
     digest: str
     """Identifies config and weights, for KVFingerprint."""
@@ -35,44 +50,107 @@ class LoadedModel:
     def vocab_size(self) -> int:
         return self.architecture.vocab_size
 
+    @property
+    def num_heads(self) -> int:
+        """This rank's query heads."""
+        return self.architecture.num_heads // self.num_ranks
+
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
-        """What `block_size` tokens take in the KV pool, whose dtype is the model's."""
+        """What `block_size` tokens take in this rank's KV pool."""
         a = self.architecture
-        return KVBlockShape(a.num_layers, a.num_kv_heads, block_size, a.head_dim, self.dtype)
+        return KVBlockShape(
+            a.num_layers, a.num_kv_heads // self.num_ranks, block_size, a.head_dim, self.kv_dtype
+        )
 
 
-def load_model(config: ModelConfig, path: Path, device: torch.device) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    path: Path,
+    device: torch.device,
+    backend: Backend | None = None,
+    *,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    collectives: Collectives = SINGLE_RANK,
+    on_progress: OnProgress | None = None,
+) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
-    `config` gives dtype and load format; its own `path` may be a mere name, which whoever calls has looked up.
+    `config` gives dtype, quantization and load format; its own `path` may be a mere name, which whoever calls has
+    looked up. `backend` has the kernels to run it with; None takes those of the device. `on_progress` hears of each
+    tensor of a checkpoint. Of a model that ranks share, this rank's part is loaded.
 
-    Weights stream through memory-mapped files in the order the model is built, so nothing is held twice except the
-    layer under way.
+    Weights reach the device in the order the model is built, through memory-mapped files on CPU and ahead of it on a
+    GPU, so nothing is held twice except the layer under way and what was read ahead.
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
+    _check_shares(architecture, collectives.size)
+    backend = backend or make_backend(device)
+    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
     is_dummy = config.load_format == "dummy"
     decoder = (
-        LlamaForCausalLM(architecture, DummyWeights(dtype), device)
+        LlamaForCausalLM(architecture, DummyWeights(dtype, device), backend, linear, collectives)
         if is_dummy
-        else _load_decoder(path, architecture, dtype, device)
+        else _load_decoder(path, architecture, dtype, device, backend, linear, collectives, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
         decoder=decoder,
+        num_ranks=collectives.size,
         device=device,
         dtype=dtype,
+        kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,
         eos_token_ids=read_eos_token_ids(path),
-        digest=model_digest(path, has_weights=not is_dummy),
+        digest=model_digest(
+            path, dummy_device=device if is_dummy else None, quantization=config.quantization
+        ),
     )
 
 
+def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:
+    """What a rank's model of this architecture asks its weight source for, in order."""
+    recorder = TakeRecorder()
+    LlamaForCausalLM(architecture, recorder, TorchBackend(), collectives=collectives)
+    return recorder.takes
+
+
 def _load_decoder(
-    path: Path, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
+    path: Path,
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend,
+    linear: MakeLinear,
+    collectives: Collectives,
+    on_progress: OnProgress | None,
 ) -> LlamaForCausalLM:
-    with CheckpointWeights(path, dtype) as weights:
-        decoder = LlamaForCausalLM(architecture, weights, device)
+    takes = takes_of(architecture, collectives)
+    with _open_weights(path, dtype, device, takes, on_progress) as weights:
+        decoder = LlamaForCausalLM(architecture, weights, backend, linear, collectives)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model has no use for.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was read ahead or merged; the KV pool is sized by what is free
     return decoder
+
+
+def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
+    """ConfigError where heads cannot be shared equally; see Shard for the other dimensions."""
+    for what, count in (("attention", architecture.num_heads), ("KV", architecture.num_kv_heads)):
+        if count % num_ranks:
+            raise ConfigError(
+                f"engine.tensor_parallel: got {num_ranks}, which does not divide this model's {count} {what} heads"
+            )
+
+
+def _open_weights(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    takes: Sequence[Take],
+    on_progress: OnProgress | None,
+) -> CheckpointWeights | StreamedWeights:
+    if device.type == "cuda":
+        return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
+    return CheckpointWeights(path, dtype, takes, on_progress)

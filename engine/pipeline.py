@@ -1,4 +1,5 @@
-"""Where planned steps are computed: at once, or by a thread of its own while the next step is planned.
+"""Where planned steps are computed: at once, by a thread of its own while the next step is planned, or by a device that
+works by itself.
 
 Knows no scheduler. Plans are computed in the order they were given, and their results taken in the same order.
 """
@@ -24,6 +25,18 @@ class StepResult:
 
     output: ModelRunnerOutput | None
     error: Exception | None = None
+
+
+class Launched(Protocol):
+    """A step that a device works at."""
+
+    def wait(self) -> ModelRunnerOutput: ...
+
+
+class Launcher(Protocol):
+    """Has a device compute a plan; returns as soon as the device has its orders."""
+
+    def launch(self, plan: SchedulerOutput) -> Launched: ...
 
 
 class Pipeline(Protocol):
@@ -91,7 +104,37 @@ class ThreadedPipeline:
             self._results.put(_execute(self._runner, plan))
 
 
+class StreamPipeline:
+    """Launches a step behind the one that the device computes, so that the device goes on without waiting for us."""
+
+    num_ahead = 1
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._steps: deque[Launched | Exception] = deque()
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        try:
+            self._steps.append(self._launcher.launch(plan))
+        except Exception as error:  # it belongs to this step, and is found when its turn comes
+            self._steps.append(error)
+
+    def take(self) -> StepResult:
+        step = self._steps.popleft()
+        if isinstance(step, Exception):
+            return StepResult(None, step)
+        try:
+            return StepResult(step.wait())
+        except Exception as error:  # the edge to the device, as below
+            return StepResult(None, error)
+
+    def close(self) -> None:
+        while self._steps:
+            self.take()
+
+
 def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:
+    """For a device that computes where it is called: a CPU."""
     return ThreadedPipeline(runner) if async_scheduling else InlinePipeline(runner)
 
 

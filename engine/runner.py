@@ -1,84 +1,140 @@
-"""ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer and no clock."""
+"""ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer, no device and no clock."""
+
+from collections.abc import Sequence
 
 import torch
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RequestState
+from engine.forward import Forward
 from engine.grammar import GrammarCompiler
-from engine.kv_cache import HostBlocks, KVPool
-from engine.layers.paged_attention import PagedAttention
-from engine.loader import LoadedModel
-from engine.sampler import SampledToken, sample
+from engine.kv_cache import HostBlocks
+from engine.sampler import SampledTokens, Sampler
 
 
 class ModelRunner:
-    """Runs one model over one KV pool. Deterministic: equal plans in equal order give equal tokens."""
+    """Runs one model over one KV pool. Deterministic: equal plans in equal order give equal tokens.
+
+    Steps are launched in order and may be waited for later, in the same order: where the device works by itself, the
+    next step can be launched while this one is computed, although nobody knows its tokens yet.
+    """
 
     def __init__(
         self,
-        model: LoadedModel,
-        pool: KVPool,
-        host_blocks: HostBlocks | None = None,
+        forward: Forward,
+        sampler: Sampler,
+        host_blocks: HostBlocks,
+        block_size: int,
         grammars: GrammarCompiler | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
-        """`host_blocks` is where preempted requests' KV goes, `grammars` has the matchers of structured outputs.
+        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
 
-        Without them, no plan may ask for such things.
+        Without grammars, no plan may ask for any. One of a worker's ranks `samples`; the others' samplers hear of it.
         """
-        a = model.architecture
-        self._decoder = model.decoder
-        self._attention = PagedAttention(pool, a.num_heads, a.sliding_windows)
-        self._host_blocks = host_blocks or HostBlocks(0, pool)
+        self._forward = forward
+        self._sampler = sampler
+        self._host_blocks = host_blocks
         self._grammars = grammars
-        self._requests = RequestBatch(pool.shape.block_size, model.device)
-        self._failed: dict[str, str] = {}
-        """Requests whose grammar stopped matching in this step."""
+        self._samples = samples
+        self._requests = RequestBatch(block_size)
+        self._last_step: LaunchedStep | None = None
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Launches a step and waits for it."""
+        return self.launch(plan).wait()
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes the plan's tokens into their blocks and samples for every request that reaches its end.
+    def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
+        """Has the plan's tokens computed into their blocks, and one sampled for every request that reaches its end.
 
-        The tokens are appended to the requests here too, so the next plan can schedule them. A plan without tokens
-        still takes over which requests are gone, and whose KV is to be kept in host memory.
+        A plan without tokens still takes over which requests are gone, and whose KV is to be kept in host memory. Until
+        a step has been waited for, only one more may be launched, which may not resume a request of the former.
         """
-        self._failed = {}
         self._requests.update(plan)  # first: whatever fails below, nobody who is gone stays known
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        self._start_matching(plan)
-        if not plan.num_scheduled_tokens:
-            return ModelRunnerOutput({})
-        batch = self._requests.build(plan)
-        hidden_TE = self._decoder.forward(
-            batch.input_ids_T, batch.positions_T, self._attention.prepare(batch)
-        )
-        if not batch.sampling_requests:
-            return ModelRunnerOutput({}, failed=self._failed)
-        logits_RV = self._decoder.logits(hidden_TE[batch.sampling_rows_R])
-        return self._append(batch.sampling_requests, sample(logits_RV, batch.sampling_requests))
+        step = LaunchedStep(self._requests)
+        self._start_matching(plan, step)
+        if plan.num_scheduled_tokens:
+            batch = self._requests.build(plan)
+            logits_RV = self._forward(batch)
+            self._settle_for(batch.sampling_requests)
+            if batch.sampling_requests:
+                step.begin(batch.sampling_requests, self._sampler(logits_RV, batch.sampling_requests))
+        self._last_step = step
+        return step
 
-    def _append(self, requests: tuple[RequestState, ...], sampled: list[SampledToken]) -> ModelRunnerOutput:
+    def _settle_for(self, requests: Sequence[RequestState]) -> None:
+        """Waits for the step before where a request cannot be sampled for without knowing what that gave it.
+
+        The device has the forward pass to compute meanwhile.
+        """
+        if self._last_step is not None and any(needs_known_tokens(request) for request in requests):
+            self._last_step.wait()
+
+    def _start_matching(self, plan: SchedulerOutput, step: "LaunchedStep") -> None:
+        """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
+        for new in plan.scheduled_new_reqs:
+            output = new.sampling_params.structured_output
+            if output is not None and self._samples:
+                assert self._grammars is not None, "this runner was made without grammars"
+                request = self._requests[new.request_id]
+                request.matcher = self._grammars.matcher(output)
+                for token_id in new.output_token_ids:
+                    step.match(request, token_id)
+
+
+class LaunchedStep:
+    """A step that the device computes, or has computed."""
+
+    def __init__(self, batch: RequestBatch) -> None:
+        self._batch = batch
+        self._sampling: list[tuple[RequestState, int]] = []
+        """Requests that sample, and which of their tokens is to come."""
+        self._sampled: SampledTokens | None = None
+        self._failed: dict[str, str] = {}
+        """Requests whose grammar stopped matching in this step."""
+        self._output: ModelRunnerOutput | None = None
+
+    def begin(self, requests: Sequence[RequestState], sampled: SampledTokens) -> None:
+        """The step samples for these, row by row."""
+        self._sampling = [
+            (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
+        ]
+        self._sampled = sampled
+
+    def wait(self) -> ModelRunnerOutput:
+        """What the step sampled, when it is known. The requests' tokens are known then, too."""
+        if self._output is None:
+            self._output = self._take()
+        return self._output
+
+    def match(self, request: RequestState, token_id: int) -> None:
+        """Moves the request's matcher on; one that cannot is left behind, and the request fails with this step."""
+        if request.matcher is not None and (error := request.matcher.consume(token_id)):
+            request.matcher = None
+            self._failed[request.request_id] = error
+
+    def _take(self) -> ModelRunnerOutput:
+        if self._sampled is None:
+            return ModelRunnerOutput({}, failed=self._failed)
         token_ids, logprobs = {}, {}
-        for request, token in zip(requests, sampled, strict=True):
-            request.append_token(token.token_id)
-            self._match(request, token.token_id)
+        for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
+            self._batch.settle(request, index, token.token_id)
+            self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:
                 logprobs[request.request_id] = [token.logprobs]
         return ModelRunnerOutput(token_ids, logprobs, self._failed)
 
-    def _start_matching(self, plan: SchedulerOutput) -> None:
-        """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
-        for new in plan.scheduled_new_reqs:
-            output = new.sampling_params.structured_output
-            if output is not None:
-                assert self._grammars is not None, "this runner was made without grammars"
-                request = self._requests[new.request_id]
-                request.matcher = self._grammars.matcher(output)
-                for token_id in new.output_token_ids:
-                    self._match(request, token_id)
 
-    def _match(self, request: RequestState, token_id: int) -> None:
-        """Moves the request's matcher on; one that cannot is left behind, and the request fails with this step."""
-        if request.matcher is not None and (error := request.matcher.consume(token_id)):
-            request.matcher = None
-            self._failed[request.request_id] = error
+def needs_known_tokens(request: RequestState) -> bool:
+    """Whether its next token depends on which its earlier ones are, besides through the model."""
+    p = request.sampling_params
+    return bool(
+        p.repetition_penalty != 1.0
+        or p.presence_penalty
+        or p.frequency_penalty
+        or request.matcher is not None
+    )

@@ -9,14 +9,17 @@ Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from engine.batch import IntArray, RequestState
+from engine.batch import RequestState
+from engine.collectives import Collectives
 from engine.counter_rng import gumbel_noise, row_keys
+from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
 """Lower ones, which float32 cannot divide by, act like this one: the arg max."""
@@ -32,6 +35,57 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+class SampledTokens(Protocol):
+    """Tokens on their way from the device."""
+
+    def wait(self) -> list[SampledToken]:
+        """One a row, as soon as they are known; may be asked once."""
+        ...
+
+
+class Sampler(Protocol):
+    """Draws one token per row, for the request of that row."""
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> SampledTokens:
+        """The logits are left as they are; None on a rank that hears from another what was sampled."""
+        ...
+
+
+class TorchSampler:
+    """Samples at once."""
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+        assert logits_RV is not None, "nothing to sample from"
+        return KnownTokens(sample(logits_RV, requests))
+
+
+class SharedSampler:
+    """Rank 0 samples, and the others hear of it. Log-probabilities stay on rank 0, which alone has them to report."""
+
+    def __init__(self, sampler: Sampler, collectives: Collectives) -> None:
+        self._sampler = sampler
+        self._collectives = collectives
+
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+        if self._collectives.rank == 0:
+            tokens = self._sampler(logits_RV, requests).wait()
+            self._collectives.broadcast_(torch.tensor([token.token_id for token in tokens]))
+            return KnownTokens(tokens)
+        token_ids_R = torch.empty(len(requests), dtype=torch.int64)
+        self._collectives.broadcast_(token_ids_R)
+        return KnownTokens([SampledToken(token_id, None) for token_id in token_ids_R.tolist()])
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTokens:
+    """Satisfies SampledTokens."""
+
+    tokens: list[SampledToken]
+
+    def wait(self) -> list[SampledToken]:
+        return self.tokens
 
 
 def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[SampledToken]:
@@ -51,7 +105,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[Sa
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.Tensor:
     """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
-    changed = [row for row, request in enumerate(requests) if _is_processed(request)]
+    changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
         return raw_RV
     processed_RV = raw_RV.clone()
@@ -60,7 +114,8 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.
     return processed_RV
 
 
-def _is_processed(request: RequestState) -> bool:
+def is_processed(request: RequestState) -> bool:
+    """Whether its next token is not drawn from the raw logits."""
     p = request.sampling_params
     return bool(
         p.logit_bias

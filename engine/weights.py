@@ -3,42 +3,112 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
-from engine.model_config import read_json
+from engine.safetensors_index import CheckpointIndex, open_safetensors, weight_files
 
-INDEX_NAME = "model.safetensors.index.json"
 DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096
+
+OnProgress = Callable[[int, int], None]
+"""Told bytes loaded and bytes in all, on the thread that builds the model, after each tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The `rank`-th of `num_ranks` equal slices of a tensor along `dim`."""
+
+    dim: int
+    rank: int
+    num_ranks: int
+
+    def slice_of(self, name: str, shape: Sequence[int]) -> slice:
+        """Of dimension `dim` of a tensor of `shape`; ModelError if that cannot be cut into equal slices."""
+        assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
+        size, rest = divmod(shape[self.dim], self.num_ranks)
+        if rest:
+            raise ModelError(
+                f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {shape[self.dim]} cannot be divided "
+                f"among {self.num_ranks} ranks"
+            )
+        return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class WeightSource(Protocol):
     """Hands out tensors by their Hugging Face names."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor in the dtype to serve, on CPU; ModelError if it is missing or of another shape."""
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        """The tensor, or only its `shard`, in the dtype to serve, on the source's device.
+
+        `shape` is the whole tensor's. ModelError if there is none of that name and shape, or if it cannot be so
+        divided.
+        """
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What one call of `WeightSource.take` asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    shard: Shard | None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what is handed out."""
+        if self.shard is None:
+            return self.shape
+        part = self.shard.slice_of(self.name, self.shape)
+        dim = self.shard.dim
+        return (*self.shape[:dim], part.stop - part.start, *self.shape[dim + 1 :])
+
+
+@dataclass(slots=True)
+class TakeRecorder:
+    """Satisfies WeightSource without weights: a model built of it on the meta device shows what it will ask for.
+
+    That makes known, before a byte is read, in which order to read ahead and how much there is to load.
+    """
+
+    takes: list[Take] = field(default_factory=list)
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        self.takes.append(Take(name, shape, shard))
+        return torch.empty(self.takes[-1].part_shape, device="meta")
+
+
 class CheckpointWeights:
-    """Tensors of the safetensors files of a folder, memory-mapped: a page is read when it is touched.
+    """Tensors of the safetensors files of a folder, on CPU, memory-mapped: a page is read when it is touched.
 
     A context manager. Leave it through `check_all_taken`, so that no weight is silently ignored.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        takes: Sequence[Take] = (),
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """`takes`: what will be asked for, which only `on_progress` needs to know."""
         self._dtype = dtype
-        self._files = {file: _open(file) for file in weight_files(path)}
-        self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
-        self._untaken = set(self._file_of)
+        self._index = CheckpointIndex.read(path)
+        self._handles = {file: open_safetensors(file) for file in weight_files(path)}
+        self._taken: set[str] = set()
+        self._on_progress = on_progress
+        self._loaded_bytes = 0
+        self._total_bytes = sum(
+            prod(take.part_shape) * self._index.find(take.name, take.shape).dtype.itemsize for take in takes
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -46,74 +116,78 @@ class CheckpointWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._files.values():
+        for handle in self._handles.values():
             handle.__exit__(kind, error, trace)
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        if name not in self._file_of:
-            raise ModelError(f"{self._path}: tensor {name} (shape {list(shape)}) is missing")
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"{self._file_of[name]}: tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-            )
-        self._untaken.discard(name)
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        handle = self._handles[self._index.find(name, shape).file]
+        tensor: torch.Tensor
+        if shard is None:
+            tensor = handle.get_tensor(name)
+        else:
+            index = (*(slice(None),) * shard.dim, shard.slice_of(name, shape))
+            tensor = handle.get_slice(name)[index]
+        self._taken.add(name)
+        self._loaded_bytes += tensor.nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor.to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold tensors that nobody asked for, except those ending in one of `allowed`."""
-        unexpected = sorted(name for name in self._untaken if not name.endswith(allowed))
-        if unexpected:
-            shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
-            raise ModelError(
-                f"{self._path}: {len(unexpected)} tensors that the architecture in config.json does not have: {shown}"
-            )
+        self._index.check_all_taken(self._taken, allowed=allowed)
 
 
 class DummyWeights:
-    """Random tensors of any name and shape; the same ones in every process."""
+    """Random tensors of any name and shape; the same ones in every process that uses the same kind of device.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Made on the device, since on the host 8 billion numbers take minutes. A device's random numbers are its own, which
+    is why the digest of such a model names the kind (see `model_digest`). Every rank makes the whole tensor and keeps
+    its slice, so that shards fit together.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
+        self._device = device
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        noise: torch.Tensor = torch.randn(shape, generator=generator)
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        tensor: torch.Tensor = torch.randn(shape, generator=generator, device=self._device)
         if name.endswith("norm.weight"):
-            return (1.0 + 0.1 * noise).to(self._dtype)
-        scale: float = shape[-1] ** -0.5
-        return (noise * scale).to(self._dtype)
+            tensor.mul_(0.1).add_(1.0)
+        else:
+            tensor.mul_(shape[-1] ** -0.5)
+        if shard is not None:
+            part = shard.slice_of(name, shape)
+            tensor = tensor.narrow(shard.dim, part.start, part.stop - part.start)
+        return tensor.to(self._dtype, memory_format=torch.contiguous_format, copy=shard is not None)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, by name: those of its index, else `model.safetensors`."""
-    if (path / INDEX_NAME).is_file():
-        weight_map = read_json(path / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{path / INDEX_NAME}: expected a 'weight_map' from tensor names to files")
-        files = sorted({path / str(name) for name in weight_map.values()})
-    else:
-        files = [path / "model.safetensors"]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise ModelError(f"{', '.join(missing)} does not exist; weights must be safetensors files")
-    return files
-
-
-def model_digest(path: Path, *, has_weights: bool) -> str:
+def model_digest(
+    path: Path, *, dummy_device: torch.device | None = None, quantization: str | None = None
+) -> str:
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model.
+
+    `dummy_device`: where dummy weights are made, for a model that has no others. GPUs of different names draw different
+    numbers. `quantization`: of the linear layers' weights; it changes the keys and values, so it changes the digest.
 
     SHA-256 over config.json, and of each weight file its name, size, tensor index and 64 windows of 4 KiB spread evenly
     over the content; hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    if not has_weights:
-        return f"{digest.hexdigest()}-dummy"
+    suffix = "" if quantization is None else f"-{quantization}"
+    if dummy_device is not None:
+        return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
     for file in weight_files(path):
         digest.update(json.dumps([file.name, file.stat().st_size]).encode())
         for window in _windows(file):
             digest.update(window)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()}{suffix}"
+
+
+def _kind_of(device: torch.device) -> str:
+    """Nothing for CPUs, which all draw the same numbers; of GPUs the name, since the number of processors counts."""
+    return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 
 def _windows(file: Path) -> Iterator[bytes]:
@@ -127,11 +201,3 @@ def _windows(file: Path) -> Iterator[bytes]:
         for i in range(DIGEST_WINDOWS):
             stream.seek(header_bytes + (last - header_bytes) * i // (DIGEST_WINDOWS - 1))
             yield stream.read(DIGEST_WINDOW_BYTES)
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        handle: safe_open = safe_open(file, framework="pt", device="cpu").__enter__()
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
-    return handle

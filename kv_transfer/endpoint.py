@@ -142,6 +142,7 @@ class TransferEndpoint:
         return news
 
     def close(self) -> None:
+        self._giving.close()
         self._taking.close()
 
     def check_integrity(self) -> None:

@@ -1,13 +1,12 @@
 """A rank's KV pool as bytes, cut into the pieces that legs exchange; knows no tensor and no transfer.
 
 A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer. The pool is in host
-memory, where pieces are read and written in place, or on a device, where bytes that travel over a channel are copied
-out and in.
+memory, where pieces are read and written in place, or on a device, where other devices copy them, and staging.py what
+travels over a channel.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -15,7 +14,7 @@ import xxhash
 from baton.kv import KVFingerprint
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
-from kv_transfer.transport.cuda_ipc import CudaMemory
+from kv_transfer.transport.cuda_memory import CudaMemory
 
 MAX_POOL_NBYTES = 2**62
 """So that no offset within a pool, nor the end of a run that begins there, is too large for an int64."""
@@ -35,52 +34,6 @@ class BlockShape:
         return self.num_planes * self.num_heads * self.block_size * self.cell_nbytes
 
 
-class KVPool(Protocol):
-    """What endpoints need of a pool."""
-
-    @property
-    def layout(self) -> RankLayout: ...
-
-    @property
-    def block_nbytes(self) -> int: ...
-
-    def mismatch(self, theirs: RankLayout) -> str | None:
-        """Why no KV can be exchanged with such a peer, or None if it can."""
-        ...
-
-    def pieces(self, theirs: RankLayout) -> "PieceView":
-        """How the leg to one rank of a peer sees this pool."""
-        ...
-
-
-class PieceView(Protocol):
-    """One leg's pieces of a pool. A piece's bytes are in the same order on both ends of the leg."""
-
-    @property
-    def shape(self) -> PieceShape: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Of one piece."""
-        ...
-
-    def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
-        """The pieces' bytes one after the other, [bytes] each, of as few spans as can be; in place if that can be."""
-        ...
-
-    def store(self, piece_id: int, span: Bytes) -> None:
-        """Writes the piece's bytes, [bytes]."""
-        ...
-
-    def checksum(self, piece_id: int) -> int:
-        """xxh3_64 of the piece's bytes."""
-        ...
-
-    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """What to copy so that each of the peer's pieces becomes one of ours."""
-        ...
-
-
 class _Pool:
     """What pools have in common, wherever they are."""
 
@@ -94,6 +47,7 @@ class _Pool:
         assert self._block.nbytes == block_nbytes, f"a block of {block_nbytes} bytes is not {self._block}"
 
     def mismatch(self, theirs: RankLayout) -> str | None:
+        """Why no KV can be exchanged with such a peer, or None if it can."""
         return mismatch(self._num_kv_heads, self.layout, theirs)
 
     def _leg(self, theirs: RankLayout) -> "LegGeometry":
@@ -117,6 +71,7 @@ class KVBytes(_Pool):
         self.blocks = blocks
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
+        """How the leg to one rank of a peer sees this pool."""
         return HostPieces(self.blocks, self._leg(theirs))
 
 
@@ -133,10 +88,14 @@ class DeviceKVBytes(_Pool):
 
     def __init__(self, blocks: DeviceBlocks, fingerprint: KVFingerprint, rank: int = 0) -> None:
         super().__init__(blocks.block_nbytes, fingerprint, rank)
-        self._memory = blocks.memory
+        self.memory = blocks.memory
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
-        return DevicePieces(self._memory, self._leg(theirs))
+        """How the leg to one rank of a peer sees this pool."""
+        return DevicePieces(self._leg(theirs))
+
+
+KVPool = KVBytes | DeviceKVBytes
 
 
 def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: int) -> KVPool:
@@ -186,13 +145,13 @@ class LegGeometry:
         self._peers = _grid(peers_block, peers, num_cut_axes)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """See PieceView."""
+        """What to copy so that each of the peer's pieces becomes one of ours."""
         local = self._ours.offsets(ours)
         return Runs(self._peers.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
 
-    def runs_of(self, piece_id: int) -> Runs:
-        """One piece of ours, as runs from, or to, a span of its own: `remote` counts within that."""
-        local = self._ours.offsets([piece_id])
+    def runs_of(self, piece_ids: Sequence[int]) -> Runs:
+        """Pieces of ours, as runs from, or to, one span of them one after the other: `remote` counts within that."""
+        local = self._ours.offsets(piece_ids)
         lengths = np.full(len(local), self._run_nbytes)
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
 
@@ -210,7 +169,7 @@ def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
 
 
 class HostPieces:
-    """PieceView of a KVBytes: whole blocks are used in place."""
+    """One leg's pieces of a KVBytes. A piece's bytes are in the same order on both ends of the leg."""
 
     def __init__(self, blocks: Bytes, leg: LegGeometry) -> None:
         self._blocks = blocks
@@ -221,6 +180,7 @@ class HostPieces:
         )
         self.shape = leg.shape
         self.nbytes = leg.nbytes
+        """Of one piece."""
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""
@@ -234,6 +194,7 @@ class HostPieces:
         return piece_PHTB
 
     def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
+        """The pieces' bytes one after the other, [bytes] each, of as few spans as can be; in place if that can be."""
         if self._leg.is_whole:
             runs = _runs_of_neighbours(piece_ids)
             return [self._blocks[first : last + 1].reshape(-1) for first, last in runs]
@@ -241,13 +202,16 @@ class HostPieces:
         return [np.stack(pieces).reshape(-1)] if pieces else []
 
     def store(self, piece_id: int, span: Bytes) -> None:
+        """Writes the piece's bytes, [bytes]."""
         piece = self.at(piece_id)
         piece[...] = span.reshape(piece.shape)
 
     def checksum(self, piece_id: int) -> int:
+        """xxh3_64 of the piece's bytes."""
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.at(piece_id)).data)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
+        """What to copy so that each of the peer's pieces becomes one of ours."""
         return self._leg.runs(peers, ours)
 
 
@@ -266,27 +230,21 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class DevicePieces:
-    """PieceView of a DeviceKVBytes: every span is a copy."""
+    """One leg's pieces of a DeviceKVBytes: where they are, for whoever copies them."""
 
-    def __init__(self, memory: CudaMemory, leg: LegGeometry) -> None:
-        self._memory = memory
+    def __init__(self, leg: LegGeometry) -> None:
         self._leg = leg
         self.shape = leg.shape
         self.nbytes = leg.nbytes
-
-    def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
-        return [self._read(piece_id) for piece_id in piece_ids]
-
-    def store(self, piece_id: int, span: Bytes) -> None:
-        self._memory.write(self._leg.runs_of(piece_id), span)
-
-    def checksum(self, piece_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._read(piece_id).data)
+        """Of one piece."""
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
+        """What to copy so that each of the peer's pieces becomes one of ours."""
         return self._leg.runs(peers, ours)
 
-    def _read(self, piece_id: int) -> Bytes:
-        buffer = np.empty(self.nbytes, np.uint8)
-        self._memory.read(self._leg.runs_of(piece_id), buffer)
-        return buffer
+    def runs_of(self, piece_ids: Sequence[int]) -> Runs:
+        """The same between our pieces and one span of them all, one after the other: `remote` counts within that."""
+        return self._leg.runs_of(piece_ids)
+
+
+PieceView = HostPieces | DevicePieces

@@ -12,6 +12,7 @@ from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
 from baton.transfer import TransferEventKind, TransferRecord
+from kv_transfer.landing import Arrival, Landing
 from kv_transfer.legs import Legs
 from kv_transfer.metrics import PeerMetrics
 from kv_transfer.orders import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
@@ -78,6 +79,7 @@ class TakingEnd:
         self._loads: Loads[Leg, Received] = Loads()
         self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
+        self._landing = Landing(pool)
         self._reads: dict[tuple[str, int], _Read] = {}
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
@@ -128,15 +130,18 @@ class TakingEnd:
         self._pools.close_unused(self._consumer.knows)
 
     def poll(self) -> None:
-        """Takes in reads that are over."""
+        """Takes in reads, and copies of a device, that are over."""
         for transport, done in self._pools.poll():
             read = self._reads.pop((transport, done.number), None)
             if read is None:  # it was given up, long after nothing wrote any more
                 continue
             if done.error is None:
-                self._arrived(read.message, read.wanted, (), transport)
+                arrival = self._arrival(read.message, read.wanted, transport)
+                self._landing.was_read(arrival, self._legs.at(read.message.key).view)
+                self._take_landed()
             else:
                 self._unread(read, done.error)
+        self._take_landed()
 
     def next_deadline(self) -> float | None:
         times = [self._consumer.next_deadline(), self._pools.next_deadline()]
@@ -144,11 +149,14 @@ class TakingEnd:
             intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
             times += [self._clock.now() + interval for interval in intervals if interval is not None]
             times.append(min(read.begun_at for read in self._reads.values()) + READ_TIMEOUT_S)
+        if self._landing.poll_interval_s is not None:
+            times.append(self._clock.now() + self._landing.poll_interval_s)
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
         """Ends every read, and the readers with them."""
         self._pools.close()
+        self._landing.close()
 
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
@@ -211,11 +219,13 @@ class TakingEnd:
             return
         self._timelines.mark(self._legs.at(message.key).leg.request_id, TransferEventKind.FIRST_PIECE)
         transport = self._consumer.transport_of(message.key)
+        view = self._legs.at(message.key).view
         if transport in SENDS_BYTES:
-            self._receive(message, wanted, transport)
+            payload = self._channel.read_payload()
+            self._landing.receive(self._arrival(message, wanted, transport), view, payload)
+            self._take_landed()
             return
         read = _Read(_pool_key(message.key, transport), message, wanted, now)
-        view = self._legs.at(message.key).view
         try:
             peers = [message.piece_ids[position] for position in wanted.positions]
             runs = view.runs(peers, wanted.piece_ids)
@@ -227,34 +237,32 @@ class TakingEnd:
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 
-    def _receive(self, message: Pieces, wanted: WantedPieces, transport: str) -> None:
-        """The bytes of all announced pieces follow the header, in spans of whole pieces."""
-        view = self._legs.at(message.key).view
-        places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
-        position = 0
-        for span in self._channel.read_payload():
-            if len(span) % view.nbytes:
-                break
-            for piece in span.reshape(-1, view.nbytes):
-                if position in places:
-                    view.store(places.pop(position), piece)
-                position += 1
-        missing = [message.indices[position] for position in places]
-        self._arrived(message, wanted, missing, transport)
+    def _arrival(self, message: Pieces, wanted: WantedPieces, transport: str) -> Arrival:
+        return Arrival(message, wanted, transport, self._consumer.wants_checksums(message.key))
 
-    def _arrived(self, message: Pieces, wanted: WantedPieces, missing: Iterable[int], transport: str) -> None:
+    def _take_landed(self) -> None:
+        for landed in self._landing.poll():
+            arrival = landed.arrival
+            message, wanted, transport = arrival.message, arrival.wanted, arrival.transport
+            self._arrived(message, wanted, landed.missing, transport, landed.checksums)
+
+    def _arrived(
+        self,
+        message: Pieces,
+        wanted: WantedPieces,
+        missing: Iterable[int],
+        transport: str,
+        checksums: Mapping[int, int],
+    ) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
-        key, end = message.key, self._legs.at(message.key)
-        view, damaged = end.view, set(missing)
+        key, end, damaged = message.key, self._legs.at(message.key), set(missing)
         num_written = len(wanted.indices) - len(damaged)
-        if self._consumer.wants_checksums(key):
-            checksums = message.checksums or (None,) * len(message.indices)
-            for position, index, piece_id in zip(
-                wanted.positions, wanted.indices, wanted.piece_ids, strict=True
-            ):
-                if index not in damaged and view.checksum(piece_id) != checksums[position]:
+        if checksums:
+            theirs = message.checksums or (None,) * len(message.indices)
+            for position, index in zip(wanted.positions, wanted.indices, strict=True):
+                if index in checksums and checksums[index] != theirs[position]:
                     damaged.add(index)
-        num_bytes = num_written * view.nbytes
+        num_bytes = num_written * end.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
         self._timelines.moved(end.leg.request_id, transport, num_bytes)

@@ -26,7 +26,16 @@ MAX_LINES = 400
 DOORS = {
     "decode_worker": {"DecodeWorker"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
-    "kv_transfer": {"KVConnectorMetadata", "KVConnectorScheduler", "KVConnectorWorker", "SharedMemory"},
+    "kv_transfer": {
+        "CudaMemory",
+        "DeviceBlocks",
+        "KVConnectorMetadata",
+        "KVConnectorScheduler",
+        "KVConnectorWorker",
+        "RankConnector",
+        "RankedConnector",
+        "SharedMemory",
+    },
     "prefill_worker": {"PrefillWorker"},
     "scheduler": {
         "KVConnector",

@@ -1,18 +1,41 @@
-"""The seam between a model and whatever computes attention; knows no architecture and no device."""
+"""The seam between a model and whatever computes attention; knows no architecture and no device.
+
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, R = Q + H, D head dimension.
+"""
 
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
+
+
+class HeadNorm:
+    """RMSNorm of every query's and key's head before they are rotated (Qwen3)."""
+
+    def __init__(
+        self,
+        q_weight_D: torch.Tensor,
+        k_weight_D: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        eps: float,
+    ) -> None:
+        self.q_weight_D, self.k_weight_D, self.eps = q_weight_D, k_weight_D, eps
+        self._weight_RD = torch.cat([q_weight_D.expand(num_heads, -1), k_weight_D.expand(num_kv_heads, -1)])
+
+    def apply_(self, qk_TRD: torch.Tensor) -> None:
+        """In place, queries before keys."""
+        qk_TRD.copy_(F.rms_norm(qk_TRD, qk_TRD.shape[-1:], None, self.eps).mul_(self._weight_RD))
 
 
 class Attention(Protocol):
     """Attention over the KV cache, prepared for the tokens of one step; called once per layer, in any order."""
 
-    def __call__(self, layer: int, q_TQD: torch.Tensor, kv_TKD: torch.Tensor) -> torch.Tensor:
-        """Stores the step's keys and values, then lets every token attend to its request so far.
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        """Norms (if asked) and rotates queries and keys, stores keys and values, then lets every token attend to its
+        request so far. Returns T x (Q x D).
 
-        T tokens of the step, Q query heads, K = 2 x kv heads (first the keys, then the values), D head dimension; keys
-        and queries carry their positions already. Returns T x (Q x D). Query heads are grouped: head i reads kv
-        head i // (Q / kv heads).
+        `qkv_TPD` is what the projection gave: queries, keys, values; it may be overwritten. Query heads are grouped:
+        head i reads kv head i // (Q / H).
         """
         ...

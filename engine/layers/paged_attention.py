@@ -1,20 +1,24 @@
 """PagedAttention: attention of a mixed step over the paged pool in plain torch; knows blocks, not requests.
 
-Shape suffixes: T tokens of a step, Q query heads, H kv heads, G = Q / H query heads per kv head, K = 2 x H,
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, G = Q / H query heads per kv head, K = 2 x H, P = Q + K,
 D head dimension, B requests of a decode group, M blocks of a table, S = M x block size, X = B x H products.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.batch import DecodeGroup, PrefillChunk, StepBatch
+from engine.batch import StepBatch
 from engine.kv_cache import KVPool
+from engine.layers.attention import HeadNorm
 from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.decode_groups import DecodeGroup, decode_groups
+from engine.layers.fp8 import FP8, as_bytes, saturate
+from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
+from engine.model_config import ModelArchitecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +43,41 @@ class _PrefillPlan:
 class PagedAttention:
     """Prepares steps; owns the memory that their layers share."""
 
-    def __init__(self, pool: KVPool, num_heads: int, sliding_windows: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        architecture: ModelArchitecture,
+        num_heads: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`num_heads`: this rank's query heads. `dtype`: of activations; None: the pool's.
+
+        A pool of 8-bit floats is written and read without a scale.
+        """
         self._pool = pool
         self._num_heads = num_heads
-        self._windows = tuple(sliding_windows)
-        self._dtype, self._device = pool.shape.dtype, pool.blocks_NLKHTD.device
+        self._windows = architecture.sliding_windows
+        self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
+        assert pool.shape.dtype in (self._dtype, FP8), f"{self._dtype} in a pool of {pool.shape.dtype}"
+        self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, self._device)
         self._gathered, self._scores, self._weights = (Workspace(self._dtype, self._device) for _ in range(3))
+        self._gathered_bytes = Workspace(torch.uint8, self._device)
 
     def prepare(self, batch: StepBatch) -> "StepAttention":
-        """Indices and masks of a step, computed once for all layers. One step at a time: they share memory."""
+        """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
+        positions_T = torch.from_numpy(batch.positions_T).to(self._device)
         return StepAttention(
             self._pool,
+            self._num_heads,
             self._windows,
-            self._pool.slot_rows(batch.slots_T),
-            [self._decode_plan(group) for group in batch.decode_groups],
-            [self._prefill_plan(chunk) for chunk in batch.prefill_chunks],
+            self._rope.angles(positions_T, self._dtype),
+            self._pool.slot_rows(torch.from_numpy(batch.slots_T).to(self._device)),
+            [self._decode_plan(group) for group in decode_groups(batch, self._device)],
+            [self._prefill_plan(batch, index) for index in batch.prefills],
             self._gathered,
+            self._gathered_bytes,
         )
 
     def _decode_plan(self, group: DecodeGroup) -> _DecodePlan:
@@ -85,15 +106,18 @@ class PagedAttention:
             .reshape(-1, per_kv_head, num_keys)
         )
 
-    def _prefill_plan(self, chunk: PrefillChunk) -> _PrefillPlan:
-        num_keys = chunk.num_computed_tokens + chunk.num_tokens
+    def _prefill_plan(self, batch: StepBatch, index: int) -> _PrefillPlan:
+        start, num_tokens = int(batch.starts_B[index]), int(batch.num_tokens_B[index])
+        num_keys = int(batch.context_lens_B[index])
+        block_ids_1M = torch.from_numpy(batch.block_ids_BM[index : index + 1, : batch.num_blocks_B[index]])
         return _PrefillPlan(
-            rows=slice(chunk.start, chunk.start + chunk.num_tokens),
+            rows=slice(start, start + num_tokens),
             num_keys=num_keys,
-            block_rows=self._pool.block_rows(chunk.block_ids_1M) if chunk.num_computed_tokens else None,
+            block_rows=self._pool.block_rows(block_ids_1M.to(self._device))
+            if num_keys > num_tokens
+            else None,
             attend={
-                window: self._chunk_attention(chunk.num_tokens, num_keys, window)
-                for window in set(self._windows)
+                window: self._chunk_attention(num_tokens, num_keys, window) for window in set(self._windows)
             },
         )
 
@@ -111,22 +135,33 @@ class StepAttention:
     def __init__(
         self,
         pool: KVPool,
+        num_heads: int,
         windows: tuple[int | None, ...],
+        angles: tuple[torch.Tensor, torch.Tensor],
         slot_rows: torch.Tensor,
         decodes: list[_DecodePlan],
         prefills: list[_PrefillPlan],
         gathered: Workspace,
+        gathered_bytes: Workspace,
     ) -> None:
         self._pool = pool
+        self._num_heads = num_heads
         self._windows = windows
+        self._angles = angles
         self._slot_rows = slot_rows
         self._decodes = decodes
         self._prefills = prefills
         self._gathered = gathered
+        self._gathered_bytes = gathered_bytes
 
-    def __call__(self, layer: int, q_TQD: torch.Tensor, kv_TKD: torch.Tensor) -> torch.Tensor:
-        slot_rows_RD = self._pool.layers[layer].slot_rows_RD
-        slot_rows_RD.index_copy_(0, self._slot_rows, kv_TKD.reshape(-1, kv_TKD.shape[-1]))
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        q_TQD, kv_TKD = qkv_TPD[:, : self._num_heads], qkv_TPD[:, self._num_heads :]
+        num_rotated = self._num_heads + kv_TKD.shape[1] // 2
+        qk_TRD = qkv_TPD[:, :num_rotated]
+        if head_norm is not None:
+            head_norm.apply_(qk_TRD)
+        rotate_(qk_TRD, *self._angles)
+        kv_TKD = self._store(layer, kv_TKD)
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
         for decode in self._decodes:
             self._decode(layer, decode, q_TQD[decode.rows], out_TQD[decode.rows])
@@ -135,6 +170,18 @@ class StepAttention:
             attend = prefill.attend[self._windows[layer]]
             attend(q_TQD[prefill.rows], k_HSD, v_HSD, out_TQD[prefill.rows])
         return out_TQD.view(len(out_TQD), -1)
+
+    def _store(self, layer: int, kv_TKD: torch.Tensor) -> torch.Tensor:
+        """Returns the keys and values as the pool has them now.
+
+        A chunk attends to those, rounded, even where it needs nothing of the pool: else a token would depend on how its
+        prompt was cut into chunks, and on whether its prefix was found in the cache.
+        """
+        slot_rows_RD = self._pool.layers[layer].slot_rows_RD
+        stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD
+        rows_RD = as_bytes(stored_TKD.reshape(-1, stored_TKD.shape[-1]))
+        as_bytes(slot_rows_RD).index_copy_(0, self._slot_rows, rows_RD)
+        return stored_TKD.to(kv_TKD.dtype)
 
     def _decode(self, layer: int, plan: _DecodePlan, q_BQD: torch.Tensor, out_BQD: torch.Tensor) -> None:
         """All requests of a group at once. The G query heads of a kv head are the rows of one small product, so no
@@ -161,4 +208,8 @@ class StepAttention:
         """Keys and values of whole blocks, copied together; valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
         gathered_RX = self._gathered.take(len(block_rows), source_RX.shape[1])
-        return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
+        if source_RX.dtype is not FP8:
+            return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
+        bytes_RX = self._gathered_bytes.take(*gathered_RX.shape)
+        torch.index_select(as_bytes(source_RX), 0, block_rows, out=bytes_RX)
+        return gathered_RX.copy_(bytes_RX.view(FP8))

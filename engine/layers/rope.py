@@ -17,6 +17,13 @@ class RotaryEmbedding:
         frequencies_F, self._scale = rope_frequencies(config, head_dim)
         self._frequencies_F = frequencies_F.to(device)
 
+    def table(self, num_positions: int) -> torch.Tensor:
+        """num_positions x D, float32: the cosines of every frequency, then the sines."""
+        angles_PF = (
+            torch.arange(num_positions, device=self._frequencies_F.device).unsqueeze(-1) * self._frequencies_F
+        )
+        return torch.cat((angles_PF.cos() * self._scale, angles_PF.sin() * self._scale), -1)
+
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos_T1D and sin_T1D of a step, shared by all its layers; computed in float32.
 

@@ -1,121 +1,174 @@
 """The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3), written out; knows no request and no block table.
 
-Shape suffixes: T tokens of a step, V vocabulary, E hidden size, H query heads + kv heads, Q query heads,
-K 2 x kv heads, D head dimension, M = 2 x intermediate size.
+With tensor parallelism (Megatron-LM, 2019) every rank has its share of the heads, of the MLP's columns and of the
+vocabulary; the residual stream is whole on each, and summed up twice a layer.
+
+Shape suffixes: T tokens of a step, R rows that sample, V vocabulary, E hidden size, P query, key and value heads,
+Q query heads, D head dimension, M = 2 x intermediate size, I intermediate size; heads, V, M and I are a rank's share.
 """
 
 import torch
-import torch.nn.functional as F
 
-from engine.layers.attention import Attention
-from engine.layers.linear import Linear
-from engine.layers.rope import RotaryEmbedding, rotate_
+from engine.collectives import SINGLE_RANK, Collectives
+from engine.layers.attention import Attention, HeadNorm
+from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
 from engine.model_config import ModelArchitecture
-from engine.weights import WeightSource
+from engine.weights import Shard, WeightSource
 
 
 class LlamaForCausalLM:
     """Token ids to logits. Two calls, since most rows of a step need no logits."""
 
-    def __init__(self, architecture: ModelArchitecture, weights: WeightSource, device: torch.device) -> None:
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear | None = None,
+        collectives: Collectives = SINGLE_RANK,
+    ) -> None:
+        """`linear` makes the layers' projections, None: `backend.linear`, as it always makes the one to logits.
+
+        ModelError if the weights cannot be shared equally by the collectives' ranks.
+        """
         a = architecture
+        linear = linear or backend.linear
+        self._backend = backend
+        self._collectives = collectives
         self._eps = a.rms_norm_eps
-        self._embed_tokens_VE = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size).to(
-            device
+        rows = _shard(0, collectives)
+        self._embed_tokens_VE = weights.take(
+            "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )
-        self._layers = [DecoderLayer(a, index, weights, device) for index in range(a.num_layers)]
-        self._norm_E = weights.take("model.norm.weight", a.hidden_size).to(device)
-        self._rope = RotaryEmbedding(a.rope, a.head_dim, device)
-        if a.tie_word_embeddings:
-            self._lm_head = Linear(self._embed_tokens_VE)
-        else:
-            self._lm_head = Linear(weights.take("lm_head.weight", a.vocab_size, a.hidden_size).to(device))
+        self._first_token = collectives.rank * len(self._embed_tokens_VE)
+        self._layers = [
+            DecoderLayer(a, index, weights, backend, linear, collectives) for index in range(a.num_layers)
+        ]
+        self._norm_E = weights.take("model.norm.weight", a.hidden_size)
+        lm_head_VE = (
+            self._embed_tokens_VE
+            if a.tie_word_embeddings
+            else weights.take("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
+        )
+        self._lm_head = backend.linear(lm_head_VE, None)
 
-    def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """Hidden states of every token, before the final norm."""
-        hidden_TE = F.embedding(input_ids_T, self._embed_tokens_VE)
-        cos_T1D, sin_T1D = self._rope.angles(positions_T, hidden_TE.dtype)
+    def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
+        """Hidden states of every token, before the final norm: T x E."""
+        residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
+        self._collectives.all_reduce_(residual_TE)
+        branch_TE: torch.Tensor | None = None
         for layer in self._layers:
-            hidden_TE = layer.forward(hidden_TE, cos_T1D, sin_T1D, attention)
-        return hidden_TE
+            branch_TE = layer.forward(branch_TE, residual_TE, attention)
+        assert branch_TE is not None, "a model has layers"
+        return residual_TE.add_(branch_TE)
 
-    def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """T x V, in the model's dtype; T here are the rows that sample."""
-        return self._lm_head(F.rms_norm(hidden_TE, self._norm_E.shape, self._norm_E, self._eps))
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """R x the whole vocabulary, in the model's dtype; the same on every rank."""
+        logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, self._eps))
+        return self._collectives.all_gather(logits_RV, -1)
 
 
 class DecoderLayer:
-    """Attention, then the gated MLP, each with its own norm in front and added to the residual stream."""
+    """Attention, then the gated MLP: branches of the residual stream, each with its own norm in front.
+
+    A branch is added to the stream together with the next norm, which may belong to the next layer.
+    """
 
     def __init__(
-        self, architecture: ModelArchitecture, index: int, weights: WeightSource, device: torch.device
+        self,
+        architecture: ModelArchitecture,
+        index: int,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear,
+        collectives: Collectives,
     ) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         self._index = index
         self._eps = a.rms_norm_eps
-        self._num_heads, self._num_kv_heads, self._head_dim = a.num_heads, a.num_kv_heads, a.head_dim
+        self._backend = backend
+        self._collectives = collectives
+        self._head_dim = a.head_dim
         q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        e, m = a.hidden_size, a.intermediate_size
+        e, i = a.hidden_size, a.intermediate_size
         heads, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size}
+        gate_up = {f"{mlp}.gate_proj": i, f"{mlp}.up_proj": i}
+        parts = Projections(weights, linear, collectives)
 
-        self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e).to(device)
-        self._qkv_proj = _merged(
-            weights,
-            {f"{heads}.q_proj": q_size, f"{heads}.k_proj": kv_size, f"{heads}.v_proj": kv_size},
-            e,
-            a.has_qkv_bias,
-            device,
-        )
-        self._qk_norm_HD = _qk_norm(a, heads, weights).to(device) if a.has_qk_norm else None
-        self._o_proj = _merged(weights, {f"{heads}.o_proj": e}, q_size, a.has_o_bias, device)
-        self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e).to(device)
-        self._gate_up_proj = _merged(
-            weights, {f"{mlp}.gate_proj": m, f"{mlp}.up_proj": m}, e, a.has_mlp_bias, device
-        )
-        self._down_proj = _merged(weights, {f"{mlp}.down_proj": e}, m, a.has_mlp_bias, device)
+        self._input_norm_E = weights.take(f"{prefix}.input_layernorm.weight", e)
+        self._qkv_proj = parts.columns(qkv, e, a.has_qkv_bias)
+        self._head_norm = _head_norm(a, heads, weights, collectives.size) if a.has_qk_norm else None
+        self._o_proj = parts.rows(f"{heads}.o_proj", e, q_size, a.has_o_bias)
+        self._post_norm_E = weights.take(f"{prefix}.post_attention_layernorm.weight", e)
+        self._gate_up_proj = parts.columns(gate_up, e, a.has_mlp_bias)
+        self._down_proj = parts.rows(f"{mlp}.down_proj", e, i, a.has_mlp_bias)
 
     def forward(
-        self, hidden_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, attention: Attention
+        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        normed_TE = F.rms_norm(hidden_TE, self._input_norm_E.shape, self._input_norm_E, self._eps)
-        hidden_TE = self._self_attention(normed_TE, cos_T1D, sin_T1D, attention).add_(hidden_TE)
-        normed_TE = F.rms_norm(hidden_TE, self._post_norm_E.shape, self._post_norm_E, self._eps)
-        return self._mlp(normed_TE).add_(hidden_TE)
+        """`branch_TE`: what the layer before has left to be added to the residual stream; the same is returned."""
+        branch_TE = self._self_attention(self._normed(branch_TE, residual_TE, self._input_norm_E), attention)
+        return self._mlp(self._normed(branch_TE, residual_TE, self._post_norm_E))
 
-    def _self_attention(
-        self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor, attention: Attention
+    def _normed(
+        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, weight_E: torch.Tensor
     ) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
-        qkv_TXD = self._qkv_proj(x_TE).view(len(x_TE), num_rotated + self._num_kv_heads, self._head_dim)
-        qk_THD = qkv_TXD[:, :num_rotated]
-        if self._qk_norm_HD is not None:
-            qk_THD.copy_(F.rms_norm(qk_THD, (self._head_dim,), None, self._eps).mul_(self._qk_norm_HD))
-        rotate_(qk_THD, cos_T1D, sin_T1D)
-        return self._o_proj(
-            attention(self._index, qkv_TXD[:, : self._num_heads], qkv_TXD[:, self._num_heads :])
-        )
+        if branch_TE is None:
+            return self._backend.rms_norm(residual_TE, weight_E, self._eps)
+        return self._backend.add_rms_norm(branch_TE, residual_TE, weight_E, self._eps)
+
+    def _self_attention(self, x_TE: torch.Tensor, attention: Attention) -> torch.Tensor:
+        qkv_TPD = self._qkv_proj(x_TE).view(len(x_TE), -1, self._head_dim)
+        return self._summed(self._o_proj(attention(self._index, qkv_TPD, self._head_norm)))
 
     def _mlp(self, x_TE: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = self._gate_up_proj(x_TE).chunk(2, -1)
-        return self._down_proj(F.silu(gate_TI).mul_(up_TI))
+        return self._summed(self._down_proj(self._backend.silu_mul(self._gate_up_proj(x_TE))))
+
+    def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:
+        self._collectives.all_reduce_(part_TE)
+        return part_TE
 
 
-def _merged(
-    weights: WeightSource, sizes: dict[str, int], num_inputs: int, has_bias: bool, device: torch.device
-) -> Linear:
-    """Projections of one input, as one matrix product: `sizes` maps their names to their output features."""
-    weight_OI = torch.cat([weights.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
-    if not has_bias:
-        return Linear(weight_OI.to(device))
-    bias_O = torch.cat([weights.take(f"{name}.bias", size) for name, size in sizes.items()])
-    return Linear(weight_OI.to(device), bias_O.to(device))
+class Projections:
+    """Makes one rank's share of a layer's matrix products."""
+
+    def __init__(self, weights: WeightSource, linear: MakeLinear, collectives: Collectives) -> None:
+        self._weights = weights
+        self._linear = linear
+        self._collectives = collectives
+
+    def columns(self, sizes: dict[str, int], num_inputs: int, has_bias: bool) -> LinearLayer:
+        """Projections of one input, as one product: `sizes` maps their names to their output features, of each of which
+        every rank computes its share."""
+        shard = _shard(0, self._collectives)
+        names = sizes.items()
+        weight_OI = torch.cat(
+            [self._weights.take(f"{name}.weight", size, num_inputs, shard=shard) for name, size in names]
+        )
+        if not has_bias:
+            return self._linear(weight_OI, None)
+        biases = [self._weights.take(f"{name}.bias", size, shard=shard) for name, size in names]
+        return self._linear(weight_OI, torch.cat(biases))
+
+    def rows(self, name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> LinearLayer:
+        """A projection of what every rank has a share of: the ranks' results are to be summed up."""
+        shard = _shard(1, self._collectives)
+        weight_OI = self._weights.take(f"{name}.weight", num_outputs, num_inputs, shard=shard)
+        bias_O = self._weights.take(f"{name}.bias", num_outputs) if has_bias else None
+        return self._linear(weight_OI, bias_O if self._collectives.rank == 0 else None)
 
 
-def _qk_norm(architecture: ModelArchitecture, heads: str, weights: WeightSource) -> torch.Tensor:
-    """The norm weights of queries and keys, one row per head."""
-    q_D = weights.take(f"{heads}.q_norm.weight", architecture.head_dim)
-    k_D = weights.take(f"{heads}.k_norm.weight", architecture.head_dim)
-    rows = [q_D.expand(architecture.num_heads, -1), k_D.expand(architecture.num_kv_heads, -1)]
-    return torch.cat(rows)
+def _shard(dim: int, collectives: Collectives) -> Shard | None:
+    return Shard(dim, collectives.rank, collectives.size) if collectives.size > 1 else None
+
+
+def _head_norm(
+    architecture: ModelArchitecture, heads: str, weights: WeightSource, num_ranks: int
+) -> HeadNorm:
+    a = architecture
+    q_weight_D = weights.take(f"{heads}.q_norm.weight", a.head_dim)
+    k_weight_D = weights.take(f"{heads}.k_norm.weight", a.head_dim)
+    return HeadNorm(
+        q_weight_D, k_weight_D, a.num_heads // num_ranks, a.num_kv_heads // num_ranks, a.rms_norm_eps
+    )

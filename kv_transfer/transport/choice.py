@@ -1,6 +1,7 @@
 """Which transports this worker offers: what the configuration asks for, as far as the machine has it."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
@@ -13,38 +14,60 @@ from kv_transfer.transport.nixl import NixlReader
 from kv_transfer.transport.nixl_agent import Memory, has_rdma, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader, host_id
 
+logger = logging.getLogger(__name__)
+
 
 def make_readers(
     config: KVTransferConfig, blocks: Bytes | DeviceBlocks, memory: SharedMemory | None, clock: Clock
 ) -> list[PoolReader]:
     """Everything but bytes over the channel, the best first. `auto` takes NIXL only where there is RDMA to gain from.
 
+    What does not work on this machine is done without, with a warning, unless it is what was asked for.
     ConfigError if the transport asked for cannot be had here.
     """
     asked = config.transport
     readers: list[PoolReader] = []
-    if isinstance(blocks, DeviceBlocks):
-        if asked in ("auto", CUDA_IPC):
-            readers.append(CudaIpcReader(blocks.memory))
-        device = blocks.memory
-        nixl_memory = Memory(device.address, device.nbytes, "VRAM", device.driver.device)
-    else:
-        if asked in ("auto", SHARED_MEMORY):
-            readers.append(SharedMemoryReader(blocks, memory))
-        nixl_memory = Memory.of(blocks)
-    if asked == NIXL or (asked == "auto" and has_rdma() and nixl_is_available()):
-        readers.append(_nixl_reader(nixl_memory, clock))
-    if not readers and asked not in ("auto", ZMQ_TCP):
+    makers = (
+        _device_makers(blocks, clock)
+        if isinstance(blocks, DeviceBlocks)
+        else _host_makers(blocks, memory, clock)
+    )
+    if asked not in ("auto", ZMQ_TCP, *makers):
         where = "on a device" if isinstance(blocks, DeviceBlocks) else "in host memory"
         raise ConfigError(f"kv_transfer.transport: {asked} cannot move KV that is {where}")
+    for name, make in makers.items():
+        if asked != name and (asked != "auto" or (name == NIXL and not (has_rdma() and nixl_is_available()))):
+            continue
+        try:
+            readers.append(make())
+        except TransportError as error:
+            reason = f"{name} cannot be set up here: {error}"
+            if name == NIXL and isinstance(blocks, DeviceBlocks):
+                reason += "; KV on a device needs a UCX with CUDA support (`ucx_info -d` lists cuda_copy)"
+            if asked == name:
+                raise ConfigError(f"kv_transfer.transport: {reason}") from error
+            logger.warning("going on without a KV transport: %s", reason)
     return readers
 
 
-def _nixl_reader(memory: Memory, clock: Clock) -> NixlReader:
-    try:
-        return NixlReader(memory, clock)
-    except TransportError as error:
-        raise ConfigError(f"kv_transfer.transport: nixl cannot be set up here: {error}") from error
+def _device_makers(blocks: DeviceBlocks, clock: Clock) -> dict[str, Callable[[], PoolReader]]:
+    """The best first."""
+    device = blocks.memory
+    memory = Memory(device.address, device.nbytes, "VRAM", device.driver.device)
+    return {
+        CUDA_IPC: lambda: CudaIpcReader(device),
+        NIXL: lambda: NixlReader(memory, clock, device.driver.make_current),
+    }
+
+
+def _host_makers(
+    blocks: Bytes, memory: SharedMemory | None, clock: Clock
+) -> dict[str, Callable[[], PoolReader]]:
+    """Likewise."""
+    return {
+        SHARED_MEMORY: lambda: SharedMemoryReader(blocks, memory),
+        NIXL: lambda: NixlReader(Memory.of(blocks), clock),
+    }
 
 
 def make_reach(config: KVTransferConfig, readers: Sequence[PoolReader]) -> Reach:

@@ -2,7 +2,12 @@
 
 The driver rather than the runtime: it is where every NVIDIA driver is, whatever CUDA PyTorch was built with, and memory
 from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls take place in the device's primary context,
-which is PyTorch's too.
+which is PyTorch's too. Nothing here waits for the whole device, except `allocate`, which is for the start, and `free`
+and `close`, which the driver may do so for.
+
+Another thread may be capturing a CUDA graph meanwhile. By default the driver then refuses many calls, event queries
+among them, and ends the capture. So every call asks for the capture mode in which only captures of its own thread
+count (cuThreadExchangeStreamCaptureMode; PyTorch does so around the event queries of its NCCL watchdog).
 """
 
 import ctypes
@@ -18,6 +23,10 @@ NOT_READY = 600
 LAZY_PEER_ACCESS = 1
 NON_BLOCKING_STREAM = 1
 EVENT_WITHOUT_TIMING = 2
+CAPTURE_MODE_THREAD_LOCAL = 1
+PORTABLE_HOST_MEMORY = 1
+UNIFIED_MEMORY = 4
+"""CU_MEMORYTYPE_UNIFIED: the address says whether it is of a device or of the host."""
 HANDLE_BYTES = 64
 
 Address = int
@@ -29,6 +38,29 @@ class CudaError(TransportError):
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D, as cuMemcpy2DAsync_v2 takes it."""
+
+    _fields_ = (
+        ("src_x_bytes", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_memory_type", ctypes.c_int),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x_bytes", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_memory_type", ctypes.c_int),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 @cache
@@ -72,6 +104,19 @@ class CudaDriver:
     def free(self, address: Address) -> None:
         self._in_context("cuMemFree_v2", ctypes.c_uint64(address))
 
+    def allocate_host(self, num_bytes: int) -> Address:
+        """Page-locked memory of the host, which a device copies from and to without the processor; not zeroed.
+
+        May wait for the device: to be called at the start.
+        """
+        address = ctypes.c_void_p()
+        flags = ctypes.c_uint(PORTABLE_HOST_MEMORY)
+        self._in_context("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(num_bytes), flags)
+        return address.value or 0
+
+    def free_host(self, address: Address) -> None:
+        self._in_context("cuMemFreeHost", ctypes.c_void_p(address))
+
     def share(self, address: Address) -> bytes:
         """What lets another process of this host open memory that `allocate` gave."""
         handle = _IpcHandle()
@@ -98,13 +143,17 @@ class CudaDriver:
         )
         return size.value - (address - base.value)
 
+    def make_current(self) -> None:
+        """For libraries that use whatever context the calling thread has: from now on it is the device's."""
+        self._do("cuCtxSetCurrent", self._context)
+
     def make_stream(self) -> int:
         stream = ctypes.c_void_p()
         self._in_context("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING_STREAM))
         return stream.value or 0
 
     def copy(self, to: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """Queues a copy between any two addresses of devices or host."""
+        """Queues a copy between any two addresses of devices or page-locked host memory."""
         self._in_context(
             "cuMemcpyAsync",
             ctypes.c_uint64(to),
@@ -112,6 +161,32 @@ class CudaDriver:
             ctypes.c_size_t(num_bytes),
             ctypes.c_void_p(stream),
         )
+
+    def copy_rows(
+        self,
+        to: Address,
+        source: Address,
+        row_nbytes: int,
+        num_rows: int,
+        to_pitch: int,
+        source_pitch: int,
+        stream: int,
+    ) -> None:
+        """Queues a copy of rows that begin so many bytes apart on either side, at least `row_nbytes`, below 2^31.
+
+        CudaError also where a device does not take such pitches; then nothing of it is queued.
+        """
+        rows = _Rows(
+            src_memory_type=UNIFIED_MEMORY,
+            src_device=source,
+            src_pitch=source_pitch,
+            dst_memory_type=UNIFIED_MEMORY,
+            dst_device=to,
+            dst_pitch=to_pitch,
+            width_bytes=row_nbytes,
+            height=num_rows,
+        )
+        self._in_context("cuMemcpy2DAsync_v2", ctypes.byref(rows), ctypes.c_void_p(stream))
 
     def record(self, stream: int) -> int:
         """An event that is over when everything queued so far is."""
@@ -147,9 +222,14 @@ class CudaDriver:
         _check(self._cuda, self._call(name, *arguments), name)
 
     def _call(self, name: str, *arguments: Any) -> int:
-        self._do("cuCtxSetCurrent", self._context)
+        self.make_current()
+        mode = ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)
+        self._do("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         call: Callable[..., int] = getattr(self._cuda, name)
-        return call(*arguments)
+        try:
+            return call(*arguments)
+        finally:  # `mode` is now what this thread had before
+            self._do("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def _do(self, name: str, *arguments: Any) -> None:
         _check(self._cuda, getattr(self._cuda, name)(*arguments), name)

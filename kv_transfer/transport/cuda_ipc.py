@@ -7,80 +7,19 @@ of the engine is between them.
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
 
 import msgpack
 
 from baton.errors import WireError
 from baton.wire import unpack
 from kv_transfer.protocol.transports import CUDA_IPC
-from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
-from kv_transfer.transport.cuda_driver import HANDLE_BYTES, Address, CudaDriver
+from kv_transfer.transport.base import ReadDone, Runs, TransportError
+from kv_transfer.transport.cuda_copies import queue_copies
+from kv_transfer.transport.cuda_driver import HANDLE_BYTES, Address
+from kv_transfer.transport.cuda_memory import CudaMemory
 
 FORMAT = 1
 POLL_INTERVAL_S = 0.0005
-
-
-class Driver(Protocol):
-    """What of CudaDriver is needed here."""
-
-    device: int
-
-    def allocate(self, num_bytes: int) -> Address: ...
-    def free(self, address: Address) -> None: ...
-    def share(self, address: Address) -> bytes: ...
-    def open(self, handle: bytes) -> Address: ...
-    def close(self, address: Address) -> None: ...
-    def size_of(self, address: Address) -> int: ...
-    def make_stream(self) -> int: ...
-    def copy(self, to: Address, source: Address, num_bytes: int, stream: int) -> None: ...
-    def record(self, stream: int) -> int: ...
-    def is_over(self, event: int) -> bool: ...
-    def drop(self, event: int) -> None: ...
-    def wait(self, stream: int) -> None: ...
-    def drop_stream(self, stream: int) -> None: ...
-
-
-class CudaMemory:
-    """`num_bytes` zeros on a device that other processes of this host may open. PyTorch takes it as a tensor."""
-
-    def __init__(self, num_bytes: int, device: int, driver: Driver | None = None) -> None:
-        self.driver: Driver = driver if driver is not None else CudaDriver(device)
-        self.nbytes = num_bytes
-        self.address = self.driver.allocate(num_bytes)
-        self._stream: int | None = None
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """uint8 [num_bytes], for `torch.as_tensor`; this object must outlive the tensor."""
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    def read(self, runs: Runs, into: Bytes) -> None:
-        """Copies from `runs.local` of the device to `runs.remote` of `into`, and returns when it is there."""
-        self._copy(runs, into.ctypes.data, is_read=True)
-
-    def write(self, runs: Runs, source: Bytes) -> None:
-        """Copies from `runs.remote` of `source` to `runs.local` of the device, and returns when it is there."""
-        self._copy(runs, source.ctypes.data, is_read=False)
-
-    def _copy(self, runs: Runs, host: Address, *, is_read: bool) -> None:
-        if self._stream is None:
-            self._stream = self.driver.make_stream()
-        try:
-            for there, here, length in zip(
-                runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
-            ):
-                ends = (host + there, self.address + here)
-                self.driver.copy(*(ends if is_read else ends[::-1]), length, self._stream)
-        finally:  # the caller's array may go as soon as this returns, or raises
-            self.driver.wait(self._stream)
-
-    def free(self) -> None:
-        """No tensor over it and no peer's read may be left."""
-        if self._stream is not None:
-            self.driver.drop_stream(self._stream)
-            self._stream = None
-        self.driver.free(self.address)
 
 
 class CudaIpcReader:
@@ -90,10 +29,11 @@ class CudaIpcReader:
     poll_interval_s = POLL_INTERVAL_S
 
     def __init__(self, memory: CudaMemory) -> None:
+        """CudaError where the system does not let processes share a device's memory, as some containers do not."""
         self._memory = memory
         self._driver = memory.driver
-        self._stream = self._driver.make_stream()
         self._handle = self._driver.share(memory.address)
+        self._stream = self._driver.make_stream()
         self._under_way: dict[int, int] = {}
         """The event that ends each read."""
         self._done: list[ReadDone] = []
@@ -118,12 +58,8 @@ class CudaIpcReader:
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
         """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those are over."""
         runs.check_within(num_bytes, self._memory.nbytes)
-        runs = runs.coalesced()
         try:
-            for remote, local, length in zip(
-                runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist(), strict=True
-            ):
-                self._driver.copy(self._memory.address + local, source + remote, length, self._stream)
+            queue_copies(self._driver, runs.coalesced(), source, self._memory.address, self._stream)
             event = self._driver.record(self._stream)
         except TransportError:
             self._wait()

@@ -71,9 +71,15 @@ class NixlReader:
 
     name = "nixl"
 
-    def __init__(self, memory: Memory, clock: Clock) -> None:
-        """TransportError if UCX cannot be set up here."""
+    def __init__(self, memory: Memory, clock: Clock, make_current: Callable[[], None] = lambda: None) -> None:
+        """TransportError if UCX cannot be set up here.
+
+        `make_current` makes the device's context that of the calling thread, if the memory is on one: UCX makes calls
+        of CUDA on whatever thread reads move on, and ends the process where there is none.
+        """
         _, self._version = load_nixl()
+        self._make_current = make_current
+        make_current()
         self._memory = memory
         self._clock = clock
         self._host, self._has_rdma = this_host(), has_rdma()
@@ -180,6 +186,7 @@ class NixlReader:
         """The agent that reads. TransportError if there is none and none can be had."""
         if self._is_closed:
             raise TransportError("this worker reads nothing through NIXL any more")
+        self._make_current()
         if self._reading is None:
             self._reading = _new_agent(self._memory, has_progress_thread=False)
         return self._reading

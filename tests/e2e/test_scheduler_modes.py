@@ -16,7 +16,7 @@ from engine.core import EngineCore
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loader import LoadedModel, load_model
 from engine.pipeline import make_pipeline
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
@@ -82,7 +82,7 @@ def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
         **settings,
     )
     pool = KVPool(NUM_BLOCKS, model.kv_block_shape(BLOCK_SIZE), model.device)
-    runner = ModelRunner(model, pool, HostBlocks(num_swap_blocks, pool))
+    runner = make_runner(model, pool, HostBlocks(num_swap_blocks, pool))
     return EngineCore(
         Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
         make_pipeline(runner, async_scheduling=config.async_scheduling),

@@ -19,7 +19,8 @@ from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, Reach
 from kv_transfer.ranks import RankedConnector
 from kv_transfer.transport.base import Arrival, Bytes, PoolReader
-from kv_transfer.transport.cuda_ipc import CudaIpcReader, CudaMemory
+from kv_transfer.transport.cuda_ipc import CudaIpcReader
+from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 

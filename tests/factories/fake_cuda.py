@@ -1,12 +1,27 @@
-"""A CUDA driver over host memory: copies are queued, and happen when a test says so."""
+"""A CUDA driver over host memory: copies are queued, and happen when a test says so.
+
+All streams of a process share one queue, which is one of the orders that a device may take.
+"""
 
 import ctypes
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kv_transfer.transport.cuda_driver import HANDLE_BYTES, CudaError
 
 FIRST_ADDRESS = 1 << 40
+
+
+class Copy(NamedTuple):
+    """Rows of bytes that are queued to be copied."""
+
+    to: int
+    source: int
+    row_nbytes: int
+    num_rows: int = 1
+    to_pitch: int = 0
+    source_pitch: int = 0
 
 
 @dataclass
@@ -17,6 +32,8 @@ class FakeHost:
     gone: set[int] = field(default_factory=set)
     """Memories whose owner has ended: whoever has them open goes on reading them, nobody else can open them."""
     next_address: int = FIRST_ADDRESS
+    pinned: dict[int, "ctypes.Array[ctypes.c_uint8]"] = field(default_factory=dict)
+    """Memory of the host that devices reach, by its address."""
 
     def allocate(self, num_bytes: int) -> int:
         address, self.next_address = self.next_address, self.next_address + num_bytes + 4096
@@ -24,12 +41,12 @@ class FakeHost:
         return address
 
     def find(self, address: int, num_bytes: int) -> memoryview:
-        """Device memory by its address, or the host's own."""
-        if not FIRST_ADDRESS <= address < self.next_address:
-            return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
-        for base, memory in self.memories.items():
-            if base <= address and address + num_bytes <= base + len(memory):
-                return memoryview(memory)[address - base : address - base + num_bytes]
+        """Device memory by its address, or the host's that is pinned."""
+        views = [(base, memoryview(memory)) for base, memory in self.memories.items()]
+        views += [(base, memoryview(buffer).cast("B")) for base, buffer in self.pinned.items()]
+        for base, view in views:
+            if base <= address and address + num_bytes <= base + len(view):
+                return view[address - base : address - base + num_bytes]
         raise CudaError(f"an illegal address was encountered: {address:#x}")
 
 
@@ -41,15 +58,19 @@ class FakeDriver:
     device: int = 0
     is_slow: bool = False
     """Copies wait for `run`."""
-    queued: deque[tuple[int, int, int]] = field(default_factory=deque)
+    takes_rows: bool = True
+    """False: it refuses pitches, as the real one may."""
+    queued: deque[Copy] = field(default_factory=deque)
     num_queued: int = 0
     num_over: int = 0
+    num_made_current: int = 0
     opened: list[int] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     room: int | None = None
     """How many copies may be queued at a time; one more is refused."""
     failure: str | None = None
     """Once set, the context is lost: every call about streams and events fails."""
+    streams: set[int] = field(default_factory=set)
     _own: list[int] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> int:
@@ -59,6 +80,16 @@ class FakeDriver:
     def free(self, address: int) -> None:
         self._own.remove(address)
         del self.host.memories[address]
+
+    def allocate_host(self, num_bytes: int) -> int:
+        buffer = (ctypes.c_uint8 * num_bytes)()
+        address = ctypes.addressof(buffer)
+        self.host.pinned[address] = buffer
+        return address
+
+    def free_host(self, address: int) -> None:
+        self._check_context()
+        del self.host.pinned[address]
 
     def share(self, address: int) -> bytes:
         return address.to_bytes(8, "little").ljust(HANDLE_BYTES, b"\0")
@@ -76,15 +107,39 @@ class FakeDriver:
     def size_of(self, address: int) -> int:
         return len(self.host.memories[address])
 
+    def make_current(self) -> None:
+        self.num_made_current += 1
+
     def make_stream(self) -> int:
-        return 1
+        stream = max(self.streams, default=0) + 1
+        self.streams.add(stream)
+        return stream
 
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
-        assert stream == 1
+        self._queue(Copy(to, source, num_bytes), stream)
+
+    def copy_rows(
+        self,
+        to: int,
+        source: int,
+        row_nbytes: int,
+        num_rows: int,
+        to_pitch: int,
+        source_pitch: int,
+        stream: int,
+    ) -> None:
+        assert row_nbytes <= min(to_pitch, source_pitch)
+        assert max(to_pitch, source_pitch) < 2**31
+        if not self.takes_rows:
+            raise CudaError("cuMemcpy2DAsync_v2: invalid argument (1)")
+        self._queue(Copy(to, source, row_nbytes, num_rows, to_pitch, source_pitch), stream)
+
+    def _queue(self, copy: Copy, stream: int) -> None:
+        assert stream in self.streams
         self._check_context()
         if self.room is not None and len(self.queued) >= self.room:
             raise CudaError("cuMemcpyAsync: out of memory (2)")
-        self.queued.append((to, source, num_bytes))
+        self.queued.append(copy)
         self.num_queued += 1
         if not self.is_slow:
             self.run()
@@ -95,12 +150,14 @@ class FakeDriver:
             self._copy_next()
 
     def _copy_next(self) -> None:
-        to, source, num_bytes = self.queued.popleft()
-        self.host.find(to, num_bytes)[:] = self.host.find(source, num_bytes)
+        copy = self.queued.popleft()
+        for row in range(copy.num_rows):
+            to = self.host.find(copy.to + row * copy.to_pitch, copy.row_nbytes)
+            to[:] = self.host.find(copy.source + row * copy.source_pitch, copy.row_nbytes)
         self.num_over += 1
 
     def record(self, stream: int) -> int:
-        assert stream == 1
+        assert stream in self.streams
         self._check_context()
         event = len(self.events) + 1
         self.events[event] = self.num_queued
@@ -116,13 +173,13 @@ class FakeDriver:
         self.events[event] = -1
 
     def wait(self, stream: int) -> None:
-        assert stream == 1
+        assert stream in self.streams
         self._check_context()
         self.run()
 
     def drop_stream(self, stream: int) -> None:
-        assert stream == 1
         self._check_context()
+        self.streams.remove(stream)
 
     def _check_context(self) -> None:
         if self.failure is not None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
@@ -38,11 +39,17 @@ class StepDriver:
     """Holds a runner, its pool and the requests; every step names the requests and their token counts."""
 
     def __init__(
-        self, model: LoadedModel, *, num_blocks: int = 256, block_size: int = 4, seed: int = 0
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        seed: int = 0,
+        collectives: Collectives = SINGLE_RANK,
     ) -> None:
         self.model = model
         self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
-        self.runner = ModelRunner(model, self.pool)
+        self.runner = make_runner(model, self.pool, collectives=collectives)
         self.legs: dict[str, Leg] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free_blocks)

@@ -20,6 +20,7 @@ from baton.kv import PROTOCOL_VERSION
 from baton.messages import TO_GATEWAY, TO_WORKER
 from baton.sampling import SamplingParams
 from baton.wire import unpack
+from engine.rank_messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
 
@@ -28,6 +29,8 @@ CODECS = {
     "TO_GATEWAY": TO_GATEWAY,
     "TO_PRODUCER": TO_PRODUCER,
     "TO_CONSUMER": TO_CONSUMER,
+    "TO_RANK": TO_RANK,
+    "FROM_RANK": FROM_RANK,
 }
 
 Maker = Callable[[random.Random], Any]
@@ -60,6 +63,8 @@ def maker(hint: Any) -> Maker:
     """Makes values that a field of this type may hold; of a message, such as its own constructor accepts."""
     if hint is SamplingParams:
         return _sampling_params
+    if hint is Any:
+        return lambda _: None
     if hint in _SCALARS:
         return _SCALARS[hint]
     if is_dataclass(hint):
@@ -69,8 +74,11 @@ def maker(hint: Any) -> Maker:
         return lambda rng: rng.choice(members)
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        make = maker(next(arg for arg in args if arg is not type(None)))
-        return lambda rng: None if rng.random() < 0.3 else make(rng)
+        makers = [maker(arg) for arg in args if arg is not type(None)]
+        if len(makers) == len(args):
+            return lambda rng: rng.choice(makers)(rng)
+        assert len(makers) == 1, f"{hint} does not travel"
+        return lambda rng: None if rng.random() < 0.3 else makers[0](rng)
     items = [maker(arg) for arg in args if arg is not Ellipsis]
     if origin is tuple and args[-1] is not Ellipsis:
         return lambda rng: tuple([make(rng) for make in items])

@@ -31,7 +31,7 @@ from kv_transfer.orders import (
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport import shared_memory
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.cuda_ipc import CudaMemory
+from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.hosts import BIND_HOSTS

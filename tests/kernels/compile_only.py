@@ -4,6 +4,7 @@
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
+Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.
 Not to be run with TRITON_INTERPRET set.
 """
 
@@ -30,6 +31,7 @@ from triton.runtime.jit import JITFunction
 import tests.kernels
 
 ARCHITECTURES = (90, 80, 100)
+FIRST_WITH_FLOAT8 = 89
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -151,6 +153,8 @@ def main() -> int:
         if options.names and not name.startswith(tuple(options.names)):
             continue
         for arch in options.arch:
+            if "float8" in name and arch < FIRST_WITH_FLOAT8:
+                continue
             for compiled in compile_launch(name, launch, arch):
                 all_compiled.append(asdict(compiled))
                 units = "wgmma" if compiled.has_wgmma else "mma" if compiled.has_mma else "-"

@@ -4,7 +4,7 @@ python -m tests.simulation.unmended         # seeds for the table, when scenario
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -61,9 +61,14 @@ def ask_late_how_a_piece_came() -> Patch:
     original = TakingEnd._arrived
 
     def arrived(
-        self: TakingEnd, message: Pieces, wanted: WantedPieces, missing: Iterable[int], _transport: str
+        self: TakingEnd,
+        message: Pieces,
+        wanted: WantedPieces,
+        missing: Iterable[int],
+        _transport: str,
+        checksums: Mapping[int, int],
     ) -> Any:
-        return original(self, message, wanted, missing, self._consumer.transport_of(message.key))
+        return original(self, message, wanted, missing, self._consumer.transport_of(message.key), checksums)
 
     return patch.object(TakingEnd, "_arrived", arrived)
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from baton.config import BatonConfig, merge
 from baton.errors import ConfigError
+from baton.worker import WorkerRole
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,21 @@ def test_merge_changes_neither_side() -> None:
     values, overrides = {"a": {"x": 1}}, {"a": {"y": 2}, "b": {"z": 3}}
     assert merge(values, overrides) == {"a": {"x": 1, "y": 2}, "b": {"z": 3}}
     assert values == {"a": {"x": 1}}
+
+
+def test_each_role_may_have_ranks_of_its_own() -> None:
+    both = BatonConfig.from_mapping({"engine": {"tensor_parallel": 2}})
+    assert [both.num_ranks(role) for role in WorkerRole] == [2, 2]
+    unequal = BatonConfig.from_mapping(
+        {"engine": {"tensor_parallel": 2}, "cluster": {"decode_tensor_parallel": 8}}
+    )
+    assert (unequal.num_ranks(WorkerRole.PREFILL), unequal.num_ranks(WorkerRole.DECODE)) == (2, 8)
+
+
+def test_ranks_that_cannot_hand_kv_over_are_refused_unless_nobody_does() -> None:
+    ranks = {"prefill_tensor_parallel": 2, "decode_tensor_parallel": 3}
+    with pytest.raises(
+        ConfigError, match="prefill workers of 2 ranks cannot hand KV over to decode workers of 3"
+    ):
+        BatonConfig.from_mapping({"cluster": ranks})
+    assert BatonConfig.from_mapping({"cluster": {**ranks, "prefill": 0}}).num_ranks(WorkerRole.DECODE) == 3

@@ -1,7 +1,8 @@
 """The codec: what goes in comes out, and what is not ours is refused with its reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import msgpack
 import pytest
@@ -26,6 +27,12 @@ class Inner:
 
 
 @dataclass(frozen=True, slots=True)
+class Other:
+    number: int
+    """Alike on the wire, but for its name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Everything:
     text: str
     share: float
@@ -35,6 +42,15 @@ class Everything:
     names: frozenset[str]
     table: dict[str, int]
     colour: Colour
+    either: tuple[Inner | Other, ...]
+    either_or_none: Inner | Other | None
+    by_name: dict[str, Inner]
+    opaque: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    value: Inner | Other
 
 
 CODEC: Codec[Everything] = Codec(Everything, max_bytes=10_000)
@@ -49,6 +65,9 @@ everything = st.builds(
     names=st.frozensets(st.text(max_size=5), max_size=4),
     table=st.dictionaries(st.text(max_size=5), st.integers(0, 99), max_size=4),
     colour=st.sampled_from(Colour),
+    either=st.lists(st.builds(Inner, st.integers(0, 9)) | st.builds(Other, st.integers(0, 9))).map(tuple),
+    either_or_none=st.none() | st.builds(Other, st.integers(0, 9)),
+    by_name=st.dictionaries(st.text(max_size=5), st.builds(Inner, st.integers(0, 9)), max_size=4),
 )
 
 
@@ -124,6 +143,32 @@ def test_a_value_that_contradicts_itself_is_a_wire_error() -> None:
         WireError, match=r"SubmitRequest.request.sampling_params: max_tokens: must be at least 1"
     ):
         TO_WORKER.decode(msgpack.packb(parts))
+
+
+def test_what_is_opaque_does_not_travel() -> None:
+    message = Everything("", 0.0, b"", None, (), frozenset(), {}, Colour.RED, (), None, {}, opaque=Inner(1))
+    with pytest.raises(WireError, match="expected nothing, got Inner"):
+        CODEC.encode(message)
+    parts = msgpack.unpackb(CODEC.encode(replace(message, opaque=None)))
+    with pytest.raises(WireError, match=r"Everything.opaque: expected nothing, got 7"):
+        CODEC.decode(msgpack.packb([*parts[:-1], 7]))
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (["Colour", 1], r"Either.value: expected one of \['Inner', 'Other'\], got 'Colour'"),
+        ([1, 1], r"Either.value: expected one of \['Inner', 'Other'\], got 1"),
+        ([], "Either.value: expected one of .*, got list"),
+        (None, "Either.value: expected one of .*, got None"),
+        (["Inner", "1"], "Either.value.Inner.number: expected int, got '1'"),
+        (["Inner"], "Either.value.Inner: expected 1 fields"),
+    ],
+)
+def test_one_of_several_dataclasses_is_told_by_its_name(value: object, complaint: str) -> None:
+    codec: Codec[Either] = Codec(Either)
+    with pytest.raises(WireError, match=complaint):
+        codec.decode(msgpack.packb(["Either", value]))
 
 
 def test_a_bool_is_not_an_int() -> None:

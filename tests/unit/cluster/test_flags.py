@@ -25,7 +25,7 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "trace_dir": "some/folder",
         "secret_file": "some/file",
     }
-    choices = [c for c in ("float32", "dummy", "cuda", "local") if c in str(field.annotation)]
+    choices = [c for c in ("float32", "dummy", "cuda", "local", "fp8") if c in str(field.annotation)]
     text = samples.get(key) or (choices[0] if choices else "7")
     overrides = overrides_from(parse(flag, text))
     assert overrides == {section: {key: 7 if text == "7" else text}}

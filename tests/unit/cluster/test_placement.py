@@ -3,17 +3,29 @@
 import pytest
 
 from baton.config import BatonConfig
+from baton.worker import WorkerRole
 from cluster.placement import Bundle, bundle_of, fits
 
 
 def test_a_cpu_worker_asks_for_its_cpus() -> None:
     config = BatonConfig.from_mapping({"cluster": {"cpus_per_worker": 0.5}})
-    assert bundle_of(config) == {"CPU": 0.5}
+    assert bundle_of(config, WorkerRole.PREFILL) == {"CPU": 0.5}
 
 
 def test_a_cuda_worker_asks_for_one_gpu_too() -> None:
     config = BatonConfig.from_mapping({"engine": {"device": "cuda"}})
-    assert bundle_of(config) == {"CPU": 1.0, "GPU": 1.0}
+    assert bundle_of(config, WorkerRole.DECODE) == {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_a_worker_of_several_ranks_asks_for_a_gpu_and_its_cpus_for_each() -> None:
+    config = BatonConfig.from_mapping(
+        {
+            "engine": {"device": "cuda", "tensor_parallel": 4},
+            "cluster": {"prefill_tensor_parallel": 2, "cpus_per_worker": 1.5},
+        }
+    )
+    assert bundle_of(config, WorkerRole.PREFILL) == {"CPU": 3.0, "GPU": 2.0}
+    assert bundle_of(config, WorkerRole.DECODE) == {"CPU": 6.0, "GPU": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -29,14 +41,20 @@ def test_a_cuda_worker_asks_for_one_gpu_too() -> None:
     ],
 )
 def test_room_is_counted_per_node(count: int, nodes: list[Bundle], room: bool) -> None:
-    assert fits({"CPU": 1.0}, count, nodes) is room
+    assert fits([{"CPU": 1.0}] * count, nodes) is room
 
 
 def test_the_scarcest_resource_decides() -> None:
     nodes: list[Bundle] = [{"CPU": 16.0, "GPU": 2.0}]
-    assert fits({"CPU": 1.0, "GPU": 1.0}, 2, nodes)
-    assert not fits({"CPU": 1.0, "GPU": 1.0}, 3, nodes)
+    assert fits([{"CPU": 1.0, "GPU": 1.0}] * 2, nodes)
+    assert not fits([{"CPU": 1.0, "GPU": 1.0}] * 3, nodes)
 
 
 def test_fractions_are_not_lost_to_rounding() -> None:
-    assert fits({"CPU": 0.1}, 3, [{"CPU": 0.3}])
+    assert fits([{"CPU": 0.1}] * 3, [{"CPU": 0.3}])
+
+
+def test_unequal_workers_find_room_side_by_side() -> None:
+    small, large = {"GPU": 1.0}, {"GPU": 4.0}
+    assert fits([small, small, large], [{"GPU": 2.0}, {"GPU": 4.0}])
+    assert not fits([small, small, large], [{"GPU": 3.0}, {"GPU": 3.0}])  # ranks of one worker share a host

@@ -6,9 +6,9 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.batch import MIN_GROUP_BLOCKS, GrowingArray, RequestBatch
+from engine.batch import GrowingArray, RequestBatch, StepBatch
+from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
 
-CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 
 
@@ -50,8 +50,13 @@ def plan(
     )
 
 
+def sample(batch: RequestBatch, built: StepBatch, *token_ids: int) -> None:
+    for row, (request, token_id) in enumerate(zip(built.sampling_requests, token_ids, strict=True)):
+        batch.settle(request, batch.append_unknown(request, row), token_id)
+
+
 def test_decodes_come_first_longest_first_then_chunks() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan(
         {"chunk": 3, "short": 1, "long": 1},
         new=(
@@ -65,18 +70,18 @@ def test_decodes_come_first_longest_first_then_chunks() -> None:
     assert built.input_ids_T.tolist() == [35, 21, 10, 11, 12]
     assert built.positions_T.tolist() == [5, 1, 0, 1, 2]
     assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 1, 28, 29, 30]
-    (group,) = built.decode_groups
-    assert group.block_ids_BM.tolist() == [[2, 9], [5, 0]]
-    assert group.context_lens_B.tolist() == [6, 2]
-    (chunk,) = built.prefill_chunks
-    assert (chunk.start, chunk.num_tokens, chunk.num_computed_tokens) == (2, 3, 0)
-    assert chunk.block_ids_1M.tolist() == [[7]]
+    assert built.num_decodes == 2
+    assert built.starts_B.tolist() == [0, 1, 2]
+    assert built.num_tokens_B.tolist() == [1, 1, 3]
+    assert built.context_lens_B.tolist() == [6, 2, 3]
+    assert built.block_ids_BM.tolist() == [[2, 9], [5, 0], [7, 0]]
+    assert built.num_blocks_B.tolist() == [2, 1, 1]
     assert [request.request_id for request in built.sampling_requests] == ["long", "short"]
     assert built.sampling_rows_R.tolist() == [0, 1]
 
 
 def test_a_request_samples_when_its_known_tokens_are_through() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 3}, new=(new("a", [1, 2, 3, 4, 5], [3]),))
     batch.update(first)
     assert batch.build(first).sampling_requests == ()
@@ -86,11 +91,11 @@ def test_a_request_samples_when_its_known_tokens_are_through() -> None:
     assert built.input_ids_T.tolist() == [4, 5]
     assert built.slots_T.tolist() == [3 * 4 + 3, 6 * 4]
     assert built.sampling_rows_R.tolist() == [1]
-    assert built.prefill_chunks[0].block_ids_1M.tolist() == [[3, 6]]
+    assert built.block_ids_BM.tolist() == [[3, 6]]
 
 
 def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 1}, new=(new("a", [1, 2, 3, 4], [3, 6], computed=4, outputs=(77,)),))
     batch.update(step)
     built = batch.build(step)
@@ -101,10 +106,10 @@ def test_a_handed_over_request_starts_with_the_token_that_came_along() -> None:
 
 
 def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 2}, new=(new("a", [1, 2], [3]),))
     batch.update(first)
-    batch.build(first).sampling_requests[0].append_token(50)
+    sample(batch, batch.build(first), 50)
     batch.update(plan({}))
     resumed = plan({"a": 3}, cached={"a": ((9,), 0)}, resumed={"a": 3})
     batch.update(resumed)
@@ -115,7 +120,7 @@ def test_a_resumed_request_has_a_new_table_and_all_its_tokens() -> None:
 
 
 def test_finished_requests_are_forgotten_and_ids_may_return() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     batch.update(plan({"a": 1}, new=(new("a", [1], [3]),)))
     batch.update(plan({}, finished=("a", "never seen")))
     assert len(batch) == 0
@@ -125,21 +130,21 @@ def test_finished_requests_are_forgotten_and_ids_may_return() -> None:
 
 
 def test_a_last_block_is_cleared_once_per_block() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 1}, new=(new("a", [1], [3]),))
     seen = []
     for position in range(6):
         batch.update(step)
         built = batch.build(step)
         seen.append(built.new_tails)
-        built.sampling_requests[0].append_token(0)
+        sample(batch, built, 0)
         blocks = (8,) if position + 1 == BLOCK_SIZE else ()
         step = plan({"a": 1}, cached={"a": (blocks, position + 1)})
     assert seen == [((3, 1),), (), (), (), ((8, 1),), ()]
 
 
 def test_groups_pad_at_most_by_half() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     lengths = [1, 2, 30, 33, 40, 64, 65, 200, 390, 400]
     requests = []
     for number, length in enumerate(lengths):
@@ -147,7 +152,7 @@ def test_groups_pad_at_most_by_half() -> None:
         requests.append(new(str(number), [0] * length, list(range(1, num_blocks + 1)), computed=length - 1))
     step = plan({request.request_id: 1 for request in requests}, new=tuple(requests))
     batch.update(step)
-    groups = batch.build(step).decode_groups
+    groups = list(decode_groups(batch.build(step), torch.device("cpu")))
     assert sum(len(group.context_lens_B) for group in groups) == len(lengths)
     assert [group.start for group in groups] == [
         sum(len(g.context_lens_B) for g in groups[:i]) for i in range(len(groups))
@@ -159,8 +164,75 @@ def test_groups_pad_at_most_by_half() -> None:
         assert width <= MIN_GROUP_BLOCKS or min(used) > width // 2
 
 
+def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    first = plan({"a": 2, "b": 1}, new=(new("a", [1, 2], [3]), new("b", [5], [4])))
+    batch.update(first)
+    built = batch.build(first)
+    assert built.sources_T.tolist() == [-1, -1, -1]
+    b, a = built.sampling_requests
+    tokens_to_come = [batch.append_unknown(r, row) for row, r in enumerate((b, a))]
+    second = plan({"a": 1, "b": 1}, cached={"a": ((), 2), "b": ((), 1)})
+    batch.update(second)
+    built = batch.build(second)
+    assert built.input_ids_T.tolist() == [0, 0]
+    assert built.sources_T.tolist() == [1, 0]
+    later = batch.append_unknown(a, 0)
+    for request, index, token_id in ((b, tokens_to_come[0], 60), (a, tokens_to_come[1], 70)):
+        batch.settle(request, index, token_id)
+    third = plan({"a": 1, "b": 1}, cached={"a": ((), 3), "b": ((), 1)})
+    batch.update(third)
+    built = batch.build(third)
+    assert built.input_ids_T.tolist() == [0, 60]
+    assert built.sources_T.tolist() == [0, -1], "the last token of one is known by now"
+    batch.settle(a, later, 71)
+    assert a.token_ids.tolist() == [1, 2, 70, 71]
+    built = batch.build(third)
+    assert (built.input_ids_T.tolist(), built.sources_T.tolist()) == ([71, 60], [-1, -1])
+
+
+def test_a_token_for_a_request_that_is_gone_changes_nobody_elses() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    first = plan({"a": 1}, new=(new("a", [1], [3]),))
+    batch.update(first)
+    (gone,) = batch.build(first).sampling_requests
+    index = batch.append_unknown(gone, 0)
+    second = plan({"b": 1}, new=(new("b", [9], [4]),), finished=("a",))
+    batch.update(second)
+    batch.settle(gone, index, 77)
+    assert batch.build(second).input_ids_T.tolist() == [9]
+
+
+def test_hundreds_of_requests_come_and_go() -> None:
+    """The table grows in both directions, and rows that are free again are used again."""
+    batch = RequestBatch(BLOCK_SIZE)
+    for wave in range(3):
+        names = [f"{wave}-{i}" for i in range(150)]
+        requests = tuple(
+            new(name, [i] * (i + 1), list(range(1, i // BLOCK_SIZE + 2)), computed=i)
+            for i, name in enumerate(names)
+        )
+        gone = tuple(f"{wave - 1}-{i}" for i in range(150)) if wave else ()
+        step = plan(dict.fromkeys(names, 1), new=requests, finished=gone)
+        batch.update(step)
+        built = batch.build(step)
+        assert built.input_ids_T.tolist() == list(range(149, -1, -1))
+        assert built.context_lens_B.tolist() == list(range(150, 0, -1))
+        assert built.block_ids_BM[0].tolist() == list(range(1, 39))
+        assert built.block_ids_BM[-1].tolist() == [1] + [0] * 37
+    assert len(batch) == 150
+
+
+def test_a_prompts_last_but_one_token_is_not_its_last() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    step = plan({"a": 1}, new=(new("a", [5, 6, 7], [3], computed=1),))
+    batch.update(step)
+    built = batch.build(step)
+    assert (built.input_ids_T.tolist(), built.sampling_requests) == ([6], ())
+
+
 def test_a_plan_beyond_the_known_tokens_is_a_bug() -> None:
-    batch = RequestBatch(BLOCK_SIZE, CPU)
+    batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 3}, new=(new("a", [1, 2], [3]),))
     batch.update(step)
     with pytest.raises(AssertionError, match="3 tokens scheduled for a"):

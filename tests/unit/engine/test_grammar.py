@@ -20,7 +20,7 @@ from engine.grammar import MAX_GRAMMARS, GrammarCompiler
 from engine.kv_cache import KVPool
 from engine.loader import load_model
 from engine.pipeline import make_pipeline
-from engine.runner import ModelRunner
+from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler
 from scheduler import RequestStatus, Scheduler
 from tests.factories.engine import FakeConnectorWorker
@@ -183,7 +183,7 @@ class Engine:
         self.core = EngineCore(
             Scheduler(config, KVConnectorScheduler(16)),
             make_pipeline(
-                ModelRunner(model, pool, grammars=self.grammars), async_scheduling=config.async_scheduling
+                make_runner(model, pool, grammars=self.grammars), async_scheduling=config.async_scheduling
             ),
             FakeConnectorWorker(),
             self.grammars,

@@ -1,9 +1,13 @@
 """The pool's memory: what is where, and that a block is one span."""
 
 import numpy as np
+import pytest
 import torch
 
 from engine.kv_cache import KVBlockShape, KVPool
+from kv_transfer import CudaMemory
+from tests.factories.fake_cuda import FakeDriver, FakeHost
+from tests.factories.kv_blocks import block_array
 
 SHAPE = KVBlockShape(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.float32)
 CPU = torch.device("cpu")
@@ -12,7 +16,7 @@ CPU = torch.device("cpu")
 def test_a_block_is_one_contiguous_span_of_bytes() -> None:
     pool = KVPool(5, SHAPE, CPU)
     pool.blocks_NLKHTD[2] = 1.0
-    spans = pool.block_bytes()
+    spans = block_array(pool)
     assert spans.shape == (5, SHAPE.size_bytes) == (5, 3 * 2 * 2 * 4 * 8 * 4)
     assert spans.flags["C_CONTIGUOUS"]
     assert spans[2].any()
@@ -22,13 +26,13 @@ def test_a_block_is_one_contiguous_span_of_bytes() -> None:
 def test_block_bytes_share_memory_both_ways() -> None:
     pool = KVPool(4, KVBlockShape(1, 2, 4, 8, torch.bfloat16), CPU)
     pool.blocks_NLKHTD[3].normal_()
-    copied = pool.block_bytes()[3].copy()
-    pool.block_bytes()[1] = copied
+    copied = block_array(pool)[3].copy()
+    block_array(pool)[1] = copied
     assert torch.equal(pool.blocks_NLKHTD[1], pool.blocks_NLKHTD[3])
 
 
 def test_the_pool_starts_as_zeros() -> None:
-    assert not np.any(KVPool(4, SHAPE, CPU).block_bytes())
+    assert not np.any(block_array(KVPool(4, SHAPE, CPU)))
 
 
 def test_slot_rows_write_each_key_and_value_to_its_place() -> None:
@@ -73,3 +77,20 @@ def test_fingerprints_of_unequal_pools_name_the_difference() -> None:
     assert (ours.dtype, ours.layout, ours.block_size) == ("float32", "LKHTD", 4)
     other = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float16), CPU).fingerprint("another")
     assert ours.differences(other) == ["model: digest != another", "dtype: float32 != float16"]
+
+
+def test_memory_that_is_elsewhere_or_too_small_is_refused() -> None:
+    needed = 4 * SHAPE.size_bytes
+    with pytest.raises(AssertionError, match=f"{needed} bytes of blocks, and {needed - 1}"):
+        KVPool(4, SHAPE, CPU, np.zeros(needed - 1, np.uint8))
+    with pytest.raises(AssertionError, match="cpu is elsewhere"):
+        KVPool(4, SHAPE, CPU, CudaMemory(needed, 0, FakeDriver(FakeHost())))
+    with pytest.raises(AssertionError, match="no memory of cuda:0"):
+        KVPool(4, SHAPE, torch.device("cuda", 0), np.zeros(needed, np.uint8))
+
+
+def test_a_fingerprint_counts_the_heads_of_all_ranks() -> None:
+    whole = KVPool(3, KVBlockShape(3, 8, 4, 8, torch.float32), CPU).fingerprint("digest")
+    quarter = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float32), CPU).fingerprint("digest", num_ranks=4)
+    assert (quarter.num_kv_heads, quarter.num_ranks) == (8, 4)
+    assert whole.differences(quarter) == []

@@ -3,14 +3,17 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from engine.batch import DecodeGroup, PrefillChunk, StepBatch
+from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.paged_attention import PagedAttention
+from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
+from engine.model_config import ModelArchitecture, RopeConfig
 
 CPU = torch.device("cpu")
 KV_HEADS, PER_KV_HEAD, HEAD_DIM, BLOCK_SIZE = 2, 3, 8, 4
@@ -58,13 +61,22 @@ def test_a_mixed_step_equals_attention_written_out(
 
     num_tokens = sum(new for _, new in contexts)
     q = torch.randn(num_tokens, KV_HEADS * PER_KV_HEAD, HEAD_DIM).to(dtype)
-    attention = PagedAttention(pool, KV_HEADS * PER_KV_HEAD, windows)
-    step = attention.prepare(step_batch(contexts, tables))
+    architecture = make_architecture(windows)
+    attention = PagedAttention(pool, architecture, KV_HEADS * PER_KV_HEAD)
+    batch = step_batch(contexts, tables)
+    step = attention.prepare(batch)
+    angles = RotaryEmbedding(architecture.rope, HEAD_DIM, CPU).angles(
+        torch.from_numpy(batch.positions_T), dtype
+    )
     for layer, window in enumerate(windows):
         new_kv = torch.cat(
             [v[layer, :, :, length - n :] for v, (length, n) in zip(kv, contexts, strict=True)], dim=2
         ).permute(2, 0, 1, 3)
-        out = step(layer, q, new_kv.flatten(1, 2)).view(q.shape)
+        qkv = torch.cat([q, new_kv.flatten(1, 2)], dim=1)
+        rotate_(
+            qkv[:, : (PER_KV_HEAD + 1) * KV_HEADS], angles[0], -angles[1]
+        )  # so that it is q and k once rotated
+        out = step(layer, qkv, None).view(q.shape)
         start = 0
         for (_, new), values in zip(contexts, kv, strict=True):
             rows = slice(start, start + new)
@@ -74,21 +86,56 @@ def test_a_mixed_step_equals_attention_written_out(
             start += new
 
 
+def make_architecture(windows: tuple[int | None, ...]) -> ModelArchitecture:
+    return ModelArchitecture(
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=len(windows),
+        num_heads=KV_HEADS * PER_KV_HEAD,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1000,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        sliding_windows=windows,
+        tie_word_embeddings=True,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+    )
+
+
 def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> StepBatch:
-    """The first two are one decode group, the third another, the rest chunks."""
-    slots, chunks = [], []
-    start = 0
-    for (length, new), table in zip(contexts, tables, strict=True):
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length - new, length)]
-        if new > 1:
-            chunks.append(PrefillChunk(start, new, length - new, torch.tensor([table], dtype=torch.int32)))
-        start += new
-    lengths = torch.tensor([length for length, _ in contexts])
-    padded = torch.tensor([tables[0], [*tables[1], 0]], dtype=torch.int32)
-    groups = (DecodeGroup(0, padded, lengths[:2]), DecodeGroup(2, torch.tensor([tables[2]]), lengths[2:3]))
+    """The first three are decodes, the rest chunks."""
+    positions = [position for length, new in contexts for position in range(length - new, length)]
+    rows = [table for (_, new), table in zip(contexts, tables, strict=True) for _ in range(new)]
+    slots = [
+        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for position, table in zip(positions, rows, strict=True)
+    ]
+    lengths, num_tokens = (np.array(column) for column in zip(*contexts, strict=True))
+    table = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, block_ids in zip(table, tables, strict=True):
+        row[: len(block_ids)] = block_ids
     tails = ((tables[0][-1], 1), (tables[2][-1], 1))  # the second decode fills its last block
-    empty = torch.empty(0, dtype=torch.int64)
-    return StepBatch(empty, empty, torch.tensor(slots), groups, tuple(chunks), empty, (), tails)
+    none = np.empty(0, dtype=np.int64)
+    return StepBatch(
+        input_ids_T=none,
+        sources_T=none,
+        positions_T=np.array(positions),
+        slots_T=np.array(slots),
+        num_decodes=3,
+        starts_B=np.cumsum(num_tokens) - num_tokens,
+        num_tokens_B=num_tokens,
+        context_lens_B=lengths,
+        block_ids_BM=table,
+        num_blocks_B=-(-lengths // BLOCK_SIZE),
+        sampling_rows_R=none,
+        sampling_requests=(),
+        new_tails=tails,
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40, TILE + 1, 10_000])

@@ -14,7 +14,7 @@ from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerRole
 from engine.core import MAX_FAILED_STEPS, EngineCore
-from engine.pipeline import InlinePipeline, Pipeline, ThreadedPipeline
+from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
 from engine.step_trace import TraceHeader, read_trace
 from engine.step_trace_writer import open_step_trace
 from scheduler import RequestStatus
@@ -47,6 +47,45 @@ def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: 
     assert failed.output is None
     assert str(failed.error) == "the device is on fire"
     pipeline.close()
+
+
+class Orders:
+    """A device that takes orders, and has done nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.ordered: list[int] = []
+        self.done: list[int] = []
+
+    def launch(self, plan: SchedulerOutput) -> "Order":
+        if plan.step == 0:
+            raise ValueError("no room for orders")
+        self.ordered.append(plan.step)
+        return Order(self, plan.step)
+
+
+class Order:
+    def __init__(self, orders: Orders, step: int) -> None:
+        self._orders, self._step = orders, step
+
+    def wait(self) -> ModelRunnerOutput:
+        self._orders.done.append(self._step)
+        if self._step < 0:
+            raise ValueError("the device is on fire")
+        return ModelRunnerOutput({"step": [self._step]})
+
+
+def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> None:
+    device = Orders()
+    pipeline = StreamPipeline(device)
+    for step in (1, -1, 0, 2):
+        pipeline.submit(make_plan(step))
+    assert (device.ordered, device.done) == ([1, -1, 2], [])
+    results = [pipeline.take() for _ in range(3)]
+    assert [result.output is None for result in results] == [False, True, True]
+    assert [str(result.error) for result in results[1:]] == ["the device is on fire", "no room for orders"]
+    assert device.done == [1, -1]
+    pipeline.close()
+    assert device.done == [1, -1, 2], "memory of a step under way must not be given away"
 
 
 class Diary(FakeConnectorWorker):

@@ -6,6 +6,7 @@ import torch
 from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from engine.loader import LoadedModel, load_model
+from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -68,7 +69,7 @@ def test_a_handed_over_request_goes_on_from_its_blocks(
     leg.num_computed = len(prompt)
     source = producer.legs[name].block_ids
     leg.block_ids = [consumer.free_blocks.pop(0) for _ in source]
-    consumer.pool.block_bytes()[leg.block_ids] = producer.pool.block_bytes()[source]
+    block_array(consumer.pool)[leg.block_ids] = block_array(producer.pool)[source]
     while len(leg.outputs) < 10:
         consumer.step({name: 1})
     assert leg.outputs == alone[name]

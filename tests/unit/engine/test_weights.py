@@ -1,6 +1,7 @@
 """Model folders on disk: sharded, damaged, or with other tensors than the config promises."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.errors import ModelError
+from engine.layers.fp8 import quantize_rows
 from engine.loader import LoadedModel, load_model
-from engine.weights import DummyWeights, model_digest
+from engine.weights import DummyWeights, Shard, model_digest
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -25,7 +27,7 @@ def tokens(model: LoadedModel) -> list[int]:
     return StepDriver(model).generate({"a": [5, 6, 7]}, 8)["a"]
 
 
-def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+def rewrite(path: Path, change: Mapping[str, torch.Tensor | None]) -> None:
     """Replaces tensors of a folder; None removes one."""
     tensors = load_file(path / "model.safetensors") | {k: v for k, v in change.items() if v is not None}
     kept = {name: tensor for name, tensor in tensors.items() if change.get(name, tensor) is not None}
@@ -106,11 +108,72 @@ def test_dummy_weights_come_from_the_config_alone(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_differ_by_name_and_are_the_same_in_every_process() -> None:
-    weights = DummyWeights(torch.float32)
+    weights = DummyWeights(torch.float32, CPU)
     tensor = weights.take("model.layers.0.self_attn.q_proj.weight", 4, 6)
     assert not torch.equal(tensor, weights.take("model.layers.1.self_attn.q_proj.weight", 4, 6))
     pinned = torch.randn((4, 6), generator=torch.Generator().manual_seed(0xAA823655)) * 6**-0.5
     torch.testing.assert_close(tensor, pinned)
+
+
+def test_dummy_shards_are_slices_of_one_tensor() -> None:
+    weights = DummyWeights(torch.bfloat16, CPU)
+    whole = weights.take("w", 8, 12)
+    for dim in (0, 1):
+        shards = [weights.take("w", 8, 12, shard=Shard(dim, rank, 4)) for rank in range(4)]
+        assert torch.equal(torch.cat(shards, dim), whole)
+        assert all(shard.is_contiguous() and shard.untyped_storage().nbytes() == 48 for shard in shards)
+    with pytest.raises(ModelError, match=r"tensor w .* dimension 1 of 12 cannot be divided among 5 ranks"):
+        weights.take("w", 8, 12, shard=Shard(1, 0, 5))
+
+
+@pytest.mark.gpu
+def test_dummies_of_a_gpu_are_the_same_ones_every_time() -> None:
+    device = torch.device("cuda")
+    first, second = (DummyWeights(torch.bfloat16, device).take("w", 512, 640) for _ in range(2))
+    assert first.device.type == "cuda"
+    assert torch.equal(first, second)
+    shard = DummyWeights(torch.bfloat16, device).take("w", 512, 640, shard=Shard(1, 1, 4))
+    assert torch.equal(shard, first[:, 160:320])
+    assert abs(first.float().std().item() - 640**-0.5) < 0.01 * 640**-0.5
+
+
+def test_digests_of_dummies_name_the_kind_of_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_model_dir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    on_cpu, on_gpu = (model_digest(path, dummy_device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert on_cpu.endswith("-dummy")
+    assert on_gpu == f"{on_cpu}-cuda-NVIDIA H200"
+
+
+def test_a_quantized_model_is_another_one(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    plain, quantized = load(path), load(path, quantization="fp8")
+    assert quantized.digest == f"{plain.digest}-fp8"
+    assert load(path, quantization="fp8", load_format="dummy").digest.endswith("-dummy-fp8")
+    assert len(tokens(quantized)) == 8
+
+
+def test_quantization_leaves_embeddings_norms_and_logits_alone(tmp_path: Path) -> None:
+    """With all projections exact in 8 bits, the quantized model is the plain one."""
+    path = make_model_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            quantized, scale = quantize_rows(tensor)
+            tensors[name] = quantized.float() * scale
+    rewrite(path, tensors)
+    assert tokens(load(path, quantization="fp8")) == tokens(load(path))
+
+
+def test_progress_counts_what_is_loaded(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    path = make_model_dir(tmp_path, tie_word_embeddings=True)
+    load_model(
+        ModelConfig(dtype="float32"), path, CPU, on_progress=lambda done, total: seen.append((done, total))
+    )
+    num_bytes = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert seen[-1] == (num_bytes, num_bytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> None:
@@ -120,6 +183,6 @@ def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> Non
         make_model_dir(tmp_path / "tuned", seed=2),
         make_model_dir(tmp_path / "stretched", seed=1, max_position_embeddings=2048),
     ]
-    original, copy, tuned, stretched = (model_digest(path, has_weights=True) for path in paths)
+    original, copy, tuned, stretched = (model_digest(path) for path in paths)
     assert original == copy
     assert len({original, tuned, stretched}) == 3

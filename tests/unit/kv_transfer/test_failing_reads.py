@@ -118,9 +118,9 @@ def test_c46_no_copy_that_was_queued_writes_blocks_whose_load_has_failed(room: i
     begin(prefill, decode, "r", SCATTERED)
     fabric.deliver()
     driver = fabric.drivers[1]
-    driver.is_slow, driver.room = True, room
+    driver.is_slow, driver.room, driver.takes_rows = True, room, False
     give(prefill, "r")
-    fabric.deliver()
+    fabric.advance(0.01)
     [failed] = decode.news().failed_recving
     assert "out of memory" in failed.reason
     decode.blocks[0][:] = 0x2A  # the scheduler gave them to others
@@ -135,7 +135,7 @@ def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
     fabric.deliver()
     fabric.drivers[1].is_slow = True
     give(prefill, "r")
-    fabric.deliver()
+    fabric.advance(0.01)
     decode.order(AbortLoad("r", "the client left"))
     fabric.deliver()
     assert decode.news().quiesced == (), "it is being copied"

@@ -212,3 +212,14 @@ def test_an_agent_that_cannot_give_memory_back_is_ended_all_the_same(monkeypatch
     assert LibraryAgent.num_alive == 1
     agent.close()
     assert LibraryAgent.num_alive == 0
+
+
+def test_reads_move_on_in_the_context_of_the_device(ucx: Ucx, clock: VirtualClock) -> None:
+    """UCX calls CUDA on the thread that polls, and does not check that it has a context."""
+    calls: list[int] = []
+    reader = NixlReader(Memory(1 << 40, NBYTES, "VRAM", 0), clock, lambda: calls.append(ucx.num_made))
+    assert calls == [0], "before the first agent registers the memory"
+    for use in (lambda: reader.open(reader.describe()).read(RUN), reader.poll):
+        calls.clear()
+        use()
+        assert calls

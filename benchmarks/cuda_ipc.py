@@ -1,0 +1,314 @@
+"""How fast KV blocks move between two processes on one GPU: whole hand-overs, beside a plain copy on the device.
+
+    python -m benchmarks.cuda_ipc [--blocks MIB ...] [--sizes MIB ...] [--rounds N] [--json FILE] [--dry-run]
+
+Two processes, each with the real connector worker over a pool in device memory: agent thread, endpoint, protocol, CUDA
+IPC. A hand-over is timed from the producer's order that all blocks are ready and the prompt complete to the news, on
+the consumer, that it is received. Beside it, in turn, PyTorch copies as many bytes within the consumer's device, from
+one span to another, and the clock stops when an event says that they are there: what the memory allows. GB/s count each
+byte once, though a copy reads and writes it.
+
+Blocks are scattered in both pools, and each measurement uses others than the one before it. Figures are medians over
+rounds; `share` is the median over rounds of the plain copy's time by the hand-over's. `--dry-run` does all of it on a
+pretended device with blocks of 64 KiB, to see that it works; its times mean nothing.
+
+Llama-3.1-8B: a block of 64 tokens is 8 MiB, a prompt of 8,192 tokens 1 GiB.
+"""
+
+import argparse
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from baton.clock import SystemClock
+from baton.config import KVTransferConfig
+from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
+from baton.request import FirstToken
+from baton.step import KVConnectorOutput
+from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata, KVConnectorWorker
+from kv_transfer.orders import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
+
+KIB, MIB = 2**10, 2**20
+BLOCK_SIZE = 16
+LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 128 * 2
+"""Of one block: keys and values, 8 heads of 128 in bfloat16."""
+CONFIG = KVTransferConfig(transport="cuda_ipc", checksum="off")
+PATIENCE_S = 60.0
+SETTLE_S = 0.01
+"""From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """A pool of such blocks, and a connector over it; answered by its WorkerRef."""
+
+    num_blocks: int
+    block_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A prompt of so many blocks; answered by None."""
+
+    request_id: str
+    peer: WorkerRef
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """All its blocks are ready; answered by when that was, as soon as they are free again."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size of blocks and of transfers: medians."""
+
+    block_bytes: int
+    transfer_bytes: int
+    us: float
+    gb_per_s: float
+    copy_us: float
+    copy_gb_per_s: float
+    share: float
+
+
+class End:
+    """A real connector over a pool of its own, and its news."""
+
+    def __init__(self, name: str, device: Device, wanted: Connect) -> None:
+        self.memory = device.allocate(wanted.num_blocks * wanted.block_nbytes)
+        self._has_news = threading.Event()
+        num_layers = wanted.block_nbytes // LAYER_NBYTES
+        fingerprint = KVFingerprint(
+            PROTOCOL_VERSION, "benchmark", "bfloat16", "LKHTD", num_layers, 8, 128, BLOCK_SIZE, 1
+        )
+        incarnation = f"{name}-{wanted.block_nbytes}"
+        self._connector = KVConnectorWorker(
+            CONFIG,
+            "127.0.0.1",
+            None,
+            incarnation,
+            SystemClock(),
+            DeviceBlocks(self.memory, wanted.block_nbytes),
+            fingerprint,
+            self._has_news.set,
+        )
+        self._connector.start()
+        self.ref = WorkerRef(name, incarnation, (self._connector.kv_address,), BLOCK_SIZE)
+
+    def obey(self, metadata: KVConnectorMetadata) -> None:
+        self._connector.save_kv_blocks(metadata, set())
+        self._connector.send_orders(metadata)
+        self._connector.start_load_kv(metadata)
+
+    def until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:
+        news = KVConnectorOutput()
+        while not has_come(news):
+            assert self._has_news.wait(PATIENCE_S), "a hand-over did not end"
+            self._has_news.clear()
+            news = self._connector.get_finished()
+            assert not news.failed_recving, news.failed_recving
+
+    def stop(self) -> None:
+        self._connector.shutdown()
+        self.memory.free()
+
+
+def run_giver(device: Device, pipe: Connection) -> None:
+    """The giving process: answers commands until it gets None."""
+    end: End | None = None
+    command: Connect | Announce | Give | None
+    while (command := pipe.recv()) is not None:
+        match command:
+            case Connect():
+                if end is not None:
+                    end.stop()
+                end = End("giver", device, command)
+                pipe.send(end.ref)
+            case Announce(request_id, peer, num_blocks):
+                assert end is not None
+                transfer = KVTransferParams(TransferRole.PRODUCER, request_id, 0, peer)
+                begin = BeginSend(request_id, transfer, num_blocks * BLOCK_SIZE)
+                end.obey(KVConnectorMetadata((begin,), (), ()))
+                pipe.send(None)
+            case Give(request_id, block_ids):
+                assert end is not None
+                finish = FinishSend(request_id, len(block_ids), (), FirstToken(7, None))
+                begun_at = time.perf_counter()
+                end.obey(KVConnectorMetadata((finish,), (), (SendBlocks(request_id, 0, block_ids),)))
+                end.until(lambda news: news.finished_sending)
+                pipe.send(begun_at)
+    if end is not None:
+        end.stop()
+
+
+class Taker:
+    """The consuming process's side of everything that is measured, for one size of blocks."""
+
+    def __init__(self, device: Device, giver: Process, wanted: Connect) -> None:
+        self._giver = giver
+        self._block_nbytes = wanted.block_nbytes
+        giver.pipe.send(wanted)
+        self._peer: WorkerRef = giver.answer()
+        self._end = End("taker", device, wanted)
+        self._scratch = device.allocate(self._end.memory.nbytes)
+        self._plain = make_plain_copy(device, self._scratch, self._end.memory)
+        self._order = random.Random(wanted.num_blocks).sample(range(wanted.num_blocks), wanted.num_blocks)
+        self._num_requests = self._next = 0
+
+    def hand_over(self, num_blocks: int) -> float:
+        """Seconds."""
+        self._num_requests += 1
+        request_id, ours = f"{self._block_nbytes}-{self._num_requests}", self._pick(num_blocks)
+        theirs = tuple(len(self._order) - 1 - block_id for block_id in ours)
+        self._giver.pipe.send(Announce(request_id, self._end.ref, num_blocks))
+        self._giver.answer()
+        transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peer)
+        begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
+        self._end.obey(KVConnectorMetadata((begin,), (LoadBlocks(request_id, 0, ours),), ()))
+        time.sleep(SETTLE_S)
+        self._giver.pipe.send(Give(request_id, theirs))
+        self._end.until(lambda news: news.finished_recving)
+        ended_at = time.perf_counter()
+        begun_at: float = self._giver.answer()  # the clock is one for all processes of a host
+        return ended_at - begun_at
+
+    def copy(self, num_blocks: int) -> float:
+        """Likewise, of the plain copy."""
+        begun_at = time.perf_counter()
+        self._plain(num_blocks * self._block_nbytes)
+        return time.perf_counter() - begun_at
+
+    def stop(self) -> None:
+        del self._plain
+        self._end.stop()
+        self._scratch.free()
+
+    def _pick(self, num_blocks: int) -> tuple[int, ...]:
+        if self._next + num_blocks > len(self._order):
+            self._next = 0
+        picked = self._order[self._next : self._next + num_blocks]
+        self._next += num_blocks
+        return tuple(picked)
+
+
+def make_plain_copy(device: Device, source: CudaMemory, to: CudaMemory) -> Callable[[int], None]:
+    """Copies the first so many bytes within the device, and returns when they are there."""
+    if isinstance(device, PretendedDevice):
+        theirs = np.frombuffer(device.host.memories[source.address], np.uint8)
+        ours = np.frombuffer(device.host.memories[to.address], np.uint8)
+        return lambda num_bytes: np.copyto(ours[:num_bytes], theirs[:num_bytes])
+    source_tensor, to_tensor = (torch.as_tensor(memory, device="cuda:0") for memory in (source, to))
+    event = torch.cuda.Event()
+
+    def copy(num_bytes: int) -> None:
+        to_tensor[:num_bytes].copy_(source_tensor[:num_bytes])
+        event.record()
+        event.synchronize()
+
+    return copy
+
+
+def measure(
+    device: Device, giver: Process, block_nbytes: int, transfers: Sequence[int], num_rounds: int
+) -> list[Row]:
+    """Hand-over and copy in each round, each of them first in every other one; two rounds before that do not count."""
+    taker = Taker(device, giver, Connect(2 * max(transfers) // block_nbytes, block_nbytes))
+    rows = []
+    for transfer_nbytes in transfers:
+        num_blocks = transfer_nbytes // block_nbytes
+        ours: list[float] = []
+        plain: list[float] = []
+        for number in range(num_rounds + 2):
+            sides = [(taker.hand_over, ours), (taker.copy, plain)]
+            for run, seconds in sides if number % 2 else sides[::-1]:
+                seconds.append(run(num_blocks))
+        rows.append(_row(block_nbytes, transfer_nbytes, ours[2:], plain[2:]))
+    taker.stop()
+    return rows
+
+
+def _row(block_nbytes: int, transfer_nbytes: int, ours: Sequence[float], plain: Sequence[float]) -> Row:
+    ours_s, plain_s = median(ours), median(plain)
+    return Row(
+        block_nbytes,
+        transfer_nbytes,
+        us=ours_s * 1e6,
+        gb_per_s=transfer_nbytes / ours_s / 1e9,
+        copy_us=plain_s * 1e6,
+        copy_gb_per_s=transfer_nbytes / plain_s / 1e9,
+        share=median(theirs / its for its, theirs in zip(ours, plain, strict=True)),
+    )
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="KV hand-overs by CUDA IPC on one device, medians", title_justify="left")
+    for name in ("block", "transfer", "latency", "speed", "plain copy", "speed", "share"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.block_bytes / MIB:g} MiB",
+            f"{row.transfer_bytes / MIB:g} MiB",
+            f"{row.us:.0f} us",
+            f"{row.gb_per_s:.1f} GB/s",
+            f"{row.copy_us:.0f} us",
+            f"{row.copy_gb_per_s:.1f} GB/s",
+            f"{row.share:.2f}",
+        )
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    device: Device = PretendedDevice() if options.dry_run else RealDevice()
+    unit = LAYER_NBYTES if options.dry_run else MIB
+    giver = device.start(run_giver)
+    rows: list[Row] = []
+    try:
+        for block in options.blocks:
+            transfers = [size * unit for size in options.sizes if size >= block]
+            rows += measure(device, giver, block * unit, transfers, options.rounds)
+    finally:
+        giver.pipe.send(None)
+        giver.end()
+    show(rows, Console(width=110))
+    if options.json:
+        name = "pretended" if options.dry_run else torch.cuda.get_device_name(0)
+        figures = {"device": name, "torch": torch.__version__, "results": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How fast KV blocks move between two processes on one GPU.")
+    parser.add_argument("--blocks", type=int, nargs="+", help="MiB; default: 1 4 8 16")
+    parser.add_argument("--sizes", type=int, nargs="+", help="MiB, of transfers; default: 64 256 1024")
+    parser.add_argument("--rounds", type=int, help="default: 25")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--dry-run", action="store_true", help="a pretended device, and 64 KiB for a MiB")
+    options = parser.parse_args(arguments)
+    options.blocks = options.blocks or ([1, 2] if options.dry_run else [1, 4, 8, 16])
+    options.sizes = options.sizes or ([2, 8] if options.dry_run else [64, 256, 1024])
+    options.rounds = options.rounds or (1 if options.dry_run else 25)
+    if min(options.blocks) < 1 or max(options.blocks) > min(options.sizes) or options.rounds < 1:
+        parser.error("a transfer has at least one block, and a block one MiB")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Collectives: what a worker's tensor-parallel ranks compute together; knows no model and no process.
+
+Every rank must make the same calls in the same order: a rank that leaves one out keeps the others waiting. Between CPUs
+they go over gloo on the loopback interface, between GPUs over NCCL, where a call only queues work on the current stream
+and so may stand in a CUDA graph.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "lo"
+
+# torch 2.13 gave the function another name, and warns of the old one.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collectives(Protocol):
+    """One rank's end. RuntimeError names the rank if another one is gone or does not come within the timeout."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """Replaces `x` by the sum of every rank's, the same bits on each. `x` is contiguous."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Every rank's `x` along `dim`, in the order of the ranks; the same shape on each."""
+        ...
+
+    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+        """Replaces `x` by that of rank `source`. `x` is contiguous."""
+        ...
+
+
+class SingleRank:
+    """Nobody to talk to: every call returns at once."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        """`x` is the sum already."""
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002
+        """`x` itself."""
+        return x
+
+    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+        """`x` is the only one."""
+
+
+SINGLE_RANK: Collectives = SingleRank()
+
+
+class TorchCollectives:
+    """torch.distributed's default group, of which a process has one.
+
+    Sums are in the tensor's dtype: gloo and NCCL both take bfloat16, and round once for each rank that adds its part.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """The ranks find each other by a file in `folder`, which is theirs alone and outlives the collectives: no port
+        that others could come to first. Nothing is connected before `connect`."""
+        assert 0 <= rank < size > 1, f"rank {rank} of {size}"
+        self.rank = rank
+        self.size = size
+        self._folder = folder
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def connect(self) -> None:
+        """Returns when every rank has called it; RuntimeError if one does not in time."""
+        # Which interfaces the ranks find each other by: all are on this host, and only it may come in. They are read
+        # from the environment alone; who has set them knows better.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, LOOPBACK)
+        is_cuda = self._device.type == "cuda"
+        excepthook = sys.excepthook  # torch puts one of its own in front
+        try:
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                store=dist.FileStore(str(self._folder / "collectives"), self.size),  # type: ignore[attr-defined]
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self._timeout,
+                device_id=self._device if is_cuda else None,  # NCCL connects now, not at the first call
+            )
+            x = torch.ones(1, device=self._device)
+            self.all_reduce_(x)
+            assert x.item() == self.size
+        except RuntimeError as error:
+            raise self._failed("connect", error) from error
+        finally:
+            sys.excepthook = excepthook
+
+    def all_reduce_(self, x: torch.Tensor) -> None:
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise self._failed("all_reduce", error) from error
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        gathered = x.new_empty(self.size, *x.shape)
+        try:
+            _all_gather_single(gathered.view(-1), x.contiguous().view(-1))
+        except RuntimeError as error:
+            raise self._failed("all_gather", error) from error
+        return torch.cat(gathered.unbind(0), dim)
+
+    def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
+        try:
+            dist.broadcast(x, source)
+        except RuntimeError as error:
+            raise self._failed("broadcast", error) from error
+
+    def abort(self) -> None:
+        """Ends calls that wait, from any thread: they raise there. Nothing can be called any more.
+
+        Where gloo is concerned it is enough that a rank's process has ended: the others' calls raise by themselves.
+        """
+        group = dist.group.WORLD
+        if group is not None and self._device.type == "cuda":
+            group.abort()
+
+    def close(self) -> None:
+        """Ends the group; no call may be under way."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _failed(self, call: str, error: Exception) -> RuntimeError:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return RuntimeError(f"{call} failed on rank {self.rank} of {self.size}: {first_line}")

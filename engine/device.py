@@ -1,0 +1,41 @@
+"""Devices: which one a configuration means, and whose kernels it computes with."""
+
+from importlib.util import find_spec
+
+import torch
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from engine.layers.backend import Backend
+from engine.layers.torch_backend import TorchBackend
+
+
+def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """What a rank of a worker computes on: its ranks take the GPUs that the process sees in order.
+
+    ConfigError if there is no such device, or nothing to compute with on it.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"engine.device: got 'cuda', but PyTorch {torch.__version__} sees no CUDA device; use 'cpu', or see to the "
+            "NVIDIA driver and a build of PyTorch with CUDA"
+        )
+    if rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.tensor_parallel: rank {rank} needs a GPU of its own, and this process sees "
+            f"{torch.cuda.device_count()}"
+        )
+    if find_spec("triton") is None:
+        raise ConfigError("engine.device: got 'cuda', which needs Triton: pip install triton")
+    return torch.device("cuda", rank)
+
+
+def make_backend(device: torch.device) -> Backend:
+    """Plain torch on a CPU, kernels of our own on a GPU."""
+    if device.type == "cpu":
+        return TorchBackend()
+    from engine.layers.triton_backend import TritonBackend  # Triton need not be there where no GPU is
+
+    return TritonBackend()

@@ -1,0 +1,225 @@
+"""Samples on the device with our own kernels: what `engine/sampler.py` does, without waiting for the tokens.
+
+The host sends each row's parameters, and what processing changes, in one copy each; the device draws, leaves the tokens
+where the next step's embedding reads them, and sends them to the host, who need not be there yet.
+
+Shape suffixes: R rows, V vocabulary, P rows that are processed, L rows that want log-probabilities, F fields, N top
+tokens.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.request import TokenLogprobs
+from engine.batch import RequestState
+from engine.counter_rng import keys_at, seed_states
+from engine.kernels.logprobs import token_logprobs
+from engine.kernels.process_logits import process_logits
+from engine.kernels.sample import sample
+from engine.kernels.sampling_parts import (
+    CHUNK,
+    CHUNKS_PER_PART,
+    KEY_0,
+    MIN_P,
+    NUM_FIELDS,
+    PROCESSED_ROW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    allocate_workspace,
+)
+from engine.logit_edits import list_edits
+from engine.sampler import MIN_TEMPERATURE, SampledToken, is_processed
+
+
+class DeviceSampler:
+    """Satisfies Sampler. Steps are drawn in the order of the calls, all on one stream.
+
+    Pinned memory comes from torch's caching host allocator, which gives none out again before the copies that use it
+    are done: any number of steps may be under way.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_rows: int,
+        device: torch.device,
+        chunk: int = CHUNK,
+        chunks_per_part: int = CHUNKS_PER_PART,
+    ) -> None:
+        self.sampled_R = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        """The last step's tokens, row by row; always this memory."""
+        self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
+        self._params_RF = torch.empty((max_num_rows, NUM_FIELDS), dtype=torch.int32, device=device)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._batch = _Batch([], vocab_size, device)
+
+    def __call__(
+        self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]
+    ) -> "DeviceSampledTokens":
+        """Where penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known."""
+        assert logits_RV is not None, "nothing to sample from"
+        assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
+        if self._batch.requests != list(requests):
+            self._batch = _Batch(list(requests), self._vocab_size, self._device)
+        batch = self._batch
+        processed_rows = [row for row in batch.processable_rows if is_processed(requests[row])]
+        params_RF = self._params_RF[: len(requests)]
+        params_RF.copy_(_pinned(batch.params(processed_rows), self._device), non_blocking=True)
+        processed_PV = self._processed(logits_RV, requests, processed_rows) if processed_rows else None
+        tokens_R = self.sampled_R[: len(requests)]
+        sample(logits_RV, processed_PV, params_RF, tokens_R, self._workspace, batch.is_greedy)
+        return DeviceSampledTokens(
+            tokens_R=_to_host(tokens_R),
+            logprobs=_logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None,
+            num_top_tokens=batch.num_top_tokens,
+            event=_recorded_event(self._device),
+        )
+
+    def _processed(
+        self, logits_RV: torch.Tensor, requests: Sequence[RequestState], rows: list[int]
+    ) -> torch.Tensor:
+        """P x V float32."""
+        edits = list_edits(requests, rows, self._vocab_size)
+        arrays = (edits.rows_P, edits.mask_rows_P, edits.edits_EF, edits.masks_GW)
+        # Each begins at a multiple of 16 bytes: kernels are compiled anew for pointers of other alignment.
+        starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays])
+        host = np.zeros(starts[-1], dtype=np.int32)
+        for array, start in zip(arrays, starts, strict=False):
+            host[start : start + array.size] = array.ravel()
+        flat = _pinned(host, self._device).to(self._device, non_blocking=True)
+        rows_P, mask_rows_P, edits_EF, masks_GW = (
+            flat[start : start + array.size].view(array.shape)
+            for array, start in zip(arrays, starts.tolist(), strict=False)
+        )
+        processed_PV = torch.empty((len(rows), self._vocab_size), dtype=torch.float32, device=self._device)
+        process_logits(logits_RV, rows_P, masks_GW, mask_rows_P, edits_EF, processed_PV)
+        return processed_PV
+
+
+class _Batch:
+    """What stays the same from step to step while the same requests sample in the same rows."""
+
+    def __init__(self, requests: list[RequestState], vocab_size: int, device: torch.device) -> None:
+        all_params = [request.sampling_params for request in requests]
+        self.requests = requests
+        self.is_greedy = all(p.is_greedy for p in all_params)
+        self.processable_rows = [
+            row
+            for row, (p, request) in enumerate(zip(all_params, requests, strict=True))
+            if is_processed(request) or p.min_tokens or p.structured_output is not None
+        ]
+        """Only these can be processed in any step; whether they are may change with their tokens."""
+        self.num_top_tokens = {row: p.logprobs for row, p in enumerate(all_params) if p.logprobs is not None}
+        """By row that wants log-probabilities, in order."""
+        rows_L = np.array(list(self.num_top_tokens), dtype=np.int32)
+        self.rows_L = _pinned(rows_L, device).to(device, non_blocking=True)
+        self._states_R = seed_states([p.seed or 0 for p in all_params])
+        self._params_RF = np.zeros((len(requests), NUM_FIELDS), dtype=np.int32)
+        floats_RF = self._params_RF.view(np.float32)
+        for row, p in enumerate(all_params):
+            floats_RF[row, TEMPERATURE.value] = 0.0 if p.is_greedy else max(p.temperature, MIN_TEMPERATURE)
+            self._params_RF[row, TOP_K.value] = min(p.top_k or vocab_size, vocab_size)
+            floats_RF[row, TOP_P.value] = p.top_p
+            floats_RF[row, MIN_P.value] = p.min_p
+
+    def params(self, processed_rows: list[int]) -> npt.NDArray[np.int32]:
+        """R x F, with the keys of this step; to be copied before the next call."""
+        positions_R = np.array([request.num_output_tokens for request in self.requests], dtype=np.uint64)
+        self._params_RF[:, KEY_0.value : KEY_0.value + 2] = keys_at(self._states_R, positions_R)
+        self._params_RF[:, PROCESSED_ROW.value] = -1
+        self._params_RF[processed_rows, PROCESSED_ROW.value] = np.arange(len(processed_rows))
+        return self._params_RF
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """On their way to the host, for the rows that want them."""
+
+    logprobs_L: torch.Tensor
+    ranks_L: torch.Tensor
+    top_ids_LN: torch.Tensor
+    top_logprobs_LN: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampledTokens:
+    """Satisfies SampledTokens."""
+
+    tokens_R: torch.Tensor
+    logprobs: _Logprobs | None
+    num_top_tokens: dict[int, int]
+    event: torch.cuda.Event | None
+    """When all of the above has arrived; None where nothing is on its way."""
+
+    def wait(self) -> list[SampledToken]:
+        if self.event is not None:
+            self.event.synchronize()
+        token_ids: list[int] = self.tokens_R.tolist()
+        if self.logprobs is None:
+            return [SampledToken(token_id, None) for token_id in token_ids]
+        found = _token_logprobs(token_ids, self.logprobs, self.num_top_tokens)
+        return [SampledToken(token_id, found.get(row)) for row, token_id in enumerate(token_ids)]
+
+
+def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) -> _Logprobs:
+    """From the logits before any processing."""
+    logprobs_L, ranks_L, log_sum_exp_L = token_logprobs(logits_RV, batch.rows_L, tokens_R)
+    num_top = min(max(batch.num_top_tokens.values()), logits_RV.shape[1])
+    top = logits_RV.index_select(0, batch.rows_L).to(torch.float32).topk(num_top)
+    return _Logprobs(
+        logprobs_L=_to_host(logprobs_L),
+        ranks_L=_to_host(ranks_L),
+        top_ids_LN=_to_host(top.indices),
+        top_logprobs_LN=_to_host(top.values - log_sum_exp_L.unsqueeze(1)),
+    )
+
+
+def _token_logprobs(
+    token_ids: list[int], logprobs: _Logprobs, num_top_tokens: dict[int, int]
+) -> dict[int, TokenLogprobs]:
+    """By row."""
+    columns = zip(
+        num_top_tokens.items(),
+        logprobs.logprobs_L.tolist(),
+        logprobs.ranks_L.tolist(),
+        logprobs.top_ids_LN.tolist(),
+        logprobs.top_logprobs_LN.tolist(),
+        strict=True,
+    )
+    return {
+        row: TokenLogprobs(
+            token_id=token_ids[row],
+            logprob=logprob,
+            rank=rank,
+            top=tuple(zip(top_ids[:num_top], top_logprobs[:num_top], strict=True)),
+        )
+        for (row, num_top), logprob, rank, top_ids, top_logprobs in columns
+    }
+
+
+def _pinned(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Where the device can copy it from by itself; a view where the device is the CPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that arrives by itself, in pinned memory."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Done when all that was launched so far is."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

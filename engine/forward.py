@@ -1,0 +1,43 @@
+"""TorchForward: a step's arrays in, logits out, through plain torch; knows no request and keeps nothing.
+
+Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+
+from engine.batch import StepBatch
+from engine.layers.backend import InputTokens
+from engine.layers.paged_attention import PagedAttention
+from engine.models.llama import LlamaForCausalLM
+
+
+class Forward(Protocol):
+    """A model over a KV pool. On an asynchronous device a call returns when the work is queued."""
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+        """Computes the step's tokens into their blocks.
+
+        Returns R x V, the logits of the rows that sample, valid until the next call; None where none does, and on ranks
+        that do not sample.
+        """
+        ...
+
+
+class TorchForward:
+    """Runs eagerly, one step at a time."""
+
+    def __init__(self, decoder: LlamaForCausalLM, attention: PagedAttention, device: torch.device) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._device = device
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+        assert (batch.sources_T < 0).all(), "a token is not known here yet"
+        input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
+        hidden_TE = self._decoder.forward(InputTokens(input_ids_T), self._attention.prepare(batch))
+        if not batch.sampling_requests:
+            return None
+        rows_R = torch.from_numpy(batch.sampling_rows_R).to(self._device)
+        return self._decoder.logits(hidden_TE[rows_R])

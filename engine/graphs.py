@@ -1,0 +1,54 @@
+"""Graphs: work on a device that is recorded once and then repeated with one call; knows not what the work is."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Makes a repeatable thing of a function that only queues work, always the same on the same memory."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        """What the work gives, and what to call to have it there anew."""
+        ...
+
+
+class CudaGraphs:
+    """Graphs that share one pool of memory: only one of them may be at work, and each overwrites what another gave."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()  # compiles kernels and fills caches, neither of which can be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            given = work()
+        return given, graph.replay
+
+
+class Repeats:
+    """Does the work again each time: what graphs do, on a device that has none, or to find out whether one is wrong."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        given = work()
+
+        def replay() -> None:
+            given.copy_(work())
+
+        return given, replay
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of decodes to record. A step is padded to the next: they are close where padding would cost most."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    sizes += range(8, min(max_num_seqs, 256), 8)
+    sizes += range(256, max_num_seqs, 32)
+    return [*sizes, max_num_seqs]

@@ -1,0 +1,218 @@
+"""Cuts the attention of one launch into work items of equal weight; pure numpy, knows neither a device nor a tensor.
+
+An item is a tile of a request's queries and a range of the keys that they see. Contexts that are too long for one
+program are split along their keys (flash-decoding: https://crfm.stanford.edu/2023/10/12/flashdecoding.html), each part
+then goes to rows of its own in a buffer of partial results, and the plan says which of those are merged.
+
+Axis letters: B requests of the launch, I items, R merged rows, X tiles before they are split.
+"""
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+ITEM_FIELDS = 8
+"""Of an item: row in the block table, first query's row in the step, number of queries, first query's position, first
+key, end of the keys, first partial row (DIRECT: none, the result is final), nothing. 32 bytes: one sector of memory."""
+MERGE_FIELDS = 4
+"""Of a merge: row of the output, first partial row, how many there are, rows from one to the next."""
+DIRECT = -1
+
+MIN_SPLIT_KEYS = 256
+"""Below, what an item costs besides its keys would dominate."""
+MAX_WAVES = 4
+"""Items that a program has at most in mind when contexts are split; more waves balance better, but cost more starts."""
+ITEM_COST_KEYS = 96
+"""What starting and ending an item costs, as keys: about 2 us of latency, where 64 keys take a program about 1 us."""
+MERGE_COST_KEYS = 128
+"""The same for the launch that merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """How a launch will cut and share its work."""
+
+    queries: int
+    """Of one request in a tile."""
+    keys: int
+    """Taken at a time. Items begin at multiples of it."""
+    num_programs: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What one launch has to do, longest items first."""
+
+    items_IF: Int32s
+    merges_RF: Int32s
+    num_partial_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBounds:
+    """No plan of so many requests is larger."""
+
+    num_items: int
+    num_merges: int
+    num_partial_rows: int
+
+
+def plan_attention(
+    table_rows_B: Int64s,
+    first_rows_B: Int64s,
+    num_queries_B: Int64s,
+    context_lengths_B: Int64s,
+    grid: TileGrid,
+    window: int | None = None,
+) -> AttentionPlan:
+    """For requests that have `num_queries` consecutive rows of the step from `first_rows` on.
+
+    Context lengths count the step's own tokens, so the last query is at the last position. A query at position p sees
+    the keys up to p, of those only the last `window`, itself included. An item covers those of its keys that a query
+    sees; over all items every such pair is covered once.
+    """
+    assert window is None or window > 0, f"a window of {window} keys"
+    assert bool(np.all(num_queries_B > 0))
+    assert bool(np.all(context_lengths_B >= num_queries_B))
+    tiles = _tiles(table_rows_B, first_rows_B, num_queries_B, context_lengths_B, grid, window)
+    num_parts_X = _choose_parts(tiles.num_steps_X, grid)
+    return _plan(tiles, num_parts_X, grid)
+
+
+def plan_bounds(max_requests: int, max_tokens: int, grid: TileGrid) -> PlanBounds:
+    """For launches of at most so many requests with so many queries in all: sizes of buffers that never move."""
+    num_requests = min(max_requests, max_tokens)
+    num_tiles = num_requests + (max_tokens - num_requests) // grid.queries
+    # A split tile has more than 1 / (programs x waves) of the steps of all heads, each part but its last as much. So
+    # there are fewer split tiles than this, with fewer than twice as many parts, and this many items more than tiles.
+    num_shares = MAX_WAVES * grid.num_programs // grid.num_kv_heads
+    rows_per_tile = min(grid.queries, max_tokens)
+    return PlanBounds(
+        num_items=num_tiles + num_shares,
+        num_merges=min(max_tokens, num_shares * rows_per_tile),
+        num_partial_rows=min(max_tokens + num_shares * rows_per_tile, 2 * num_shares * rows_per_tile),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    table_rows_X: Int64s
+    first_rows_X: Int64s
+    num_queries_X: Int64s
+    positions_X: Int64s
+    """Of the first query."""
+    first_keys_X: Int64s
+    end_keys_X: Int64s
+    num_steps_X: Int64s
+    """Times that `keys` keys are taken."""
+
+
+def _tiles(
+    table_rows_B: Int64s,
+    first_rows_B: Int64s,
+    num_queries_B: Int64s,
+    context_lengths_B: Int64s,
+    grid: TileGrid,
+    window: int | None,
+) -> _Tiles:
+    num_tiles_B = -(-num_queries_B // grid.queries)
+    requests_X, tile_X = _repeat(num_tiles_B)
+    offsets_X = tile_X * grid.queries
+    num_queries_X = np.minimum(grid.queries, num_queries_B[requests_X] - offsets_X)
+    positions_X = context_lengths_B[requests_X] - num_queries_B[requests_X] + offsets_X
+    if window is None:
+        first_keys_X = np.zeros_like(positions_X)
+    else:
+        first_keys_X = np.maximum(0, positions_X - window + 1) // grid.keys * grid.keys
+    end_keys_X = positions_X + num_queries_X
+    return _Tiles(
+        table_rows_X=table_rows_B[requests_X],
+        first_rows_X=first_rows_B[requests_X] + offsets_X,
+        num_queries_X=num_queries_X,
+        positions_X=positions_X,
+        first_keys_X=first_keys_X,
+        end_keys_X=end_keys_X,
+        num_steps_X=-(-(end_keys_X - first_keys_X) // grid.keys),
+    )
+
+
+def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
+    """Into how many parts to split each tile so that the last program is done soonest."""
+    best_X = np.ones_like(num_steps_X)
+    if num_steps_X.size == 0:
+        return best_X
+    best_cost, mean_cost = _cost(num_steps_X, best_X, grid)
+    total_steps = int(num_steps_X.sum()) * grid.num_kv_heads
+    last_part_steps = int(num_steps_X.max())
+    for waves in range(1, MAX_WAVES + 1):
+        if best_cost <= 1.05 * mean_cost:
+            break  # nothing to gain
+        part_steps = max(-(-MIN_SPLIT_KEYS // grid.keys), -(-total_steps // (grid.num_programs * waves)))
+        if part_steps >= last_part_steps:
+            continue  # splits no tile, or as before
+        last_part_steps = part_steps
+        num_parts_X = -(-num_steps_X // part_steps)
+        cost, _ = _cost(num_steps_X, num_parts_X, grid)
+        if cost + MERGE_COST_KEYS < best_cost:
+            best_cost, best_X = cost + MERGE_COST_KEYS, num_parts_X
+    return best_X
+
+
+def _cost(num_steps_X: Int64s, num_parts_X: Int64s, grid: TileGrid) -> tuple[float, float]:
+    """Of the busiest program and of the average one, in keys; programs take items as the kernel's do."""
+    tiles_I, _ = _repeat(num_parts_X)
+    cost_I = -(-num_steps_X // num_parts_X)[tiles_I] * grid.keys + ITEM_COST_KEYS
+    cost_U = np.repeat(np.sort(cost_I)[::-1], grid.num_kv_heads)
+    num_waves = -(-cost_U.size // grid.num_programs)
+    cost_WP = np.zeros((num_waves, grid.num_programs), np.int64)
+    cost_WP.reshape(-1)[: cost_U.size] = cost_U
+    cost_WP[1::2] = cost_WP[1::2, ::-1]
+    return float(cost_WP.sum(0).max()), float(cost_U.sum() / grid.num_programs)
+
+
+def _plan(tiles: _Tiles, num_parts_X: Int64s, grid: TileGrid) -> AttentionPlan:
+    tiles_I, part_I = _repeat(num_parts_X)
+    steps_I, parts_I = tiles.num_steps_X[tiles_I], num_parts_X[tiles_I]
+    is_split_X = num_parts_X > 1
+    partial_rows_X = np.where(is_split_X, num_parts_X * tiles.num_queries_X, 0)
+    first_partial_X = np.cumsum(partial_rows_X) - partial_rows_X
+    items_IF = np.zeros((tiles_I.size, ITEM_FIELDS), np.int32)
+    items_IF[:, 0] = tiles.table_rows_X[tiles_I]
+    items_IF[:, 1] = tiles.first_rows_X[tiles_I]
+    items_IF[:, 2] = tiles.num_queries_X[tiles_I]
+    items_IF[:, 3] = tiles.positions_X[tiles_I]
+    first_keys_I = tiles.first_keys_X[tiles_I]
+    items_IF[:, 4] = first_keys_I + part_I * steps_I // parts_I * grid.keys
+    end_keys_I = first_keys_I + (part_I + 1) * steps_I // parts_I * grid.keys
+    items_IF[:, 5] = np.minimum(end_keys_I, tiles.end_keys_X[tiles_I])
+    partial_I = first_partial_X[tiles_I] + part_I * tiles.num_queries_X[tiles_I]
+    items_IF[:, 6] = np.where(is_split_X[tiles_I], partial_I, DIRECT)
+    longest_first_I = np.argsort(items_IF[:, 4] - items_IF[:, 5], kind="stable")
+    return AttentionPlan(
+        items_IF=items_IF[longest_first_I],
+        merges_RF=_merges(tiles, num_parts_X, first_partial_X),
+        num_partial_rows=int(partial_rows_X.sum()),
+    )
+
+
+def _merges(tiles: _Tiles, num_parts_X: Int64s, first_partial_X: Int64s) -> Int32s:
+    tiles_R, query_R = _repeat(np.where(num_parts_X > 1, tiles.num_queries_X, 0))
+    merges_RF = np.empty((tiles_R.size, MERGE_FIELDS), np.int32)
+    merges_RF[:, 0] = tiles.first_rows_X[tiles_R] + query_R
+    merges_RF[:, 1] = first_partial_X[tiles_R] + query_R
+    merges_RF[:, 2] = num_parts_X[tiles_R]
+    merges_RF[:, 3] = tiles.num_queries_X[tiles_R]
+    return merges_RF
+
+
+def _repeat(counts_X: Int64s) -> tuple[Int64s, Int64s]:
+    """Index i `counts[i]` times, and beside it 0, 1 ... counts[i] - 1."""
+    indices = np.repeat(np.arange(counts_X.size), counts_X)
+    firsts_X = np.cumsum(counts_X) - counts_X
+    return indices, np.arange(indices.size) - firsts_X[indices]

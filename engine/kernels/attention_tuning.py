@@ -1,0 +1,117 @@
+"""How attention is launched: tile sizes, warps and stages from shapes alone; knows no tensor.
+
+Two tunings for one kernel. Decoding is bound by memory: few rows, many keys on their way, several programs on a
+multiprocessor. Prefill is bound by the matrix units: tiles as high as the registers allow.
+"""
+
+from dataclasses import dataclass
+
+from engine.kernels.attention_plan import TileGrid
+
+SHARED_BYTES = 224 * 1024
+"""Shared memory of an H100's or H200's multiprocessor that programs can have (227 KiB), less what launches reserve."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same for every launch of one rank of a model."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens of a KV block."""
+    dtype_bytes: int
+    """Of an element of queries and output."""
+    kv_dtype_bytes: int
+    has_copy_engine: bool = True
+    """Of tensors: compute capability 9.0 and later."""
+
+    def __post_init__(self) -> None:
+        assert self.num_query_heads % self.num_kv_heads == 0, "query heads come in equal groups"
+        assert self.head_dim in range(16, 257, 8), f"heads of {self.head_dim}"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a kv head; they share a tile."""
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def padded_head_dim(self) -> int:
+        return _power_of_two(self.head_dim)
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether the bulk copy engine fetches keys and values: a whole power of two of tokens, rows of 16-byte units.
+
+        It takes one span of a block at a time; below 32 tokens that is too little for a tile.
+        """
+        if not self.has_copy_engine or self.head_dim * self.kv_dtype_bytes % 16 != 0:
+            return False
+        return self.block_size >= 32 and self.block_size & (self.block_size - 1) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTuning:
+    """Of one launch."""
+
+    block_m: int
+    """Rows of a tile: queries x query heads of one kv head."""
+    block_n: int
+    """Keys taken at a time."""
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+    max_registers: int | None = None
+    """Of a thread; None: as the assembler thinks best."""
+
+    def grid(self, shape: AttentionShape, num_multiprocessors: int) -> TileGrid:
+        return TileGrid(
+            queries=self.block_m // shape.group_size,
+            keys=self.block_n,
+            num_programs=num_multiprocessors * self.programs_per_multiprocessor,
+            num_kv_heads=shape.num_kv_heads,
+        )
+
+
+def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTuning:
+    """For requests of `num_queries` queries, few enough that their rows fill no larger tile."""
+    block_m = max(16, _power_of_two(num_queries * shape.group_size))
+    block_n = _block_n(shape, 64 if shape.padded_head_dim <= 128 else 32)
+    # Two programs a multiprocessor: while one begins or ends an item, the other keeps memory busy. The operands of so
+    # small a product are read into registers first, so a stage less is kept in shared memory than there are stages.
+    tile_bytes = block_m * (shape.padded_head_dim + block_n) * shape.dtype_bytes
+    num_buffers = _num_buffers(shape, block_n, SHARED_BYTES // 2 - tile_bytes, 4)
+    # Told that two programs have all registers, the assembler does not make room for a third by spilling.
+    return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
+
+
+def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
+    """For chunks of many queries; works for decodes among them too."""
+    is_float32 = shape.dtype_bytes > 2
+    block_m = max(64 if is_float32 else 128, _power_of_two(shape.group_size))
+    # 128 keys take all registers there are; gathering through pointers, or wider heads, would spill.
+    has_registers = shape.uses_tma and shape.padded_head_dim <= 128 and shape.kv_dtype_bytes == 2
+    block_n = _block_n(
+        shape, 32 if is_float32 or shape.padded_head_dim > 128 else 128 if has_registers else 64
+    )
+    query_bytes = block_m * shape.padded_head_dim * shape.dtype_bytes
+    return AttentionTuning(
+        block_m, block_n, 8, _num_buffers(shape, block_n, SHARED_BYTES - query_bytes, 3), 1
+    )
+
+
+def _block_n(shape: AttentionShape, preferred: int) -> int:
+    """The copy engine's loads stay within a block."""
+    return min(preferred, shape.block_size) if shape.uses_tma else preferred
+
+
+def _num_buffers(shape: AttentionShape, block_n: int, shared_bytes: int, most: int) -> int:
+    """As many as fit, each for keys and values."""
+    buffer_bytes = 2 * block_n * shape.padded_head_dim * shape.kv_dtype_bytes
+    return max(2, min(most, shared_bytes // buffer_bytes))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is no less."""
+    return 1 << (number - 1).bit_length()

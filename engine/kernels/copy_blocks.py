@@ -1,0 +1,92 @@
+"""Whole KV blocks from pool to pool by pairs of block ids, either of which may be pinned host memory.
+
+Shape suffixes: N blocks of the source, M of the target, B bytes of a block, P pairs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+VECTOR_BYTES = 16
+VECTORS_PER_CHUNK = 1024
+"""16 KiB: eight 16-byte loads in each of 128 threads, all under way before the first is stored."""
+
+MAX_DEVICE_PROGRAMS = 132 * 8
+"""8 programs x 16 KiB on each of a Hopper's multiprocessors: more under way than its memory needs to be busy."""
+
+MAX_HOST_PROGRAMS = 32
+"""0.5 MiB under way keeps PCIe busy (55 GB/s x 2 us = 0.1 MiB), and leaves most of the GPU to others meanwhile."""
+
+
+def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
+    """Block pairs_P2[p, 0] of the source becomes block pairs_P2[p, 1] of the target.
+
+    Pools are uint8, contiguous, with equal blocks of a multiple of 16 bytes; either may be pinned host memory, which
+    the GPU then reads or writes itself. `pairs_P2` is int32, where the kernel runs. No block may be both source and
+    target. Ordered with the current stream as any launch: the host waits before it touches its side.
+    """
+    assert source_NB.dtype is target_MB.dtype is torch.uint8
+    assert source_NB.is_contiguous()
+    assert target_MB.is_contiguous()
+    assert source_NB.shape[1] == target_MB.shape[1], (
+        f"blocks of {source_NB.shape[1]} and {target_MB.shape[1]} bytes"
+    )
+    assert source_NB.shape[1] % VECTOR_BYTES == 0, f"{source_NB.shape[1]} bytes are not whole vectors"
+    assert source_NB.data_ptr() % VECTOR_BYTES == target_MB.data_ptr() % VECTOR_BYTES == 0
+    assert pairs_P2.dtype is torch.int32
+    assert pairs_P2.is_contiguous()
+    vectors_per_block = source_NB.shape[1] // VECTOR_BYTES
+    chunks_per_block = triton.cdiv(vectors_per_block, VECTORS_PER_CHUNK)
+    num_chunks = len(pairs_P2) * chunks_per_block
+    if num_chunks == 0:
+        return
+    num_programs = min(num_chunks, max_programs(source_NB, target_MB))
+    _copy_blocks_kernel[(num_programs,)](
+        source_NB.view(torch.int32),
+        target_MB.view(torch.int32),
+        pairs_P2,
+        vectors_per_block,
+        chunks_per_block,
+        num_chunks,
+        VECTORS=VECTORS_PER_CHUNK,
+        num_warps=4,
+    )
+
+
+def copy_blocks_reference(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
+    """The same in torch; waits for the pairs."""
+    for source, target in pairs_P2.tolist():
+        target_MB[target].copy_(source_NB[source])
+
+
+def max_programs(source: torch.Tensor, target: torch.Tensor) -> int:
+    """As many programs as keep busy what lies between the two."""
+    is_on_device = source.device.type == target.device.type == "cuda"
+    return MAX_DEVICE_PROGRAMS if is_on_device else MAX_HOST_PROGRAMS
+
+
+@triton.jit
+def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
+    source_ptr,
+    target_ptr,
+    pairs_ptr,
+    vectors_per_block,
+    chunks_per_block,
+    num_chunks,
+    VECTORS: tl.constexpr,
+):
+    """Program p copies chunks p, p + programs, ..."""
+    vectors = tl.arange(0, VECTORS)
+    words = tl.arange(0, 4)
+    chunk = tl.program_id(0)
+    while chunk < num_chunks:
+        pair = chunk // chunks_per_block
+        first = (chunk % chunks_per_block) * VECTORS
+        source = tl.load(pairs_ptr + 2 * pair).to(tl.int64) * vectors_per_block + first
+        target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64) * vectors_per_block + first
+        # Offsets as 4 x something + words: so the compiler sees 16-byte accesses whatever a block's size is.
+        within = 4 * vectors[:, None] + words[None, :]
+        mask = (first + vectors < vectors_per_block)[:, None]
+        data = tl.load(source_ptr + 4 * source + within, mask)
+        tl.store(target_ptr + 4 * target + within, data, mask)
+        chunk += tl.num_programs(0)

@@ -1,0 +1,317 @@
+"""Attention of a whole step over the paged KV cache, in one persistent launch; knows items of work, not requests.
+
+A fixed number of programs shares the items of `attention_plan.py`, each for every kv head. How many items there are is
+read on the device, so one captured CUDA graph serves whatever contexts a step has. Within a tile this is
+FlashAttention-2 (https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, the softmax is computed
+online and in base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
+
+Shape suffixes: T tokens of the step, Q query heads, D head dimension, N blocks, K the pair (keys, values), H kv heads,
+S tokens of a block, B rows of the block table, M its columns, I items, F their fields, P rows of partial results.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.attention_plan import ITEM_FIELDS
+from engine.kernels.attention_tuning import AttentionShape, AttentionTuning
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What makes weights of scores. Scales of a quantised cache: what is stored times the scale is what was meant."""
+
+    scale: float
+    window: int | None = None
+    """A query sees the last so many keys, itself included."""
+    soft_cap: float | None = None
+    """Scores become soft_cap x tanh(score / soft_cap)."""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.scale > 0
+        assert self.k_scale > 0
+        assert self.v_scale > 0
+        assert self.window is None or self.window > 0
+        assert self.soft_cap is None or self.soft_cap > 0
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer's keys and values of all blocks, as launches take them; made once, for the pool never moves.
+
+    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots of a block behind its request's last token are
+    multiplied with zero, so they may hold anything finite; the engine clears them when a block is given out.
+    """
+
+    kv_NKHSD: torch.Tensor
+    shape: AttentionShape
+
+    def __post_init__(self) -> None:
+        _, pair, num_heads, block_size, head_dim = self.kv_NKHSD.shape
+        shape, head_stride = self.shape, block_size * head_dim
+        assert (num_heads, block_size, head_dim) == (shape.num_kv_heads, shape.block_size, shape.head_dim)
+        assert self.kv_NKHSD.stride()[1:] == (num_heads * head_stride, head_stride, head_dim, 1)
+        assert pair == 2
+        assert self.kv_NKHSD.stride(0) % (2 * num_heads * head_stride) == 0, "a block holds whole layers"
+        assert self.kv_NKHSD.element_size() == shape.kv_dtype_bytes
+
+    def operand(self, block_n: int) -> "torch.Tensor | TensorDescriptor":
+        """What the kernel reads through."""
+        if not self.shape.uses_tma:
+            return self.kv_NKHSD
+        if block_n not in self._descriptors:
+            self._descriptors[block_n] = self._descriptor(block_n)
+        return self._descriptors[block_n]
+
+    @cached_property
+    def _descriptors(self) -> dict[int, TensorDescriptor]:
+        return {}
+
+    @cached_property
+    def block_stride(self) -> int:
+        """From one block to the next: in rows of a token's key or value for the copy engine, in elements without."""
+        elements = self.kv_NKHSD.stride(0)
+        return elements // self.shape.head_dim if self.shape.uses_tma else elements
+
+    def _descriptor(self, block_n: int) -> TensorDescriptor:
+        """Of the rows from this layer in the first block to its end in the last; columns past the head read as 0."""
+        num_blocks, _, num_heads, block_size, head_dim = self.kv_NKHSD.shape
+        num_rows = (num_blocks - 1) * self.block_stride + 2 * num_heads * block_size
+        assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"
+        columns = self.shape.padded_head_dim
+        return TensorDescriptor(self.kv_NKHSD, [num_rows, head_dim], [head_dim, 1], [block_n, columns])
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Results of items that share their queries with others: normalised, beside the log2 of what they weigh."""
+
+    out_PQD: torch.Tensor
+    """float32."""
+    weight_PQ: torch.Tensor
+    """float32; -inf where a query sees no key of its item."""
+
+    @classmethod
+    def empty(cls, num_rows: int, shape: AttentionShape, device: torch.device) -> "Partials":
+        out_PQD = torch.empty((max(1, num_rows), shape.num_query_heads, shape.head_dim), device=device)
+        return cls(out_PQD, torch.empty(out_PQD.shape[:2], device=device))
+
+
+def paged_attention(
+    q_TQD: torch.Tensor,
+    kv: LayerKV,
+    block_ids_BM: torch.Tensor,
+    items_IF: torch.Tensor,
+    num_items: torch.Tensor,
+    partials: Partials,
+    out_TQD: torch.Tensor,
+    softmax: Softmax,
+    tuning: AttentionTuning,
+    num_programs: int,
+) -> None:
+    """Writes `out_TQD` and `partials` as the first `num_items` (a tensor of one int32) of `items_IF` say, nothing else.
+
+    Over a cache of 8-bit numbers bfloat16 queries are taken as float16, so no larger than 65,504 in size.
+    Items were planned for `tuning.grid` with the same window, and `num_programs`. Heads of a token lie together in
+    queries and output, tokens may lie apart. Launches only: all sizes are known to the host, nothing is waited for.
+    """
+    _, num_query_heads, head_dim = q_TQD.shape
+    shape = kv.shape
+    assert (num_query_heads, head_dim) == (shape.num_query_heads, shape.head_dim)
+    assert q_TQD.stride(1) == out_TQD.stride(1) == head_dim
+    assert q_TQD.stride(2) == out_TQD.stride(2) == 1
+    assert block_ids_BM.stride(1) == 1
+    assert items_IF.shape[1] == ITEM_FIELDS
+    assert items_IF.is_contiguous()
+    assert not shape.uses_tma or shape.block_size % tuning.block_n == 0, (
+        "the copy engine's loads stay within a block"
+    )
+    weight_scale = softmax.scale * softmax.k_scale * _LOG2_E
+    cap_scale = soft_cap = 1.0
+    if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the weights then need no scale
+        cap_scale, weight_scale = 2 * weight_scale / softmax.soft_cap, 1.0
+        soft_cap = softmax.soft_cap * _LOG2_E
+    _paged_attention_kernel[(num_programs,)](
+        q_TQD,
+        kv.operand(tuning.block_n),
+        block_ids_BM,
+        items_IF,
+        num_items,
+        partials.out_PQD,
+        partials.weight_PQ,
+        out_TQD,
+        q_TQD.stride(0),
+        kv.block_stride,
+        block_ids_BM.stride(0),
+        out_TQD.stride(0),
+        weight_scale,
+        cap_scale,
+        soft_cap,
+        softmax.v_scale,
+        softmax.window or 0,
+        H=shape.num_kv_heads,
+        G=shape.group_size,
+        D=head_dim,
+        BLOCK_SIZE=shape.block_size,
+        BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n,
+        BLOCK_D=shape.padded_head_dim,
+        FIELDS=ITEM_FIELDS,
+        USES_TMA=shape.uses_tma,
+        HAS_WINDOW=softmax.window is not None,
+        HAS_SOFT_CAP=softmax.soft_cap is not None,
+        # Of 8-bit numbers float16 is made in one instruction for two, bfloat16 in several; it holds all of them too.
+        TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
+        PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        maxnreg=tuning.max_registers,
+    )
+
+
+def paged_attention_reference(
+    q_TQD: torch.Tensor,
+    kv_NKHSD: torch.Tensor,
+    block_ids_BM: torch.Tensor,
+    num_queries_B: list[int],
+    context_lengths_B: list[int],
+    softmax: Softmax,
+) -> torch.Tensor:
+    """The same for requests whose queries follow one another, literally, in float64, rounded once."""
+    out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
+    group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
+    for block_ids_M, num_queries, num_keys in zip(
+        block_ids_BM, num_queries_B, context_lengths_B, strict=True
+    ):
+        rows = slice(first_row, first_row + num_queries)
+        kv_MKHSD = kv_NKHSD[block_ids_M.long()].to(torch.float64)
+        kv_KQCD = (
+            kv_MKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys].repeat_interleave(group_size, 1)
+        )
+        scores_QTC = q_TQD[rows].to(torch.float64).transpose(0, 1) @ kv_KQCD[0].transpose(1, 2)
+        scores_QTC *= softmax.scale * softmax.k_scale
+        if softmax.soft_cap is not None:
+            scores_QTC = softmax.soft_cap * torch.tanh(scores_QTC / softmax.soft_cap)
+        keys_C = torch.arange(num_keys, device=q_TQD.device)
+        positions_T1 = keys_C[num_keys - num_queries :, None]
+        hidden_TC = keys_C > positions_T1
+        if softmax.window is not None:
+            hidden_TC |= keys_C <= positions_T1 - softmax.window
+        weights_QTC = torch.softmax(scores_QTC.masked_fill(hidden_TC, -math.inf), -1)
+        out_TQD[rows] = (weights_QTC @ kv_KQCD[1] * softmax.v_scale).transpose(0, 1).to(q_TQD.dtype)
+        first_row += num_queries
+    return out_TQD
+
+
+@triton.jit
+def _paged_attention_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
+    q_stride, block_stride, table_stride, out_stride, weight_scale, cap_scale, soft_cap, v_scale, window,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, TO_FLOAT16: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, BLOCK_M)
+    query, head_in_group = rows // G, rows % G
+    dims = tl.arange(0, BLOCK_D)
+
+    # Programs take units in turns, every other one in reverse: who had the longest of one has the shortest of the next.
+    num_units = tl.load(num_items_ptr) * H
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_turns = num_units // num_programs
+    last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
+    num_turns += (last_place < num_units % num_programs).to(tl.int32)
+    for turn in range(num_turns):
+        unit = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+        head = unit % H
+        item_ptr = items_ptr + unit // H * FIELDS
+        table_ptr = block_ids_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
+        first_row = tl.load(item_ptr + 1)
+        num_queries = tl.load(item_ptr + 2)
+        first_position = tl.load(item_ptr + 3)
+        first_key = tl.load(item_ptr + 4)
+        end_key = tl.load(item_ptr + 5)
+        partial_row = tl.load(item_ptr + 6)
+
+        # Block ids are loaded one turn ahead: loads that wait for a load of their own turn would halve the pipeline.
+        offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
+        block_ids = tl.load(
+            table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0
+        )
+        has_row = query < num_queries
+        position = first_position + query
+        # The first keys that only some of the queries see; before, within the window, no score is masked.
+        masked_from = first_position + 1
+        masked_before = first_position + num_queries - window
+        step_row = (first_row + query).to(tl.int64)
+        in_token = (head * G + head_in_group)[:, None] * D + dims[None, :]
+        in_bounds = has_row[:, None] & (dims < D)[None, :]
+        q = tl.load(q_ptr + step_row[:, None] * q_stride + in_token, in_bounds, other=0.0)
+        if TO_FLOAT16:
+            q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for key in tl.range(first_key, end_key, BLOCK_N):
+            next_keys = key + BLOCK_N + offsets
+            # Past the end lies the null block, which may be read.
+            next_block_ids = tl.load(table_ptr + next_keys // BLOCK_SIZE, next_keys < end_key, other=0)
+            if USES_TMA:
+                row = block_ids * block_stride + head * BLOCK_SIZE + key % BLOCK_SIZE
+                k = kv.load([row, 0])
+                v = kv.load([row + H * BLOCK_SIZE, 0])
+            else:
+                in_head = head * (BLOCK_SIZE * D) + (key + offsets) % BLOCK_SIZE * D
+                slot = block_ids.to(tl.int64) * block_stride + in_head
+                kv_ptrs = kv + slot[:, None] + dims[None, :]
+                if D == BLOCK_D:
+                    k = tl.load(kv_ptrs)
+                    v = tl.load(kv_ptrs + H * BLOCK_SIZE * D)
+                else:
+                    k = tl.load(kv_ptrs, (dims < D)[None, :], other=0.0)
+                    v = tl.load(kv_ptrs + H * BLOCK_SIZE * D, (dims < D)[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+            if HAS_SOFT_CAP:
+                scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * cap_scale))
+            is_masked = key + BLOCK_N > masked_from
+            if HAS_WINDOW:
+                is_masked |= key < masked_before
+            if is_masked:
+                columns = key + tl.arange(0, BLOCK_N)
+                visible = columns[None, :] <= position[:, None]
+                if HAS_WINDOW:
+                    visible &= columns[None, :] > (position - window)[:, None]
+                scores = tl.where(visible, scores, float("-inf"))
+
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * weight_scale)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen no key yet
+            weights = tl.exp2(tl.fma(scores, weight_scale, -shift[:, None]))
+            decay = tl.exp2(row_max - shift)
+            row_sum = row_sum * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+            row_max = new_max
+            block_ids = next_block_ids
+
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees no key: acc is 0, row_max -inf
+        acc = acc * (v_scale / row_sum)[:, None]
+        if partial_row < 0:
+            out_ptrs = out_ptr + step_row[:, None] * out_stride + in_token
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), in_bounds)
+        else:
+            partial_rows = (partial_row + query).to(tl.int64)
+            tl.store(partial_ptr + partial_rows[:, None] * (H * G * D) + in_token, acc, in_bounds)
+            weight_ptrs = weight_ptr + partial_rows * (H * G) + head * G + head_in_group
+            tl.store(weight_ptrs, row_max + tl.log2(row_sum), has_row)

@@ -1,0 +1,140 @@
+"""RMSNorm (Zhang and Sennrich, 2019), with the residual addition before it and the quantisation after it.
+
+Shape suffixes: T tokens, E hidden size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.quantize_fp8 import quantize_fp8_reference, store_quantized_row
+from engine.kernels.row_launch import row_launch
+
+
+def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight of each row, T x E in x's dtype; computed in float32, rounded once.
+
+    Rows of every tensor here may be strided, their elements not; E is at most 16,384.
+    """
+    normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
+    _launch(x_TE, None, weight_E, eps, normed_TE, None)
+    return normed_TE
+
+
+def rms_norm_fp8(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, quantised as `quantize_fp8` does (q_TE, scales_T1), without rounding to x's dtype in between."""
+    return _launch_fp8(x_TE, None, weight_E, eps)
+
+
+def add_rms_norm_(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """residual += x in place, rounded to its dtype; returns rms_norm of what it then is."""
+    normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
+    _launch(x_TE, residual_TE, weight_E, eps, normed_TE, None)
+    return normed_TE
+
+
+def add_rms_norm_fp8_(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += x in place, rounded to its dtype; returns rms_norm_fp8 of what it then is."""
+    return _launch_fp8(x_TE, residual_TE, weight_E, eps)
+
+
+def rms_norm_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in torch."""
+    return _normed_reference(x_TE, weight_E, eps).to(x_TE.dtype)
+
+
+def rms_norm_fp8_reference(
+    x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm_fp8` in torch."""
+    return quantize_fp8_reference(_normed_reference(x_TE, weight_E, eps))
+
+
+def add_rms_norm_reference_(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`add_rms_norm_` in torch."""
+    residual_TE.copy_(residual_TE.to(torch.float32) + x_TE.to(torch.float32))
+    return rms_norm_reference(residual_TE, weight_E, eps).to(x_TE.dtype)
+
+
+def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    x_TE = x_TE.to(torch.float32)
+    return x_TE * torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + eps) * weight_E.to(torch.float32)
+
+
+def _launch_fp8(
+    x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_TE = torch.empty(x_TE.shape, dtype=torch.float8_e4m3fn, device=x_TE.device)
+    scales_T1 = torch.empty((len(x_TE), 1), dtype=torch.float32, device=x_TE.device)
+    _launch(x_TE, residual_TE, weight_E, eps, q_TE, scales_T1)
+    return q_TE, scales_T1
+
+
+def _launch(
+    x_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    eps: float,
+    out_TE: torch.Tensor,
+    scales_T1: torch.Tensor | None,
+) -> None:
+    num_tokens, width = x_TE.shape
+    assert x_TE.stride(1) == 1, "a row is one span"
+    assert weight_E.shape == (width,), f"{tuple(weight_E.shape)} weights for rows of {width}"
+    assert weight_E.is_contiguous()
+    if residual_TE is not None:
+        assert residual_TE.shape == x_TE.shape
+        assert residual_TE.stride(1) == 1, "a row is one span"
+    if num_tokens == 0:
+        return
+    padded, num_warps = row_launch(width)
+    _rms_norm_kernel[(num_tokens,)](
+        x_TE,
+        residual_TE,
+        weight_E,
+        out_TE,
+        scales_T1,
+        x_TE.stride(0),
+        0 if residual_TE is None else residual_TE.stride(0),
+        width,
+        eps,
+        PADDED_E=padded,
+        num_warps=num_warps,
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    scales_ptr,
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    PADDED_E: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED_E)
+    mask = columns < width
+    weight = tl.load(weight_ptr + columns, mask, other=0.0)  # first: it depends on nobody's output
+    x = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + row * residual_stride + columns
+        residual = tl.load(residual_ptrs, mask, other=0.0)
+        rounded = (residual.to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, rounded, mask)
+        x = rounded.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight.to(tl.float32)
+    if scales_ptr is not None:
+        store_quantized_row(normed, out_ptr, scales_ptr, row, columns, width)
+    else:
+        tl.store(out_ptr + row * width + columns, normed.to(out_ptr.dtype.element_ty), mask)

@@ -1,0 +1,18 @@
+"""Launch parameters of kernels in which a program has a whole row in registers."""
+
+import triton
+
+MAX_WIDTH = 16_384
+"""32 elements a thread in 512 threads; beyond, a row would be spilled to local memory."""
+
+
+def row_launch(width: int) -> tuple[int, int]:
+    """Padded width (a power of two) and warps for rows of `width` elements.
+
+    8 elements a thread, one 16-byte load of 16-bit numbers, up to 16 warps: a decode step has few rows, and the more
+    threads share one, the more of its bytes are under way at once. Beyond 16 warps the reduction across them and the
+    coarser occupancy cost more than the shorter threads save.
+    """
+    assert 0 < width <= MAX_WIDTH, f"a row of {width} elements is not one program's"
+    padded = triton.next_power_of_2(width)
+    return padded, min(16, max(1, padded // 256))

@@ -1,0 +1,128 @@
+"""A matrix product with few rows, as decode at small batch has them: as fast as its weights can be read.
+
+Where T is small each weight is used T times, far too few for arithmetic to count: what counts is how many bytes of
+weights are under way at any moment (a Hopper wants some 25 KiB for each multiprocessor). Two kernels: products and sums
+for up to 4 rows, matrix units beyond. Neither splits a sum over programs: results are deterministic, in one stage.
+
+Shape suffixes: T tokens, I input features, O output features.
+"""
+
+import torch
+import triton
+
+from engine.kernels.skinny_linear_dot import DotLaunch, launch_dot
+from engine.kernels.skinny_linear_fma import FmaLaunch, launch_fma
+
+MAX_TOKENS = 16
+"""The matrix units' least number of rows, and about where other kernels saturate the memory too."""
+
+MAX_FMA_TOKENS = 4
+MAX_X_ELEMENTS = 16_384
+"""Of x that a program of the first kernel holds in registers: 64 in each of 256 threads, or 32 in 512."""
+
+MAX_FMA_TOKENS_FLOAT8 = 2
+MAX_X_ELEMENTS_FLOAT8 = 8_192
+"""The conversion of float8 wants registers too: beyond, too few programs fit a multiprocessor, or registers spill."""
+
+NUM_MULTIPROCESSORS = 132
+"""Of a Hopper. With others the same launches are right, and a little less even."""
+
+
+def skinny_linear(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    scales_O: torch.Tensor | None = None,
+    *,
+    launch: FmaLaunch | DotLaunch | None = None,
+) -> torch.Tensor:
+    """x @ weight.T (+ bias), T x O in x's dtype; sums in float32, rounded once. At most 16 tokens.
+
+    The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, which stand for weight x scale;
+    float8 x float32 is refused. Rows of x may be strided. `launch` is for benchmarks: None chooses by shape.
+    """
+    num_tokens, num_inputs = x_TI.shape
+    num_outputs = len(weight_OI)
+    is_float8 = weight_OI.dtype is torch.float8_e4m3fn
+    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens are not few"
+    assert weight_OI.shape[1] == num_inputs, f"{num_inputs} inputs for weights of {weight_OI.shape[1]}"
+    assert x_TI.stride(1) == 1, "a row is one span"
+    assert weight_OI.is_contiguous()
+    assert is_float8 or weight_OI.dtype is x_TI.dtype, f"{x_TI.dtype} x {weight_OI.dtype}"
+    assert is_float8 == (scales_O is not None), "float8 weights, and only they, have scales"
+    assert not (is_float8 and x_TI.dtype is torch.float32), "float8 weights are for activations of 16 bits"
+    for vector_O in (bias_O, scales_O):
+        assert vector_O is None or vector_O.shape == (num_outputs,)
+        assert vector_O is None or vector_O.is_contiguous()
+    y_TO = torch.empty((num_tokens, num_outputs), dtype=x_TI.dtype, device=x_TI.device)
+    if num_tokens == 0:
+        return y_TO
+    if launch is None:
+        launch = choose_launch(num_tokens, num_inputs, num_outputs, weight_OI.dtype.itemsize)
+    if isinstance(launch, FmaLaunch):
+        launch_fma(launch, x_TI, weight_OI, bias_O, scales_O, y_TO)
+    else:
+        launch_dot(launch, x_TI, weight_OI, bias_O, scales_O, y_TO)
+    return y_TO
+
+
+def skinny_linear_reference(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    scales_O: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in torch."""
+    y_TO = x_TI.to(torch.float32) @ weight_OI.to(torch.float32).T
+    if scales_O is not None:
+        y_TO = y_TO * scales_O
+    if bias_O is not None:
+        y_TO = y_TO + bias_O.to(torch.float32)
+    return y_TO.to(x_TI.dtype)
+
+
+def choose_launch(
+    num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int
+) -> FmaLaunch | DotLaunch:
+    """By shape alone; `weight_bytes` is an element's. Not measured yet: what the compiler's registers allow."""
+    padded_tokens = triton.next_power_of_2(num_tokens)
+    padded_inputs = triton.next_power_of_2(num_inputs)
+    max_tokens = MAX_FMA_TOKENS if weight_bytes > 1 else MAX_FMA_TOKENS_FLOAT8
+    max_elements = MAX_X_ELEMENTS if weight_bytes > 1 else MAX_X_ELEMENTS_FLOAT8
+    if padded_tokens <= max_tokens and padded_tokens * padded_inputs <= max_elements:
+        return _choose_fma(padded_tokens, padded_inputs, weight_bytes)
+    return _choose_dot(num_outputs, weight_bytes)
+
+
+def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int) -> FmaLaunch:
+    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: the one in use and
+    the one under way. As many programs as registers allow: 4 a multiprocessor where x takes 16 of a thread's registers
+    (61 in all), 3 where 32 (80), 2 where 64 (122); 2 with float8, whose conversion wants more (96, 112). So 32 to
+    64 KiB are under way. Where a row is longer there is one program, of 512 threads, with tiles twice as large."""
+    num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
+    num_threads = 32 * num_warps
+    tile_bytes = (128 if num_warps == 16 else 64) * num_threads
+    rows = min(8, max(1, tile_bytes // (padded_inputs * weight_bytes)))
+    x_registers = padded_tokens * padded_inputs // num_threads
+    if num_warps == 16:
+        programs_each = 1
+    elif weight_bytes == 1 or x_registers > 32:
+        programs_each = 2 * 8 // num_warps
+    else:
+        programs_each = (4 if x_registers <= 16 else 3) * 8 // num_warps
+    return FmaLaunch(rows, num_warps, NUM_MULTIPROCESSORS * programs_each)
+
+
+def _choose_dot(num_outputs: int, weight_bytes: int) -> DotLaunch:
+    """Every program reads all of x, T / block_outputs of its weights' bytes in bfloat16: so large blocks, as long as
+    there are enough of them for every multiprocessor. 48 to 144 KiB are under way on each."""
+    if weight_bytes == 4:
+        return DotLaunch(
+            block_outputs=32, block_inputs=32, num_warps=4, num_stages=2
+        )  # for correctness, not speed
+    is_large = num_outputs >= 64 * 2 * NUM_MULTIPROCESSORS
+    if weight_bytes == 1:
+        return DotLaunch(block_outputs=64 if is_large else 32, block_inputs=256, num_warps=2, num_stages=4)
+    if is_large:
+        return DotLaunch(block_outputs=128, block_inputs=128, num_warps=4, num_stages=3)
+    return DotLaunch(block_outputs=32, block_inputs=256, num_warps=4, num_stages=4)

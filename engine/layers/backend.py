@@ -1,0 +1,61 @@
+"""The seam between a model and the kernels of a device; knows no architecture.
+
+Shape suffixes: T tokens of a step, R tokens that were sampled, E hidden size, V vocabulary (this rank's share), I input
+and O output features or intermediate size, M = 2 x I.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokens:
+    """A step's tokens, on the device."""
+
+    ids_T: torch.Tensor
+    sources_T: torch.Tensor | None = None
+    """Row of `sampled_R` where the token is, or -1: then it is in `ids_T`. None: all are."""
+    sampled_R: torch.Tensor | None = None
+    """What the step before sampled, known to the device only."""
+
+
+class LinearLayer(Protocol):
+    """`x_TI @ weight_OI.T + bias_O`, with the weights laid out once for the device it runs on."""
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
+
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
+"""Of weight_OI and bias_O. The given weight need not be kept."""
+
+
+class Backend(Protocol):
+    """What a decoder layer consists of besides attention."""
+
+    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
+        """The given weight need not be kept."""
+        ...
+
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
+        """The same with weights in 8 bits, quantized here."""
+        ...
+
+    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+        """T x E: rows of `weight_VE`, whose first is that of token `first_token`; zeros for tokens of other ranks."""
+        ...
+
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds `x_TE` to the residual stream, in place, and returns its norm."""
+        ...
+
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+        """T x I: silu of the first I columns, times the others."""
+        ...

@@ -1,0 +1,73 @@
+"""Fp8Linear: a matrix product whose weights are 8-bit floats with a scale for each output; knows no layer's meaning.
+
+Shape suffixes: T tokens, I input features, O output features.
+
+One scale per output channel, and one per token where activations are quantized too, keeps a large channel or token from
+costing the others their precision; benchmarks/quantization.py measures what is lost.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from engine.layers.fp8 import quantize_rows
+
+QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""T x I to 8-bit floats of that shape and T x 1 float32 scales."""
+
+
+class Fp8Linear:
+    """`x_TI @ weight_OI.T + bias_O`, quantized when it is made; the given weight is not kept.
+
+    On GPUs with 8-bit matrix units (compute capability 8.9 and newer) activations in bfloat16 or float16 are quantized
+    too, token by token: half the bytes and twice the arithmetic rate of 16 bits. Elsewhere only the weights are, and
+    each call brings them back to the activations' dtype: that saves memory, not time.
+    """
+
+    def __init__(
+        self,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None = None,
+        quantize: QuantizeRows = quantize_rows,
+    ) -> None:
+        """`quantize`: for activations."""
+        self._quantize = quantize
+        self.weight_OI, self.scale_O1 = quantize_rows(weight_OI)
+        self.bias_O = bias_O
+        self._quantizes_activations = can_multiply_fp8(weight_OI)
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self._quantizes_activations:
+            return self.multiply(*self._quantize(x_TI), x_TI.dtype)
+        # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.
+        weight_OI = self.weight_OI.to(x_TI.dtype).mul_(self.scale_O1)
+        return F.linear(x_TI, weight_OI, self.bias_O)
+
+    def multiply(self, x_TI: torch.Tensor, scale_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of activations that are quantized already, as by `quantize_rows`; the result (T x O) is of `dtype`.
+
+        Only where the device can (`can_multiply_fp8`). torch wants the second operand column-major and float32 scales
+        of shapes T x 1 and 1 x O; with those, cuBLAS (Hopper, CUDA 12.9 and newer) or CUTLASS give bfloat16, the only
+        type that both have. Hopper's 8-bit units keep partial sums with 14 bits (`use_fast_accum`), far more than the
+        operands' 4; adding them up in float32 registers every few steps instead would cost speed.
+        """
+        y_TO = torch._scaled_mm(
+            x_TI,
+            self.weight_OI.t(),
+            scale_a=scale_T1,
+            scale_b=self.scale_O1.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        if self.bias_O is not None:
+            y_TO += self.bias_O
+        return y_TO.to(dtype)
+
+
+def can_multiply_fp8(weight_OI: torch.Tensor) -> bool:
+    """Whether torch multiplies 8-bit floats on this device, in this shape. Not for float32: it gives bfloat16."""
+    if weight_OI.device.type != "cuda" or weight_OI.dtype is torch.float32:
+        return False
+    is_aligned = weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 16 == 0
+    return is_aligned and torch.cuda.get_device_capability(weight_OI.device) >= (8, 9)

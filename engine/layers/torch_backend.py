@@ -1,0 +1,41 @@
+"""TorchBackend: the parts of a decoder layer in plain torch, for any device that torch knows.
+
+Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engine.layers.backend import InputTokens
+from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.linear import Linear
+
+
+class TorchBackend:
+    """Satisfies `engine.layers.backend.Backend`."""
+
+    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+        return Linear(weight_OI, bias_O)
+
+    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+        return Fp8Linear(weight_OI, bias_O)
+
+    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+        assert tokens.sources_T is None, "here, tokens are known before the next step begins"
+        rows_T = tokens.ids_T - first_token
+        is_elsewhere_T = (rows_T < 0) | (rows_T >= len(weight_VE))
+        x_TE = F.embedding(rows_T.masked_fill(is_elsewhere_T, 0), weight_VE)
+        return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)
+
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        residual_TE.add_(x_TE)
+        return F.rms_norm(residual_TE, weight_E.shape, weight_E, eps)
+
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+        gate_TI, up_TI = gate_up_TM.chunk(2, -1)
+        return F.silu(gate_TI).mul_(up_TI)

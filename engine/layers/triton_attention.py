@@ -1,0 +1,263 @@
+"""TritonAttention: attention of a step over the paged pool by kernels of our own; knows blocks, not requests.
+
+Per layer two launches, or three: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, where
+long contexts are split, what puts them together (`merge_partials`). The host cuts the work, once a step and window.
+
+Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
+dimension, I items of work, R merged rows, F their fields, X block ids of all requests.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from engine.kernels.attention_plan import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    PlanBounds,
+    TileGrid,
+    plan_attention,
+    plan_bounds,
+)
+from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, decode_tuning, prefill_tuning
+from engine.kernels.merge_partials import merge_partials
+from engine.kernels.paged_attention import LayerKV, Partials, Softmax, paged_attention
+from engine.kernels.rope_store import rope_store
+from engine.kv_cache import KVPool
+from engine.layers.attention import HeadNorm
+from engine.layers.rope import RotaryEmbedding
+from engine.model_config import ModelArchitecture
+from engine.staging import ALIGNMENT, Section
+
+Window = int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """No step is larger."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """A window's work on the device."""
+
+    items_IF: torch.Tensor
+    merges_RF: torch.Tensor
+    counts_2: torch.Tensor
+    """int32: how many items and merges there are."""
+
+
+class TritonAttention:
+    """Plans steps; owns the memory that their layers share."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        architecture: ModelArchitecture,
+        num_heads: int,
+        dtype: torch.dtype,
+        limits: StepLimits,
+        num_multiprocessors: int,
+    ) -> None:
+        """`num_heads`: this rank's query heads; `dtype`: of queries and output, while the pool may have its own."""
+        shape, device = pool.shape, pool.blocks_NLKHTD.device
+        self.windows = tuple(dict.fromkeys(architecture.sliding_windows))
+        self._pool = pool
+        self._limits = limits
+        self._shape = AttentionShape(
+            num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            dtype.itemsize,
+            shape.dtype.itemsize,
+            has_copy_engine=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0),
+        )
+        self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors)
+        self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors)
+        scale = shape.head_dim**-0.5
+        self._layers = [
+            Layer(
+                pool.blocks_NLKHTD[:, index],
+                LayerKV(pool.blocks_NLKHTD[:, index], self._shape),
+                Softmax(scale, window),
+                self.windows.index(window),
+            )
+            for index, window in enumerate(architecture.sliding_windows)
+        ]
+        rope = RotaryEmbedding(architecture.rope, architecture.head_dim, device)
+        self._cos_sin_PD = rope.table(limits.max_model_len)
+        num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
+        self._partials = Partials.empty(num_rows, self._shape, device)
+
+    @property
+    def block_size(self) -> int:
+        return self._shape.block_size
+
+    @property
+    def max_staged(self) -> int:
+        """int32s that the sections of a step take at most."""
+        plans = [self._bounds(launch) for launch in (self._decode, self._prefill)]
+        per_window = max(
+            p.num_items * ITEM_FIELDS + p.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for p in plans
+        )
+        return len(self.windows) * per_window + self._max_block_ids + ALIGNMENT
+
+    def sections(self, batch: StepBatch, num_decodes: int | None = None) -> list[Section]:
+        """What `bind` wants on the device. `num_decodes`: keep room for as many, whatever this step has of them.
+
+        The step must have no prefills then.
+        """
+        launch = self._launch_for(batch)
+        bounds = None if num_decodes is None else plan_bounds(num_decodes, num_decodes, launch.grid)
+        first_blocks_B = np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
+        sections = []
+        for window in self.windows:
+            plan = plan_attention(
+                first_blocks_B, batch.starts_B, batch.num_tokens_B, batch.context_lens_B, launch.grid, window
+            )
+            most = bounds or PlanBounds(len(plan.items_IF), len(plan.merges_RF), plan.num_partial_rows)
+            sections += [
+                Section(np.array([len(plan.items_IF), len(plan.merges_RF)]), 2),
+                Section(plan.items_IF, most.num_items * ITEM_FIELDS),
+                Section(plan.merges_RF, most.num_merges * MERGE_FIELDS),
+            ]
+        table_X = batch.block_ids_BM[np.arange(batch.block_ids_BM.shape[1]) < batch.num_blocks_B[:, None]]
+        return [*sections, Section(table_X, len(table_X) if num_decodes is None else self._max_block_ids)]
+
+    def bind(
+        self,
+        batch: StepBatch,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        sections: Sequence[torch.Tensor],
+    ) -> "StepAttention":
+        """Attention of the step whose `sections` these are, staged."""
+        plans = [
+            WindowPlan(items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), counts)
+            for counts, items, merges in zip(sections[:-1:3], sections[1:-1:3], sections[2:-1:3], strict=True)
+        ]
+        return StepAttention(
+            self._layers,
+            self._launch_for(batch),
+            self._shape,
+            self._cos_sin_PD,
+            self._partials,
+            positions_T,
+            slots_T,
+            plans,
+            sections[-1].unsqueeze(1),
+        )
+
+    def clear_tails(self, batch: StepBatch) -> None:
+        """Whole blocks are multiplied, masked keys with 0; see `StepBatch.new_tails`."""
+        for block_id, offset in batch.new_tails:
+            self._pool.clear_from(block_id, offset)
+
+    @property
+    def _max_block_ids(self) -> int:
+        return self._limits.max_num_seqs * -(-self._limits.max_model_len // self._shape.block_size)
+
+    def _launch_for(self, batch: StepBatch) -> "Launch":
+        return self._prefill if batch.prefills else self._decode
+
+    def _bounds(self, launch: "Launch") -> PlanBounds:
+        limits = self._limits
+        is_decode = launch is self._decode
+        num_tokens = limits.max_num_seqs if is_decode else limits.max_num_batched_tokens
+        return plan_bounds(limits.max_num_seqs, num_tokens, launch.grid)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the kernel is launched, and how its work is cut accordingly."""
+
+    tuning: AttentionTuning
+    grid: TileGrid
+
+    @classmethod
+    def of(cls, tuning: AttentionTuning, shape: AttentionShape, num_multiprocessors: int) -> "Launch":
+        return cls(tuning, tuning.grid(shape, num_multiprocessors))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's share of the pool, and how it attends."""
+
+    kv_NKHTD: torch.Tensor
+    kv: LayerKV
+    softmax: Softmax
+    plan: int
+    """Which of the step's plans is that of its window."""
+
+
+class StepAttention:
+    """Satisfies `engine.layers.attention.Attention` for one step."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        launch: Launch,
+        shape: AttentionShape,
+        cos_sin_PD: torch.Tensor,
+        partials: Partials,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        plans: Sequence[WindowPlan],
+        block_ids_X1: torch.Tensor,
+    ) -> None:
+        """`block_ids_X1`: the tables of all requests, one behind the other; an item's row is where its table begins."""
+        self._layers = layers
+        self._launch = launch
+        self._shape = shape
+        self._cos_sin_PD = cos_sin_PD
+        self._partials = partials
+        self._positions_T, self._slots_T = positions_T, slots_T
+        self._plans = plans
+        self._block_ids_X1 = block_ids_X1
+
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        at, launch = self._layers[layer], self._launch
+        rope_store(
+            qkv_TPD,
+            self._positions_T,
+            self._slots_T,
+            self._cos_sin_PD,
+            at.kv_NKHTD,
+            q_norm_D=None if head_norm is None else head_norm.q_weight_D,
+            k_norm_D=None if head_norm is None else head_norm.k_weight_D,
+            eps=0.0 if head_norm is None else head_norm.eps,
+        )
+        plan = self._plans[at.plan]
+        q_TQD = qkv_TPD[:, : self._shape.num_query_heads]
+        out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
+        paged_attention(
+            q_TQD,
+            at.kv,
+            self._block_ids_X1,
+            plan.items_IF,
+            plan.counts_2[:1],
+            self._partials,
+            out_TQD,
+            at.softmax,
+            launch.tuning,
+            launch.grid.num_programs,
+        )
+        if len(plan.merges_RF):
+            merge_partials(
+                self._partials.out_PQD,
+                self._partials.weight_PQ,
+                plan.merges_RF,
+                plan.counts_2[1:],
+                out_TQD,
+                launch.grid.num_programs,
+            )
+        return out_TQD.view(len(out_TQD), -1)

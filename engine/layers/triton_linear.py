@@ -1,0 +1,41 @@
+"""Matrix products on a GPU: by kernels of our own where a step has few tokens, by torch's library where it has many.
+
+Shape suffixes: T tokens, I input features, O output features.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.quantize_fp8 import quantize_fp8
+from engine.kernels.row_launch import MAX_WIDTH
+from engine.kernels.skinny_linear import MAX_TOKENS, skinny_linear
+from engine.layers.fp8 import quantize_rows
+from engine.layers.fp8_linear import Fp8Linear
+
+
+class TritonLinear:
+    """`x_TI @ weight_OI.T + bias_O`."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+        self._weight_OI = weight_OI.contiguous()
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if len(x_TI) <= MAX_TOKENS:
+            return skinny_linear(x_TI, self._weight_OI, self._bias_O)
+        return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+class TritonFp8Linear:
+    """The same with 8-bit weights; see Fp8Linear. Few tokens are multiplied as they are, unrounded: what is read of the
+    weights takes the same time then, and it is more precise."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+        is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # the kernel holds a row at once
+        self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
+        self._scale_O = self._linear.scale_O1.view(-1)
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if len(x_TI) <= MAX_TOKENS and x_TI.dtype is not torch.float32:
+            return skinny_linear(x_TI, self._linear.weight_OI, self._linear.bias_O, self._scale_O)
+        return self._linear(x_TI)

@@ -1,0 +1,78 @@
+"""What bias, penalties and masks change in a step's logits, as flat lists for the device; as engine/sampler.py does it.
+
+Shape suffixes: P rows that are processed, E edits, F fields of an edit, G rows with a grammar, W words of a mask.
+"""
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import IntArray, RequestState
+from engine.kernels.process_logits import NUM_EDIT_FIELDS
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Arguments of `process_logits`, on the host."""
+
+    rows_P: Int32Array
+    mask_rows_P: Int32Array
+    edits_EF: Int32Array
+    masks_GW: Int32Array
+
+
+def list_edits(requests: Sequence[RequestState], rows: Sequence[int], vocab_size: int) -> LogitEdits:
+    """For those rows of the step, whose requests are all to be processed. All their tokens must be known."""
+    num_words = -(-vocab_size // 32)
+    mask_rows: list[int] = []
+    masks: list[Int32Array] = []
+    edits: list[Int32Array] = []
+    for processed_row, row in enumerate(rows):
+        edits.append(_edits(requests[row], processed_row, vocab_size))
+        matcher = requests[row].matcher
+        mask_rows.append(-1 if matcher is None else len(masks))
+        if matcher is not None:
+            is_allowed = np.zeros(32 * num_words, dtype=np.bool_)
+            is_allowed[:vocab_size] = matcher.allowed()
+            masks.append(np.packbits(is_allowed, bitorder="little").view(np.int32))
+    return LogitEdits(
+        rows_P=np.array(rows, dtype=np.int32),
+        mask_rows_P=np.array(mask_rows, dtype=np.int32),
+        edits_EF=np.concatenate(edits),
+        masks_GW=np.array(masks, dtype=np.int32).reshape(len(masks), num_words),
+    )
+
+
+def _edits(request: RequestState, processed_row: int, vocab_size: int) -> Int32Array:
+    """E x F, each token once. Token ids outside the vocabulary name nothing."""
+    p = request.sampling_params
+    bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
+    seen = np.unique(request.token_ids) if p.repetition_penalty != 1.0 else _NO_TOKENS
+    outputs, counts = _NO_TOKENS, _NO_TOKENS
+    if p.presence_penalty or p.frequency_penalty:
+        outputs, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+    forbidden = _NO_TOKENS
+    if request.num_output_tokens < p.min_tokens:
+        forbidden = np.array([t for t in request.stop_token_ids if t < vocab_size], dtype=np.int64)
+    biased = np.array(list(bias), dtype=np.int64)
+    tokens = np.unique(np.concatenate([biased, seen, outputs, forbidden]))
+    edits_EF = np.zeros((len(tokens), NUM_EDIT_FIELDS), dtype=np.int32)
+    floats_EF = edits_EF.view(np.float32)
+    edits_EF[:, 0] = processed_row
+    edits_EF[:, 1] = tokens
+    floats_EF[np.searchsorted(tokens, biased), 2] = list(bias.values())
+    floats_EF[:, 3] = 1.0
+    floats_EF[np.searchsorted(tokens, seen), 3] = p.repetition_penalty
+    # In float32 step by step, as torch does it.
+    off = np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts.astype(np.float32)
+    floats_EF[np.searchsorted(tokens, outputs), 4] = off
+    edits_EF[np.searchsorted(tokens, forbidden), 5] = 1
+    return edits_EF
+
+
+_NO_TOKENS: IntArray = np.empty(0, dtype=np.int64)

@@ -1,0 +1,52 @@
+"""How much of a GPU's memory is left for KV blocks; knows sizes, not what they are of."""
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one GPU, as measured while a worker starts."""
+
+    total: int
+    used_by_others: int
+    """Before this worker took anything: other processes, and the driver."""
+    weights: int
+    activations: int
+    """The most that a step takes, over what is there between steps; CUDA's context included."""
+    graphs: int
+    utilization: float
+    """Share of the total that this worker, and what was there before, may fill."""
+
+    @property
+    def for_kv(self) -> int:
+        """What is left; less than nothing if the rest is too large already."""
+        budget = int(self.total * self.utilization)
+        return budget - self.used_by_others - self.weights - self.activations - self.graphs
+
+    def num_blocks(self, block_bytes: int, min_tokens: int, block_size: int) -> int:
+        """Blocks that fit, the null block included. ConfigError if they do not hold a request of `min_tokens`."""
+        num_blocks = max(0, self.for_kv) // block_bytes
+        needed = -(-min_tokens // block_size) + 1
+        if num_blocks < needed:
+            raise ConfigError(
+                f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} "
+                f"blocks of {block_bytes / 2**20:.2f} MiB = {needed * block_bytes / GIB:.2f} GiB. Lower "
+                "scheduler.max_model_len or scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or "
+                "use more GPUs (engine.tensor_parallel)"
+            )
+        return num_blocks
+
+    def arithmetic(self) -> str:
+        """The sum, for people to check."""
+        parts = {
+            "in use by others": self.used_by_others,
+            "weights": self.weights,
+            "activations": self.activations,
+            "CUDA graphs": self.graphs,
+        }
+        less = " - ".join(f"{size / GIB:.2f} ({what})" for what, size in parts.items())
+        return f"{self.total / GIB:.2f} GiB x {self.utilization:g} - {less} leaves {self.for_kv / GIB:.2f} GiB for KV"

@@ -1,0 +1,91 @@
+"""RankChannel: one end of the line between rank 0 and another rank of its worker; knows no message.
+
+A pair of Unix sockets that rank 0 makes and the other inherits. It has no name and no port, so nobody else can connect;
+it keeps the order; and it ends with either process, which is how each learns that the other is gone.
+"""
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from baton.errors import WireError
+from baton.wire import MAX_MESSAGE_BYTES, Codec
+
+S = TypeVar("S")
+R = TypeVar("R")
+
+SEND_TIMEOUT_S = 5.0
+"""The other end reads on a thread that does nothing else; one that takes nothing for this long is stuck."""
+
+_SEND_BUFFER_BYTES = 4 * 2**20
+_LENGTH = struct.Struct(">I")
+
+
+def frame_of(codec: Codec[S], message: S) -> bytes:
+    """A message as it travels. WireError if it is too large."""
+    data = codec.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class RankChannel(Generic[S, R]):
+    """Sends S from any thread and receives R on one."""
+
+    def __init__(self, end: socket.socket, sends: Codec[S], receives: Codec[R]) -> None:
+        """`end` is the channel's from now on."""
+        # So that a step's plan never waits for its reader. The system may allow less.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        seconds = int(SEND_TIMEOUT_S)
+        # A timeout of Python's own would hold for receiving too.
+        end.setsockopt(
+            socket.SOL_SOCKET,
+            socket.SO_SNDTIMEO,
+            struct.pack("ll", seconds, int((SEND_TIMEOUT_S - seconds) * 1e6)),
+        )
+        self._end = end
+        self._sends = sends
+        self._receives = receives
+        self._lock = threading.Lock()
+
+    def send(self, message: S) -> None:
+        """Returns as soon as the system has the message. OSError if the other end is gone, or takes nothing for
+        SEND_TIMEOUT_S; nothing can be sent after that. WireError if the message is too large."""
+        self.send_frame(frame_of(self._sends, message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """As `send`, of what `frame_of` made: for a message to several ranks."""
+        with self._lock:
+            self._end.sendall(frame)
+
+    def receive(self) -> R | None:
+        """The next message, when it is there; None if the other end is gone. WireError for what is no message."""
+        try:
+            if (head := self._read(_LENGTH.size)) is None:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            if length > MAX_MESSAGE_BYTES:
+                raise WireError(
+                    f"a rank's message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
+                )
+            data = self._read(length)
+        except OSError:
+            return None
+        return None if data is None else self._receives.decode(data)
+
+    def close(self) -> None:
+        """Ends the line: the other end's `receive` returns None, and so does ours, also one that waits already."""
+        with suppress(OSError):  # the other end is gone
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _read(self, num_bytes: int) -> memoryview | None:
+        """So many, or None if the line ends before."""
+        data = memoryview(bytearray(num_bytes))
+        num_read = 0
+        while num_read < num_bytes:
+            num_new = self._end.recv_into(data[num_read:])
+            if not num_new:
+                return None
+            num_read += num_new
+        return data

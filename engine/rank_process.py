@@ -1,0 +1,278 @@
+"""One tensor-parallel rank of a worker as a process: `python -m engine.rank_process FD`, started by rank 0 alone.
+
+FD is its end of the line to rank 0 (engine/rank_channel.py), over which it learns what it is to be, computes the same
+plans as rank 0 in the same order, and gives its connector the same orders. It ends with the line, so that it never
+outlives rank 0; signals from a terminal are rank 0's matter.
+
+    main thread      builds; then plans and orders, in the order of their arrival
+    reader thread    the line
+    device thread    where there is one (engine/pipeline.py)
+    transfer thread  KV blocks in and out (kv_transfer/)
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from baton.clock import Clock, SystemClock
+from baton.config import BatonConfig
+from baton.errors import BatonError, WireError
+from baton.step import SchedulerOutput
+from engine.collectives import Collectives, TorchCollectives
+from engine.pipeline import Pipeline
+from engine.rank_channel import RankChannel
+from engine.rank_group import STOP_TIMEOUT_S
+from engine.rank_messages import (
+    FROM_RANK,
+    TO_RANK,
+    FromRank,
+    Join,
+    Loaded,
+    News,
+    Orders,
+    Plan,
+    RankFailed,
+    Ready,
+    Report,
+    Setup,
+    StartFailed,
+    StepFailed,
+    Stop,
+    ToRank,
+)
+from engine.rank_parts import build_rank, rank_device
+from kv_transfer import RankConnector
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+"""Between two looks at the connector's counters, which strangers move too."""
+
+EXIT_FAILED = 1
+EXIT_ALONE = 2
+"""Rank 0 is gone."""
+
+Channel = RankChannel[FromRank, ToRank]
+
+
+class OwnConnector(RankConnector, Protocol):
+    """This rank's KVConnectorWorker."""
+
+    kv_address: str
+
+    def start(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank process drives."""
+
+    make_pipeline: Callable[[], Pipeline]
+    """Called once the collectives are connected."""
+    connector: OwnConnector
+    num_blocks: int
+    digest: str
+
+
+class Build(Protocol):
+    """Makes what a rank is to be. `on_news` may be called from any thread when the connector has news."""
+
+    def __call__(
+        self, setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]
+    ) -> Rank: ...
+
+
+def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
+    """The real one. Rank 0 alone samples and knows grammars."""
+    path = Path(setup.model_path)
+    parts = build_rank(config, setup.kv_keys, path, setup.incarnation, collectives, SystemClock(), on_news)
+    assert parts.scheduler_config.num_blocks is not None
+    return Rank(parts.make_pipeline, parts.connector, parts.scheduler_config.num_blocks, parts.model.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewsIsThere:
+    """What the transfer thread puts beside rank 0's messages."""
+
+
+Inbox = queue.SimpleQueue[ToRank | _NewsIsThere]
+
+
+class RankLoop:
+    """Does what rank 0 says. Every method belongs to the main thread; what raises in one ends the process."""
+
+    def __init__(
+        self, pipeline: Pipeline, connector: OwnConnector, channel: Channel, inbox: Inbox, clock: Clock
+    ) -> None:
+        self._pipeline = pipeline
+        self._connector = connector
+        self._channel = channel
+        self._inbox = inbox
+        self._clock = clock
+        self._under_way: deque[int] = deque()
+        """Steps whose results were not taken yet."""
+        self._num_computed = 0
+        self._report = Report({}, ())
+        self._report_at = clock.now()
+
+    def run(self) -> None:
+        """Returns when told to stop, and every step that was planned is computed."""
+        while not isinstance(message := self._next(), Stop):
+            match message:
+                case Plan(plan):
+                    self._compute(plan)
+                case Orders(orders, num_computed):
+                    self._take(num_computed)
+                    self._connector.send_orders(orders)
+                    self._connector.start_load_kv(orders)
+                    self._connector.save_kv_blocks(orders, frozenset())
+                case _NewsIsThere():
+                    if news := self._connector.get_finished():
+                        self._channel.send(News(news))
+                case None:  # nothing to do: whether a step has failed must not wait for the next one
+                    self._take(self._num_computed + len(self._under_way))
+                case _:
+                    raise WireError(f"{type(message).__name__} has no place here")
+            self._report_if_due()
+        self._take(self._num_computed + len(self._under_way))
+
+    def _next(self) -> ToRank | _NewsIsThere | None:
+        """None if nothing comes until a report is due."""
+        try:
+            return self._inbox.get(timeout=max(0.0, self._report_at - self._clock.now()))
+        except queue.Empty:
+            return None
+
+    def _compute(self, plan: SchedulerOutput) -> None:
+        """As the engine does: the step before is waited for when this one is on its way (engine/core.py)."""
+        self._pipeline.submit(plan)
+        self._under_way.append(plan.step)
+        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
+        self._take(self._num_computed + max(0, len(self._under_way) - num_kept))
+
+    def _take(self, num_computed: int) -> None:
+        """Waits until so many steps are computed."""
+        while self._num_computed < num_computed:
+            result = self._pipeline.take()
+            step = self._under_way.popleft()
+            if result.error is not None:
+                raise _StepError(step) from result.error
+            self._num_computed += 1
+
+    def _report_if_due(self) -> None:
+        if self._clock.now() >= self._report_at:
+            report = Report(self._connector.counters(), self._connector.peers())
+            if report != self._report:
+                self._report = report
+                self._channel.send(report)
+            self._report_at = self._clock.now() + REPORT_INTERVAL_S
+
+
+class _StepError(Exception):
+    """The device raised; what it raised is the cause."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step} failed")
+        self.step = step
+
+
+def main(build: Build = build) -> int:
+    """Serves until told to stop. Exit codes: 0 stopped, 1 failed, and rank 0 was told, 2 rank 0 is gone."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a terminal or a service's manager sends them to both of us
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    end.set_inheritable(False)
+    channel: Channel = RankChannel(end, FROM_RANK, TO_RANK)
+    setup = channel.receive()
+    if not isinstance(setup, Setup):
+        return EXIT_ALONE
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(message)s")
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(channel, inbox), name="rank-0", daemon=True).start()
+    try:
+        _serve(setup, channel, inbox, build)
+    except OSError as error:
+        _end(EXIT_ALONE, f"rank 0 is not there: {error}")
+    return 0
+
+
+def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
+    """The rank's whole life. It tells rank 0 what it failed at; nothing can be expected of its threads then."""
+    try:
+        config = BatonConfig.from_mapping(json.loads(setup.config), "rank 0's configuration")
+        device = rank_device(config.engine)
+        timeout_s = config.engine.rank_timeout_s
+        collectives = TorchCollectives(Path(setup.folder), setup.rank, setup.num_ranks, device, timeout_s)
+        rank = build(setup, config, collectives, lambda: inbox.put(_NewsIsThere()))
+    except BatonError as error:
+        channel.send(StartFailed(type(error).__name__, str(error)))
+        _end(EXIT_FAILED, f"could not start: {error}")
+    except Exception as error:
+        logger.exception("could not start")
+        channel.send(StartFailed("", _text(error)))
+        _end(EXIT_FAILED, "could not start")
+    try:
+        channel.send(Loaded(rank.connector.kv_address, rank.num_blocks, rank.digest))
+        message = inbox.get()
+        if isinstance(message, Join):
+            collectives.connect()
+            pipeline = rank.make_pipeline()
+            rank.connector.start()
+            channel.send(Ready())
+            RankLoop(pipeline, rank.connector, channel, inbox, SystemClock()).run()
+            pipeline.close()
+            rank.connector.shutdown()
+        collectives.close()
+    except _StepError as error:
+        logger.error("step %d failed", error.step, exc_info=error.__cause__)
+        channel.send(StepFailed(error.step, _text(error.__cause__)))
+        _end(EXIT_FAILED, str(error))
+    except OSError:
+        raise
+    except Exception as error:
+        logger.exception("the rank ends")
+        channel.send(RankFailed(_text(error)))
+        _end(EXIT_FAILED, "failed")
+
+
+def _read(channel: Channel, inbox: Inbox) -> None:
+    """The reader thread: the end of the line is the end of the process, whatever the others wait for."""
+    try:
+        while (message := channel.receive()) is not None:
+            inbox.put(message)
+            if isinstance(message, Stop):
+                deadline = threading.Timer(STOP_TIMEOUT_S, _end, (EXIT_FAILED, "did not stop in time"))
+                deadline.daemon = True
+                deadline.start()
+                return
+    except WireError as error:
+        _end(EXIT_ALONE, f"what rank 0 said cannot be read: {error}")
+    _end(EXIT_ALONE, "rank 0 is gone")
+
+
+def _end(code: int, why: str) -> NoReturn:
+    """At once: threads may be in collectives that nobody will complete."""
+    logger.info("%s", why)
+    logging.shutdown()
+    os._exit(code)
+
+
+def _text(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

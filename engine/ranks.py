@@ -1,0 +1,172 @@
+"""start_ranks: a worker's tensor-parallel ranks, of which this process is the first, as one pipeline and one connector.
+
+process of rank 0    scheduler, engine loop, request plane; its part of the model       engine/host.py
+process of rank r    its part of the model, the same steps; its own device, KV pool     engine/rank_process.py
+                     and transfer thread
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.clock import Clock
+from baton.config import BatonConfig
+from baton.curve import PlaneKeys
+from baton.errors import ClusterError
+from engine.collectives import Collectives, SingleRank, TorchCollectives
+from engine.core import ConnectorWorker
+from engine.grammar import GrammarCompiler
+from engine.pipeline import Pipeline
+from engine.rank_group import RankGroup
+from engine.rank_messages import Join, Setup
+from engine.rank_parts import RankParts, build_rank, rank_device
+from engine.remote_ranks import RankedPipeline, RemoteConnector
+from kv_transfer import RankConnector, RankedConnector
+
+
+class OtherRanks:
+    """Ranks 1 and up, and what all ranks have in common."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        num_ranks: int,
+        kv_keys: PlaneKeys | None,
+        model_path: Path,
+        incarnation: str,
+        on_news: Callable[[], None],
+        module: str = "engine.rank_process",
+    ) -> None:
+        """Starts their processes, which begin to load at once. `stop` must follow."""
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self._block_size = config.scheduler.block_size
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))  # mode 0700
+        self.collectives = TorchCollectives(
+            self._folder, 0, num_ranks, rank_device(config.engine), config.engine.rank_timeout_s
+        )
+        text = config.model_dump_json()
+        setups = [
+            Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, str(self._folder))
+            for rank in range(1, num_ranks)
+        ]
+        try:
+            self._group = RankGroup(setups, on_news, self.collectives.abort, module)
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
+
+    def join(self, num_blocks: int, digest: str) -> tuple[str, ...]:
+        """Connects the collectives when all have loaded what rank 0 has: where their KV planes listen.
+
+        Raises ConfigError or ModelError where a rank did, and ClusterError otherwise.
+        """
+        loaded = self._group.wait_until_loaded(self._start_timeout_s)
+        for rank, facts in enumerate(loaded, 1):
+            if (facts.num_blocks, facts.digest) != (num_blocks, digest):
+                raise ClusterError(
+                    f"rank {rank} has {facts.num_blocks} KV blocks of model {facts.digest}, and rank 0 has "
+                    f"{num_blocks} of {digest}: is something changing the model's folder?"
+                )
+        self._group.send(Join())
+        try:
+            self.collectives.connect()
+        except RuntimeError as error:
+            why = self._group.explain_start(error)
+            raise ClusterError(f"the worker's ranks cannot reach one another: {why}") from error
+        return tuple(facts.kv_address for facts in loaded)
+
+    def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
+        """Of all ranks. `make_own` makes rank 0's; the others make theirs meanwhile, and may meet it in that."""
+        try:
+            own = make_own()
+        except RuntimeError as error:
+            raise self._group.explain_start(error) from error
+        return RankedPipeline(own, self._group)
+
+    def connector(self, own: RankConnector) -> ConnectorWorker:
+        """Of all ranks."""
+        remote = [RemoteConnector(link, self._group) for link in self._group.links]
+        return RankedConnector([own, *remote], self._block_size)
+
+    def serve(self) -> None:
+        """Waits until every rank is ready; ClusterError if one does not get there.
+
+        From then on `on_news` is called, and a failure is the engine's to take notice of.
+        """
+        self._group.wait_until_ready(self._start_timeout_s)
+        self._group.serve()
+
+    def stop(self) -> None:
+        """Ends the processes, whether they are well or not. Rank 0 computes nothing any more."""
+        self._group.begin_stop()
+        self.collectives.close()
+        self._group.stop()
+        shutil.rmtree(self._folder)
+
+
+class Ranks:
+    """All ranks of a worker: they have loaded and are connected. `make_pipeline` and `start` follow."""
+
+    def __init__(self, parts: RankParts, others: OtherRanks | None = None) -> None:
+        """`parts` are this process's."""
+        self.parts = parts
+        self._others = others
+        self._is_started = False
+        self.kv_addresses: tuple[str, ...] = (parts.connector.kv_address,)
+        """Where the KV plane of each rank listens."""
+        self.connector: ConnectorWorker = parts.connector
+        """Of all ranks."""
+        if others is not None:
+            num_blocks = parts.scheduler_config.num_blocks
+            assert num_blocks is not None
+            self.kv_addresses += others.join(num_blocks, parts.model.digest)
+            self.connector = others.connector(parts.connector)
+
+    def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
+        """Where the worker's steps are computed, on every rank."""
+        if self._others is None:
+            return self.parts.make_pipeline(grammars)
+        return self._others.pipeline(lambda: self.parts.make_pipeline(grammars))
+
+    def start(self) -> None:
+        """Begins to move KV, and to tell of news; blocks until every rank is ready. Raises as `start_ranks`."""
+        self._is_started = True
+        self.parts.connector.start()
+        if self._others is not None:
+            self._others.serve()
+
+    def stop(self) -> None:
+        """Ends what `start` began, and the other processes, if there are any."""
+        if self._is_started:
+            self.parts.connector.shutdown()
+        if self._others is not None:
+            self._others.stop()
+
+
+def start_ranks(
+    config: BatonConfig,
+    num_ranks: int,
+    kv_keys: PlaneKeys | None,
+    model_path: Path,
+    incarnation: str,
+    clock: Clock,
+    on_news: Callable[[], None],
+) -> Ranks:
+    """Loads the model on every rank, in parallel; blocks until all of them are there.
+
+    ConfigError, ModelError or ClusterError if they cannot be; no process is left then. `on_news` is called from any
+    thread, after `Ranks.start`.
+    """
+
+    def build(collectives: Collectives) -> RankParts:
+        return build_rank(config, kv_keys, model_path, incarnation, collectives, clock, on_news)
+
+    if num_ranks == 1:
+        return Ranks(build(SingleRank()))
+    others = OtherRanks(config, num_ranks, kv_keys, model_path, incarnation, on_news)
+    try:
+        return Ranks(build(others.collectives), others)
+    except BaseException:
+        others.stop()
+        raise

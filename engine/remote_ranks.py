@@ -1,0 +1,93 @@
+"""What the engine sees of the other ranks: their steps behind its own pipeline, their connectors beside its own.
+
+A rank obeys its connector's orders when it has computed as many plans as rank 0 had when it gave them: that is what the
+engine means by *when the step is computed*, for each rank by itself.
+"""
+
+from collections import deque
+from collections.abc import Set
+from dataclasses import replace
+
+from baton.step import KVConnectorOutput, SchedulerOutput
+from baton.worker import KVPeerCounts
+from engine.pipeline import Pipeline, StepResult
+from engine.rank_group import RankGroup, RankLink
+from engine.rank_messages import Orders, Plan
+from kv_transfer import KVConnectorMetadata
+
+
+class RankedPipeline:
+    """Rank 0's pipeline, whose steps the other ranks compute too."""
+
+    def __init__(self, own: Pipeline, group: RankGroup) -> None:
+        self._own = own
+        self._group = group
+        self._steps: deque[int] = deque()
+
+    @property
+    def num_ahead(self) -> int:
+        return self._own.num_ahead
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """The others first: they have the longer way, and rank 0 may compute the step before this returns."""
+        self._group.send(Plan(replace(plan, kv_connector_metadata=None)))
+        self._steps.append(plan.step)
+        self._own.submit(plan)
+
+    def take(self) -> StepResult:
+        """Rank 0's own result: whatever the others compute goes into it. A rank that cannot go on makes it an error."""
+        result = self._own.take()
+        step = self._steps.popleft()
+        self._group.num_computed += 1
+        if result.error is not None:
+            return StepResult(None, self._group.explain(step, result.error))
+        return result
+
+    def close(self) -> None:
+        self._own.close()
+
+
+class RemoteConnector:
+    """Another rank's connector, as RankedConnector needs it. Every method returns at once."""
+
+    def __init__(self, link: RankLink, group: RankGroup) -> None:
+        self._link = link
+        self._group = group
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        """Blocks that are taken back need no wait here: the rank obeys before it looks at the step that follows."""
+        if metadata is not None and metadata.at_once:
+            self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        if metadata is not None and metadata.loads:
+            self._send(KVConnectorMetadata((), metadata.loads, ()), self._group.num_computed)
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        if metadata is not None:
+            filled = tuple(order for order in metadata.after if order.request_id not in lost)
+            if filled:
+                self._send(KVConnectorMetadata((), (), filled), self._group.num_computed)
+
+    def get_finished(self) -> KVConnectorOutput:
+        """What the rank has said since the last call; RuntimeError if any rank of the worker has failed."""
+        self._group.check()
+        news = KVConnectorOutput()
+        while not self._link.news.empty():
+            news += self._link.news.get()
+        return news
+
+    def counters(self) -> dict[str, int]:
+        """As the rank last said, a moment ago."""
+        return self._link.report.counters
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        """As the rank last said."""
+        return self._link.report.peers
+
+    def shutdown(self) -> None:
+        """Part of the rank's own end."""
+        self._group.begin_stop()
+
+    def _send(self, orders: KVConnectorMetadata, num_computed: int) -> None:
+        self._group.send_to(self._link, Orders(orders, num_computed))

@@ -1,0 +1,80 @@
+"""RequestTable: what a step needs of every request, as arrays with a row for each; knows no plan and no token but the
+last.
+
+A step of hundreds of decodes is built by a few operations on whole columns, instead of a few for each request.
+
+Shape suffixes: S rows of the table, M columns for block ids.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+NONE = -1
+"""No row of sampled tokens, no block."""
+_FIRST_ROWS, _FIRST_BLOCKS = 16, 16
+
+
+class RequestTable:
+    """Columns grow by doubling, rows are used again; a view of a column is valid until the next `add` or `extend`."""
+
+    def __init__(self) -> None:
+        self.num_computed_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
+        self.num_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
+        """Known ones and those that steps under way sample."""
+        self.last_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
+        """0 where it is not known yet."""
+        self.sampled_rows_S = np.full(_FIRST_ROWS, NONE, np.int64)
+        """Where the last token stands among those that the step under way samples; NONE: it is known."""
+        self.cleared_blocks_S = np.full(_FIRST_ROWS, NONE, np.int64)
+        """The last block whose slots past the request's end are known to be zero."""
+        self.num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
+        self.block_ids_SM = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int64)
+        """What lies behind a row's `num_blocks` is of no meaning."""
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+
+    def add(self) -> int:
+        """A row that nobody uses."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self.sampled_rows_S[row] = NONE
+        return row
+
+    def remove(self, row: int) -> None:
+        self._free.append(row)
+
+    def set_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        """In place of those it had."""
+        self.num_blocks_S[row] = 0
+        self.cleared_blocks_S[row] = NONE
+        self.extend_blocks(row, block_ids)
+
+    def extend_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        start = int(self.num_blocks_S[row])
+        end = start + len(block_ids)
+        if end > self.block_ids_SM.shape[1]:
+            num_columns = max(end, 2 * self.block_ids_SM.shape[1])
+            wider_SM = np.zeros((len(self.block_ids_SM), num_columns), np.int64)
+            wider_SM[:, : self.block_ids_SM.shape[1]] = self.block_ids_SM
+            self.block_ids_SM = wider_SM
+        self.block_ids_SM[row, start:end] = block_ids
+        self.num_blocks_S[row] = end
+
+    def _grow(self) -> None:
+        num_rows = len(self.num_tokens_S)
+        for name in (
+            "num_computed_tokens_S",
+            "num_tokens_S",
+            "last_tokens_S",
+            "sampled_rows_S",
+            "cleared_blocks_S",
+            "num_blocks_S",
+            "block_ids_SM",
+        ):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))

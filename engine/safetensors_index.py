@@ -1,0 +1,109 @@
+"""CheckpointIndex: which tensors a folder's safetensors files hold, and at which bytes; reads headers only.
+
+The format: 8 bytes of header length (little-endian), a JSON object from names to dtype, shape and the range of bytes
+counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ModelError
+from engine.model_config import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What can be served. Integers and 8-bit floats mean nothing without scales that other tensors hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype_name: str
+    """As the format calls it, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte, from the file's beginning."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+
+class CheckpointIndex:
+    """Every tensor of a folder, by name."""
+
+    def __init__(self, path: Path, tensors: dict[str, StoredTensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Of a model folder; ModelError names a file that is missing or damaged."""
+        return cls(path, {name: stored for file in weight_files(path) for name, stored in _tensors_of(file)})
+
+    def find(self, name: str, shape: Sequence[int]) -> StoredTensor:
+        """ModelError if there is no such tensor, or one of another shape, or one stored in a format not served."""
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise ModelError(f"{self._path}: tensor {name} (shape {list(shape)}) is missing")
+        if stored.shape != tuple(shape):
+            raise ModelError(
+                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
+            )
+        if stored.dtype_name not in DTYPES:
+            raise ModelError(
+                f"{stored.file}: tensor {name} is stored as {stored.dtype_name}; supported are {', '.join(DTYPES)}"
+            )
+        return stored
+
+    def check_all_taken(self, taken: Collection[str], *, allowed: tuple[str, ...] = ()) -> None:
+        """ModelError if there are tensors that nobody asked for, except those ending in one of `allowed`."""
+        unexpected = sorted(n for n in self._tensors if n not in taken and not n.endswith(allowed))
+        if unexpected:
+            shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
+            raise ModelError(
+                f"{self._path}: {len(unexpected)} tensors that the architecture in config.json does not have: {shown}"
+            )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model folder, by name: those of its index, else `model.safetensors`."""
+    if (path / INDEX_NAME).is_file():
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{path / INDEX_NAME}: expected a 'weight_map' from tensor names to files")
+        files = sorted({path / str(name) for name in weight_map.values()})
+    else:
+        files = [path / "model.safetensors"]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{', '.join(missing)} does not exist; weights must be safetensors files")
+    return files
+
+
+def open_safetensors(file: Path) -> safe_open:
+    """Entered; the library checks the header against itself and the file's size. ModelError if it is damaged."""
+    try:
+        handle: safe_open = safe_open(file, framework="pt", device="cpu").__enter__()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
+    return handle
+
+
+def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    open_safetensors(file).__exit__(None, None, None)
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            offset = 8 + header_bytes + entry["data_offsets"][0]
+            yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), offset)

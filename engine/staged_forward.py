@@ -1,0 +1,136 @@
+"""StagedForward: a step's arrays in, logits out, on a device that works by itself; knows no request.
+
+A step is staged (one copy), then queued kernel by kernel, or, if it consists of decodes, replayed from a graph of the
+next larger number of decodes. Nothing here waits for the device.
+
+Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from engine.graphs import Recorder, Replay
+from engine.kv_cache import NULL_BLOCK
+from engine.layers.attention import Attention
+from engine.layers.backend import InputTokens
+from engine.layers.triton_attention import StepLimits, TritonAttention
+from engine.models.llama import LlamaForCausalLM
+from engine.request_table import IntArray
+from engine.staging import ALIGNMENT, Section, StepStaging
+
+NO_SLOT = -1
+NO_SOURCE = -1
+
+
+class StagedForward:
+    """Satisfies `engine.forward.Forward`."""
+
+    def __init__(
+        self,
+        decoder: LlamaForCausalLM,
+        attention: TritonAttention,
+        limits: StepLimits,
+        sampled_R: torch.Tensor,
+        device: torch.device,
+    ) -> None:
+        """`sampled_R` (int32) has what the step before sampled, when a step begins to be computed."""
+        self._decoder = decoder
+        self._attention = attention
+        self._sampled_R = sampled_R
+        most = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._staging = StepStaging(5 * (most + ALIGNMENT) + attention.max_staged, device)
+        self._graphs: dict[int, tuple[torch.Tensor, Replay]] = {}
+        self._sizes: list[int] = []
+
+    @torch.inference_mode()
+    def record_decodes(
+        self, sizes: list[int], recorder: Recorder, on_progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Records steps of so many decodes, the largest first, whose memory the others then share.
+
+        `on_progress` gets the number of sizes that are done. The pool's null block is read, nothing is written.
+        """
+        for count, size in enumerate(sorted(sizes, reverse=True), start=1):
+            tokens, attention, _ = self._stage(_idle_step(), size)
+
+            def work(tokens: InputTokens = tokens, attention: Attention = attention) -> torch.Tensor:
+                return self._decoder.logits(self._decoder.forward(tokens, attention))
+
+            self._graphs[size] = recorder.record(work)
+            on_progress(count)
+        self._sizes = sorted(sizes)
+
+    @torch.inference_mode()
+    def rehearse(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+        """A step of so many requests with `num_tokens` tokens each, which leaves nothing behind but compiled kernels and
+        the memory that such a step takes. Returns their logits: num_requests x V."""
+        logits_RV = self(_rehearsal(num_requests, num_tokens, self._attention.block_size))
+        assert logits_RV is not None
+        return logits_RV
+
+    @torch.inference_mode()
+    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+        self._attention.clear_tails(batch)
+        size = next((size for size in self._sizes if size >= batch.num_decodes), None)
+        is_recorded = size is not None and not batch.prefills
+        tokens, attention, rows_R = self._stage(batch, size if is_recorded else None)
+        if not is_recorded:
+            hidden_TE = self._decoder.forward(tokens, attention)
+            return self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None
+        assert size is not None
+        logits_RV, replay = self._graphs[size]
+        replay()
+        if len(rows_R) == batch.num_decodes:
+            return logits_RV[: len(rows_R)]
+        return logits_RV[rows_R] if len(rows_R) else None
+
+    def _stage(self, batch: StepBatch, size: int | None) -> tuple[InputTokens, Attention, torch.Tensor]:
+        """Puts the step on the device; with a size, padded to so many decodes, and in the same place each time."""
+        num_tokens = size or batch.num_tokens
+        sections = [
+            Section(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
+            Section(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
+            Section(_padded(batch.positions_T, num_tokens, 0), num_tokens),
+            Section(_padded(batch.slots_T, num_tokens, NO_SLOT), num_tokens),
+            Section(batch.sampling_rows_R, size or len(batch.sampling_rows_R)),
+            *self._attention.sections(batch, size),
+        ]
+        ids_T, sources_T, positions_T, slots_T, rows_R, *rest = self._staging.stage(sections)
+        attention = self._attention.bind(batch, positions_T, slots_T, rest)
+        tokens = InputTokens(ids_T, sources_T, self._sampled_R)
+        return tokens, attention, rows_R[: len(batch.sampling_rows_R)]
+
+
+def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
+    if len(values_T) == size:
+        return values_T
+    return np.concatenate([values_T, np.full(size - len(values_T), filler)])
+
+
+def _rehearsal(num_requests: int, num_tokens: int, block_size: int) -> StepBatch:
+    """Requests of the null block, which is read as ever and written by nobody."""
+    num_rows, num_blocks = num_requests * num_tokens, -(-num_tokens // block_size)
+    ends_B = np.arange(1, num_requests + 1) * num_tokens
+    return StepBatch(
+        input_ids_T=np.zeros(num_rows, np.int64),
+        sources_T=np.full(num_rows, NO_SOURCE),
+        positions_T=np.arange(num_rows) % num_tokens,
+        slots_T=np.full(num_rows, NO_SLOT),
+        num_decodes=num_requests if num_tokens == 1 else 0,
+        starts_B=ends_B - num_tokens,
+        num_tokens_B=np.full(num_requests, num_tokens),
+        context_lens_B=np.full(num_requests, num_tokens),
+        block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
+        num_blocks_B=np.full(num_requests, num_blocks),
+        sampling_rows_R=ends_B - 1,
+        sampling_requests=(),
+        new_tails=(),
+    )
+
+
+def _idle_step() -> StepBatch:
+    none = np.empty(0, dtype=np.int64)
+    return StepBatch(none, none, none, none, 0, none, none, none, none.reshape(0, 0), none, none, (), ())

@@ -1,0 +1,78 @@
+"""StreamedWeights: a checkpoint's tensors on a GPU, read ahead in the order in which the model asks for them."""
+
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from engine.safetensors_index import CheckpointIndex, StoredTensor
+from engine.weight_stream import Copies, FilePart, WeightStream
+from engine.weights import OnProgress, Shard, Take
+
+
+class StreamedWeights:
+    """Satisfies WeightSource for a model that asks for exactly `takes`, in that order (see TakeRecorder).
+
+    Only what is asked for is read. Bytes cross to the device as they are stored, and become `dtype` there. A context
+    manager; leave it through `check_all_taken`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        takes: Sequence[Take],
+        copies: Copies,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """ModelError, before anything is read, if a tensor is missing, misshapen or cannot be divided."""
+        self._dtype = dtype
+        self._index = CheckpointIndex.read(path)
+        self._takes = deque((take, self._index.find(take.name, take.shape)) for take in takes)
+        self._names = {take.name for take in takes}
+        parts = [part_of(take, stored) for take, stored in self._takes]
+        self._on_progress = on_progress
+        self._loaded_bytes, self._total_bytes = 0, sum(part.num_bytes for part in parts)
+        self._stream = WeightStream(parts, copies)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        take, stored = self._takes.popleft()
+        assert take == Take(name, shape, shard), f"the model was to ask for {take}, not for {name}"
+        flat = self._stream.take()
+        self._loaded_bytes += flat.numel()
+        if self._on_progress is not None:
+            self._on_progress(self._loaded_bytes, self._total_bytes)
+        return flat.view(stored.dtype).view(take.part_shape).to(self._dtype)
+
+    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
+        """ModelError if the files hold tensors that nobody asks for, except those ending in one of `allowed`."""
+        assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
+        self._index.check_all_taken(self._names, allowed=allowed)
+
+
+def part_of(take: Take, stored: StoredTensor) -> FilePart:
+    """The bytes of a slice: one run if it is of the first dimension, else one for each index of those before."""
+    shape, itemsize = take.shape, stored.dtype.itemsize
+    if take.shard is None:
+        return FilePart(stored.file, stored.offset, prod(shape) * itemsize)
+    part, dim = take.shard.slice_of(take.name, shape), take.shard.dim
+    element_bytes = prod(shape[dim + 1 :]) * itemsize
+    return FilePart(
+        stored.file,
+        stored.offset + part.start * element_bytes,
+        (part.stop - part.start) * element_bytes,
+        prod(shape[:dim]),
+        shape[dim] * element_bytes,
+    )

@@ -1,0 +1,304 @@
+"""WeightStream: parts of files, read ahead in the order in which they will be wanted, onto a device; knows no model.
+
+    file --preadv, several threads--> pinned buffers, two a thread --copies on a stream of their own--> device
+
+A thread fills one of its buffers while the copy out of the other is under way, so that disk, host memory and PCIe are
+busy at once. Python does a few calls per buffer of 32 MiB, nothing per byte.
+"""
+
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.errors import ModelError
+
+NUM_READERS = 4
+"""Threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), a GPU takes up to 50 over
+PCIe 5; benchmarks/weight_loading.py tells what more of them bring."""
+BUFFER_BYTES = 32 * 2**20
+"""A copy of this size takes 0.6 ms on PCIe 5: setting it up costs nothing beside it. 256 MiB are pinned in all."""
+AHEAD_BYTES = 2 * 2**30
+"""Device memory that may be filled before it is asked for; a layer of a 70B model takes 1.7 GiB."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """`num_runs` runs of `run_bytes`, each `stride_bytes` after the one before: a slice of a row-major tensor."""
+
+    file: Path
+    offset: int
+    """Of the first run, from the file's beginning."""
+    run_bytes: int
+    num_runs: int = 1
+    stride_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.run_bytes * self.num_runs
+
+    def pieces(self, max_bytes: int) -> Iterator[tuple["FilePart", int]]:
+        """The same bytes in parts of at most so many, each with where it begins among this part's bytes."""
+        if self.num_runs > 1 and self.run_bytes <= max_bytes:
+            runs_each = max_bytes // self.run_bytes
+            for first in range(0, self.num_runs, runs_each):
+                num_runs = min(runs_each, self.num_runs - first)
+                offset = self.offset + first * self.stride_bytes
+                yield (
+                    FilePart(self.file, offset, self.run_bytes, num_runs, self.stride_bytes),
+                    first * self.run_bytes,
+                )
+            return
+        for run, start in itertools.product(range(self.num_runs), range(0, self.run_bytes, max_bytes)):
+            num_bytes = min(max_bytes, self.run_bytes - start)
+            offset = self.offset + run * self.stride_bytes + start
+            yield FilePart(self.file, offset, num_bytes), run * self.run_bytes + start
+
+
+class Copied(Protocol):
+    """When a copy is over."""
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+        ...
+
+
+class Copies(Protocol):
+    """How bytes get from a buffer in host memory to where they are wanted."""
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Host memory to copy from."""
+        ...
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Device memory to copy to."""
+        ...
+
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
+        """Begins a copy. The source may be written again when it is over; None: it is."""
+        ...
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """What the calling thread does with the tensor from now on comes after all copies that were started."""
+        ...
+
+
+class HostCopies:
+    """Within host memory."""
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Copies are over when they are started."""
+
+
+class CudaCopies:
+    """To a GPU, on a stream of their own, so that they overlap with what the model does with earlier weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Pinned: from other memory the driver would copy twice, and the call would not return before."""
+        with torch.cuda.device(self._device):  # a new thread's is device 0, which may be another rank's
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            over = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the readers need the cores
+            over.record(self._stream)
+        return over
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        # The allocator counts it as the copying stream's: without this, freeing it would let the next copy overwrite it
+        # while kernels of the current stream still read it.
+        tensor.record_stream(current)
+
+
+class WeightStream:
+    """Begins to read at once. Call `take` once per part, in their order, then `close`; `close` alone ends it early.
+
+    Waits have no deadline of their own: how long a disk may take is for whoever starts the worker to say.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[FilePart],
+        copies: Copies,
+        *,
+        num_readers: int = NUM_READERS,
+        buffer_bytes: int = BUFFER_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+    ) -> None:
+        self._parts = parts
+        self._copies = copies
+        self._buffer_bytes = buffer_bytes
+        self._ahead_bytes = ahead_bytes
+        self._ends = list(itertools.accumulate(part.num_bytes for part in parts))
+        self._changed = threading.Condition()
+        self._pieces = deque(
+            (index, *piece) for index, part in enumerate(parts) for piece in part.pieces(buffer_bytes)
+        )
+        self._num_missing = [sum(1 for _ in part.pieces(buffer_bytes)) for part in parts]
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._num_taken = 0
+        self._is_closed = False
+        self._failure: Exception | None = None
+        self._files = {file: _open(file) for file in {part.file for part in parts}}
+        self._threads = [
+            threading.Thread(target=self._read, name=f"weights-{i}", daemon=True) for i in range(num_readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> torch.Tensor:
+        """The next part's bytes (uint8) on the device; ModelError if they cannot be read."""
+        index = self._num_taken
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._num_missing[index])
+            if self._failure is not None:
+                raise self._failure
+            tensor = self._arrived.pop(index, None)
+            self._num_taken += 1
+            self._changed.notify_all()
+        if tensor is None:  # a part of no bytes has no pieces
+            tensor = self._copies.allocate(0)
+        self._copies.hand_over(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Ends the threads, and waits for them: a few reads at most."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for file in self._files.values():
+            file.close()
+
+    def _read(self) -> None:
+        """One reader: fill a buffer, start its copy, go on with the other one."""
+        try:
+            buffers = [_Buffer(self._copies, self._buffer_bytes) for _ in range(2)]
+            for buffer in itertools.cycle(buffers):
+                buffer.wait()
+                if (piece := self._next_piece()) is None:
+                    break
+                index, part, start, tensor = piece
+                self._files[part.file].read_into(part, buffer.bytes[: part.num_bytes])
+                buffer.copy_to(tensor[start : start + part.num_bytes])
+                with self._changed:
+                    self._num_missing[index] -= 1
+                    self._changed.notify_all()
+            for buffer in buffers:
+                buffer.wait()
+        except Exception as failure:
+            with self._changed:
+                self._failure = self._failure or failure
+                self._changed.notify_all()
+
+    def _next_piece(self) -> tuple[int, FilePart, int, torch.Tensor] | None:
+        """What to read next, and the memory of the whole part that it belongs to; None when there is nothing left."""
+        with self._changed:
+            self._changed.wait_for(self._may_go_on)
+            if self._is_over:
+                return None
+            index, part, start = self._pieces.popleft()
+            if index not in self._arrived:
+                self._arrived[index] = self._copies.allocate(self._parts[index].num_bytes)
+            return index, part, start, self._arrived[index]
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._failure is not None or not self._pieces
+
+    def _may_go_on(self) -> bool:
+        """The part that is asked for next may always be read, however large it is."""
+        if self._is_over:
+            return True
+        next_index = self._pieces[0][0]
+        taken_bytes = self._ends[self._num_taken - 1] if self._num_taken else 0
+        return next_index == self._num_taken or self._ends[next_index] - taken_bytes <= self._ahead_bytes
+
+
+class _Buffer:
+    """Host memory whose last copy may be under way."""
+
+    def __init__(self, copies: Copies, num_bytes: int) -> None:
+        self._copies = copies
+        self._tensor = copies.make_buffer(num_bytes)
+        self._copied: Copied | None = None
+        self.bytes: Bytes = self._tensor.numpy()
+
+    def wait(self) -> None:
+        """Until it may be written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        self._copied = self._copies.start(target, self._tensor[: len(target)])
+
+
+def _open(path: Path) -> "_OpenFile":
+    try:
+        return _OpenFile(path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+class _OpenFile:
+    """Reads from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def read_into(self, part: FilePart, target: Bytes) -> None:
+        """One run by preadv, which needs no page table entries. Many short ones through the map: for each a system call
+        would cost more than the copy. Neither holds the interpreter's lock."""
+        if part.num_runs > 1:
+            shape, strides = (part.num_runs, part.run_bytes), (part.stride_bytes, 1)
+            runs = np.ndarray(shape, np.uint8, self._map, part.offset, strides)
+            np.copyto(target.reshape(shape), runs)
+            return
+        num_read = 0
+        try:
+            while num_read < len(target):
+                n = os.preadv(self._file.fileno(), [target[num_read:].data], part.offset + num_read)
+                if n == 0:
+                    raise ModelError(f"{self._path} ends early: at byte {part.offset + num_read}")
+                num_read += n
+        except OSError as error:
+            raise ModelError(f"cannot read {self._path}: {error}") from error
+
+    def close(self) -> None:
+        self._map.close()
+        self._file.close()

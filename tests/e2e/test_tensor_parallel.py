@@ -1,0 +1,86 @@
+"""Workers of several ranks answer as workers of one do, also where P and D have different numbers of them."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.config import BatonConfig
+from tests.factories.local_cluster import LocalCluster, local_cluster
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+NUM_NEW_TOKENS = 12
+PROMPTS = [
+    tuple((5 + 7 * i + 3 * j) % 250 for j in range(length)) for i, length in enumerate((1, 16, 33, 100, 200))
+]
+
+
+def make_config(num_prefill_ranks: int, num_decode_ranks: int) -> BatonConfig:
+    return BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32"},
+            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8},
+            "scheduler": {"max_num_batched_tokens": 64},
+            "gateway": {"grpc_port": 0},
+            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
+            "kv_transfer": {"peer_timeout_s": 60.0},
+            "cluster": {
+                "prefill_tensor_parallel": num_prefill_ranks,
+                "decode_tensor_parallel": num_decode_ranks,
+            },
+        }
+    )
+
+
+def rank_processes(cluster: LocalCluster, name: str) -> list[psutil.Process]:
+    children = psutil.Process(cluster.workers[name].pid).children()
+    return [child for child in children if "engine.rank_process" in child.cmdline()]
+
+
+async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
+    """Greedy, all at once; and then nothing is held any more."""
+    options = {"mode": mode, "max_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "cache_salt": mode}
+    found = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])  # type: ignore[arg-type]
+    await cluster.at_rest()
+    return [answer.token_ids for answer in found]
+
+
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (1, 2), (2, 2)])
+def test_tokens_do_not_depend_on_the_number_of_ranks(
+    tmp_path: Path, num_prefill_ranks: int, num_decode_ranks: int
+) -> None:
+    """One cluster answers disaggregated and on D alone; where D has one rank, the latter is the answer of before."""
+
+    async def run() -> None:
+        config = make_config(num_prefill_ranks, num_decode_ranks)
+        async with local_cluster(config, make_model_dir(tmp_path)) as cluster:
+            ranks = [child for name in ("p0", "d0") for child in rank_processes(cluster, name)]
+            assert len(ranks) == num_prefill_ranks + num_decode_ranks - 2
+            assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
+            counters = await cluster.counters("d0")
+            assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+        assert not any(child.is_running() for child in ranks)
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_loses_a_rank_is_dead_and_others_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with local_cluster(make_config(2, 1), make_model_dir(tmp_path)) as cluster:
+            (rank,) = rank_processes(cluster, "p0")
+            rank.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(10.0):
+                while (await worker(cluster, "p0"))["state"] != "dead":
+                    await asyncio.sleep(0.05)
+            answer = await cluster.answer(PROMPTS[2], max_tokens=2, temperature=0.0)
+            assert len(answer.token_ids) == 2
+
+    async def worker(cluster: LocalCluster, name: str) -> dict[str, str]:
+        description = await cluster.client.describe()
+        return next(worker for worker in description["workers"] if worker["name"] == name)
+
+    asyncio.run(run())

@@ -1,0 +1,174 @@
+"""A rank whose device and connector do what plans and orders tell them: `python -m tests.factories.fake_rank FD`.
+
+Its steps are real in one thing: they meet the other ranks in a collective. What it did is in `rank-R.txt` of the folder
+that it takes for its model's.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Set
+from pathlib import Path
+
+import torch
+
+from baton.config import BatonConfig
+from baton.errors import ModelError
+from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.worker import KVPeerCounts
+from engine.collectives import Collectives
+from engine.fail_stop import FailStop
+from engine.pipeline import Launched, Pipeline, ThreadedPipeline
+from engine.rank_messages import Setup
+from engine.rank_process import Rank, main
+from kv_transfer import KVConnectorMetadata
+
+FAKE_RANK = "tests.factories.fake_rank"
+NUM_BLOCKS = 20
+DIGEST = "digest"
+
+# What a plan does to one rank, by the id of a request that has tokens: "VERB-RANK".
+RAISE, DIE, STALL, DELAY = "raise", "die", "stall", "delay"
+DELAY_S = 0.5
+
+
+def make_plan(step: int, *request_ids: str) -> SchedulerOutput:
+    """A step of one token for each."""
+    tokens = dict.fromkeys(request_ids or ("r",), 1)
+    return SchedulerOutput((), CachedRequestData(), tokens, len(tokens), frozenset(), frozenset(), step=step)
+
+
+class Diary:
+    """What a rank did, a line each."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank-{rank}.txt"
+
+    def write(self, line: str) -> None:
+        with self._path.open("a") as file:
+            print(line, file=file)
+
+    @staticmethod
+    def of(folder: Path, rank: int) -> list[str]:
+        return (folder / f"rank-{rank}.txt").read_text().splitlines()
+
+
+class CollectiveRunner:
+    """Samples the sum of all ranks' step numbers; does to its own rank what a plan says."""
+
+    def __init__(self, collectives: Collectives, diary: Diary) -> None:
+        self._collectives = collectives
+        self._diary = diary
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for request_id in plan.num_scheduled_tokens:
+            match request_id.split("-"):
+                case ["collectives"]:
+                    self._diary.write(str(self._all_of_them()))
+                case [verb, rank] if rank == str(self._collectives.rank):
+                    self._act(verb)
+        x = torch.tensor([plan.step])
+        self._collectives.all_reduce_(x)
+        self._diary.write(f"step {plan.step}")
+        return ModelRunnerOutput({"sum": [int(x.item())]})
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        raise NotImplementedError("a CPU computes where it is called")
+
+    def _all_of_them(self) -> list[object]:
+        """What each collective gives; their results are the same on every rank."""
+        collectives, rank = self._collectives, float(self._collectives.rank)
+        results: list[object] = []
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x_TE = torch.full((2, 3), 1.0 + rank, dtype=dtype)
+            collectives.all_reduce_(x_TE)
+            results.append(x_TE.unique().tolist())
+            for dim in (0, 1, -1):
+                mine = torch.tensor([[rank, 10.0 + rank]], dtype=dtype)
+                results.append(collectives.all_gather(mine, dim).tolist())
+        token_ids_R = torch.tensor([7, 8]) + self._collectives.rank
+        collectives.broadcast_(token_ids_R)
+        results.append(token_ids_R.tolist())
+        return results
+
+    def _act(self, verb: str) -> None:
+        match verb:
+            case "raise":
+                raise ValueError("the device is on fire")
+            case "die":
+                os._exit(7)
+            case "stall":
+                time.sleep(600)
+            case "delay":
+                time.sleep(DELAY_S)
+
+
+def make_fake_pipeline(collectives: Collectives, diary: Diary) -> Pipeline:
+    return ThreadedPipeline(FailStop(CollectiveRunner(collectives, diary)))
+
+
+class DiaryConnector:
+    """Writes its orders down, and has arrived at once what it is to load."""
+
+    kv_address = "tcp://127.0.0.1:1"
+
+    def __init__(self, diary: Diary, on_news: Callable[[], None], kv_address: str = kv_address) -> None:
+        self.kv_address = kv_address
+        self._diary = diary
+        self._on_news = on_news
+        self._quiesced: tuple[str, ...] = ()
+        self._num_loads = 0
+
+    def start(self) -> None:
+        self._diary.write("start")
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        for order in metadata.at_once if metadata else ():
+            self._diary.write(f"at once {type(order).__name__}")
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        for order in metadata.loads if metadata else ():
+            self._diary.write(f"load {order.request_id}")
+            self._quiesced += (order.request_id,)
+            self._num_loads += 1
+            if order.request_id == "lost":
+                raise RuntimeError("the transfer thread has died")
+            self._on_news()
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        for order in metadata.after if metadata else ():
+            if order.request_id not in lost:
+                self._diary.write(f"save {order.request_id}")
+
+    def get_finished(self) -> KVConnectorOutput:
+        quiesced, self._quiesced = self._quiesced, ()
+        return KVConnectorOutput(quiesced=quiesced)
+
+    def counters(self) -> dict[str, int]:
+        return {"kv_loads": self._num_loads}
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        return ()
+
+    def shutdown(self) -> None:
+        self._diary.write("shutdown")
+
+
+def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
+    """`model.path` says what goes wrong: `slow`, `no-model`, `broken`, `dead`."""
+    match config.model.path:
+        case "no-model":
+            raise ModelError("no config.json")
+        case "broken":
+            raise ValueError("out of memory")
+        case "dead":
+            os._exit(9)
+        case "slow":
+            time.sleep(600)
+    diary = Diary(Path(setup.model_path), setup.rank)
+    connector = DiaryConnector(diary, on_news, f"tcp://127.0.0.1:{1 + setup.rank}")
+    return Rank(lambda: make_fake_pipeline(collectives, diary), connector, NUM_BLOCKS, DIGEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(build))

@@ -1,0 +1,252 @@
+"""A worker's ranks as real processes in real collectives; their devices and connectors do as they are told."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.errors import BatonError, ClusterError, ModelError
+from baton.step import KVConnectorOutput
+from decode_worker import DecodeWorker
+from engine.loop import EngineLoop
+from engine.ranks import OtherRanks
+from kv_transfer import KVConnectorMetadata
+from kv_transfer.orders import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
+from tests.factories.engine import make_core
+from tests.factories.fake_rank import (
+    DELAY_S,
+    DIGEST,
+    FAKE_RANK,
+    NUM_BLOCKS,
+    Diary,
+    DiaryConnector,
+    make_fake_pipeline,
+    make_plan,
+)
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 5.0
+
+
+class RunningRanks:
+    """Rank 0 in this process, the others in their own."""
+
+    def __init__(self, others: OtherRanks, folder: Path, woken: threading.Event) -> None:
+        self.woken = woken
+        self.others = others
+        self._folder = folder
+        with pytest.raises(
+            ClusterError, match=f"rank 1 has {NUM_BLOCKS} KV blocks of model digest, and rank 0"
+        ):
+            others.join(NUM_BLOCKS + 1, DIGEST)
+        self.kv_addresses = others.join(NUM_BLOCKS, DIGEST)
+        diary = Diary(folder, 0)
+        own = DiaryConnector(diary, on_news=lambda: None)
+        self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
+        self.connector = others.connector(own)
+        others.serve()
+
+    def compute(self, step: int, *request_ids: str) -> int:
+        """Runs a step and returns what it sampled: the sum of its number over all ranks."""
+        self.pipeline.submit(make_plan(step, *request_ids))
+        result = self.pipeline.take()
+        assert result.output is not None, result.error
+        return result.output.sampled_token_ids["sum"][0]
+
+    def fails(self) -> str:
+        """Waits until the connector says that the worker is over, and returns why."""
+        end = time.monotonic() + SOON_S
+        while time.monotonic() < end:
+            assert self.woken.wait(end - time.monotonic())
+            self.woken.clear()
+            try:
+                self.connector.get_finished()
+            except RuntimeError as error:
+                return str(error)
+        raise AssertionError("no rank has failed")
+
+    def diary(self, rank: int) -> list[str]:
+        return Diary.of(self._folder, rank)
+
+
+@contextmanager
+def starting(
+    folder: Path, num_ranks: int, on_news: Callable[[], None] = lambda: None, **config: Any
+) -> Iterator[OtherRanks]:
+    """Other ranks that were told to load; none is left behind."""
+    values = {"engine": {"rank_timeout_s": 20.0}, **config}
+    others = OtherRanks(
+        BatonConfig.from_mapping(values), num_ranks, None, folder, "life", on_news, module=FAKE_RANK
+    )
+    children = [child for child in psutil.Process().children() if FAKE_RANK in child.cmdline()]
+    assert len(children) == num_ranks - 1
+    try:
+        yield others
+    finally:
+        begun = time.monotonic()
+        others.stop()
+        assert time.monotonic() - begun < SOON_S
+        assert not any(child.is_running() for child in children)
+
+
+@contextmanager
+def running(folder: Path, num_ranks: int = 2) -> Iterator[RunningRanks]:
+    woken = threading.Event()
+    with starting(folder, num_ranks, woken.set) as others:
+        ranks = RunningRanks(others, folder, woken)
+        try:
+            yield ranks
+        finally:
+            ranks.pipeline.close()
+
+
+def rank_pids(parent: int) -> list[int]:
+    return [child.pid for child in psutil.Process(parent).children() if FAKE_RANK in child.cmdline()]
+
+
+def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp_path: Path) -> None:
+    """A rank obeys orders when it has computed what rank 0 had computed."""
+    orders = KVConnectorMetadata(
+        (WithdrawBlocks("w"),),
+        (LoadBlocks("r", 0, (1,)),),
+        (SendBlocks("kept", 0, (2,)), SendBlocks("lost", 0, (3,))),
+    )
+    abort = KVConnectorMetadata((AbortLoad("r", "the client left"),), (), ())
+    with running(tmp_path) as ranks:
+        assert ranks.kv_addresses == ("tcp://127.0.0.1:2",)
+        assert ranks.compute(1) == 2, "the sum over two ranks"
+        ranks.compute(2, "collectives")
+        ranks.pipeline.submit(make_plan(3, "r", "delay-1"))
+        time.sleep(DELAY_S / 5)
+        ranks.connector.send_orders(orders)
+        ranks.pipeline.take()
+        ranks.connector.save_kv_blocks(orders, {"lost"})
+        ranks.connector.start_load_kv(orders)
+        ranks.connector.send_orders(abort)
+        end = time.monotonic() + SOON_S
+        news = KVConnectorOutput()
+        while not news and time.monotonic() < end:
+            ranks.woken.wait(SOON_S)
+            ranks.woken.clear()
+            news += ranks.connector.get_finished()
+        assert news.quiesced == ("r",), "both ranks are done with the load that was given up"
+        while ranks.connector.counters() != {"kv_loads": 2} and time.monotonic() < end:
+            time.sleep(0.05)
+        assert ranks.connector.counters() == {"kv_loads": 2}, "of both ranks"
+    expected = ["at once WithdrawBlocks", "step 3", "save kept", "load r", "at once AbortLoad"]
+    gathered = [[[0.0, 10.0], [1.0, 11.0]], [[0.0, 10.0, 1.0, 11.0]], [[0.0, 10.0, 1.0, 11.0]]]
+    collectives = str([[3.0], *gathered] * 3 + [[7, 8]])
+    assert ranks.diary(1) == ["start", "step 1", collectives, "step 2", *expected, "shutdown"]
+    assert ranks.diary(0)[:3] == ["step 1", collectives, "step 2"]
+
+
+def test_a_rank_that_is_killed_ends_the_worker_also_when_it_is_idle(tmp_path: Path) -> None:
+    with running(tmp_path, num_ranks=3) as ranks:
+        assert ranks.compute(1) == 3
+        loop = EngineLoop(
+            make_core(connector=ranks.connector), DecodeWorker(1), lambda *_: None, SystemClock()
+        )
+        loop.start()
+        victim = rank_pids(os.getpid())[1]
+        os.kill(victim, signal.SIGKILL)
+        assert ranks.woken.wait(SOON_S)
+        loop.wake()  # what the host's `on_news` does
+        loop.join(SOON_S)
+        assert str(loop.failure) == f"rank 2 (pid {victim}) was killed by SIGKILL"
+
+
+def test_a_rank_that_ends_in_a_step_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    with running(tmp_path) as ranks:
+        (pid,) = rank_pids(os.getpid())
+        ranks.pipeline.submit(make_plan(1, "die-1"))
+        error = ranks.pipeline.take().error
+        assert str(error) == f"rank 1 (pid {pid}) ended with exit code 7"
+        assert ranks.fails() == str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_nobody_hangs(tmp_path: Path, rank: int) -> None:
+    with running(tmp_path) as ranks:
+        assert ranks.compute(1) == 2
+        begun = time.monotonic()
+        ranks.pipeline.submit(make_plan(2, f"raise-{rank}"))
+        ranks.pipeline.submit(make_plan(3))
+        error = ranks.pipeline.take().error
+        assert f"rank {rank} failed to compute step 2: " in str(error)
+        assert "the device is on fire" in str(error)
+        assert ranks.pipeline.take().output is None, "planned on top of it"
+        assert time.monotonic() - begun < SOON_S
+        assert ranks.fails() == str(error)
+
+
+def test_a_rank_whose_connector_fails_ends_the_worker(tmp_path: Path) -> None:
+    with running(tmp_path) as ranks:
+        ranks.compute(1)
+        loads = KVConnectorMetadata((), (LoadBlocks("lost", 0, (1,)),), ())
+        with pytest.raises(RuntimeError):
+            ranks.connector.start_load_kv(loads)  # rank 0's own comes first
+        ranks.connector._ranks[1].start_load_kv(loads)  # type: ignore[attr-defined]
+        assert ranks.fails() == "rank 1 failed: RuntimeError: the transfer thread has died"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "message"),
+    [
+        ("no-model", ModelError, r"no config\.json"),
+        ("broken", ClusterError, "rank 1 could not start: ValueError: out of memory"),
+        ("dead", ClusterError, r"rank 1 \(pid \d+\) ended with exit code 9 before it served"),
+        ("slow", ClusterError, r"rank 1 of the worker had not loaded its model within 0\.5 s"),
+    ],
+)
+def test_a_rank_that_does_not_start_says_why(
+    tmp_path: Path, trouble: str, kind: type[BatonError], message: str
+) -> None:
+    timeout_s = 0.5 if trouble == "slow" else 60.0
+    config: dict[str, Any] = {
+        "model": {"path": trouble},
+        "cluster": {"start_timeout_s": timeout_s},
+    }
+    with starting(tmp_path, 2, **config) as others, pytest.raises(kind, match=message):
+        others.join(NUM_BLOCKS, DIGEST)
+
+
+RANK_0 = """
+import sys, time
+from pathlib import Path
+from typing import Any
+from tests.integration.test_ranks import running
+from tests.factories.fake_rank import make_plan
+with running(Path(sys.argv[1])) as ranks:
+    ranks.compute(1)
+    ranks.pipeline.submit(make_plan(2, sys.argv[2]))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("what", ["stall-0", "stall-1"], ids=["in a collective", "in its own step"])
+def test_no_rank_outlives_rank_0(tmp_path: Path, what: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK_0, str(tmp_path), what], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (pid,) = rank_pids(process.pid)
+        os.kill(pid, signal.SIGINT)  # as from a terminal, and no reason to end
+        os.kill(pid, signal.SIGTERM)
+        rank = psutil.Process(pid)
+        assert rank.is_running()
+        process.kill()
+        rank.wait(SOON_S)

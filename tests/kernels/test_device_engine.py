@@ -1,0 +1,163 @@
+"""The whole engine as it runs on a GPU, kernels and all, gives the tokens of the engine on a CPU.
+
+Without a GPU the kernels are interpreted, and steps that would be recorded as graphs are done anew each time; everything
+else is what a GPU gets: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.clock import SystemClock
+from baton.config import ModelConfig, SchedulerConfig
+from baton.request import EngineRequest
+from baton.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.device_parts import make_device_parts
+from engine.graphs import CudaGraphs, Repeats
+from engine.kv_cache import KVPool
+from engine.layers.triton_attention import StepLimits
+from engine.layers.triton_backend import TritonBackend
+from engine.loader import LoadedModel, load_model
+from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.runner_parts import make_runner
+from kv_transfer import KVConnectorScheduler
+from scheduler import Scheduler
+from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.models import make_model_dir
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 4
+PROMPTS = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 5, 11)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=5, max_tokens=NUM_TOKENS),
+    SamplingParams(
+        temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
+    ),
+]
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+FLOAT32 = ModelConfig(dtype="float32")
+
+Answers = dict[str, tuple[list[int], list[Any]]]
+
+
+def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        **settings,
+    )
+
+
+def answers_of(pipeline: Pipeline, config: SchedulerConfig) -> Answers:
+    core = EngineCore(
+        Scheduler(config, KVConnectorScheduler(config.block_size)),
+        pipeline,
+        FakeConnectorWorker(),
+        make_grammars(),
+        (),
+        SystemClock(),
+    )
+    answers: Answers = {}
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        answers[str(number)] = ([], [])
+        core.add_request(EngineRequest(str(number), tuple(prompt), params), "test")
+    core.may_progress = True
+    while core.may_progress:
+        for output in core.step().get("test", []):
+            token_ids, logprobs = answers[output.request_id]
+            assert output.first_position == len(token_ids)
+            token_ids += output.token_ids
+            logprobs += output.logprobs
+    if "preemption" in config.model_fields_set:
+        assert core.counters()["preemptions"] > 0
+    core.close()
+    return answers
+
+
+def on_cpu(path: Path, config: SchedulerConfig) -> Answers:
+    model = load_model(FLOAT32, path, CPU)
+    pool = KVPool(64, model.kv_block_shape(config.block_size), CPU)
+    whole = config.with_values("test", num_blocks=64)
+    return answers_of(make_pipeline(make_runner(model, pool), async_scheduling=False), whole)
+
+
+def on_device(path: Path, device: torch.device, config: SchedulerConfig, *, uses_graphs: bool) -> Answers:
+    model: LoadedModel = load_model(FLOAT32, path, device, TritonBackend())
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+    pool = KVPool(config.num_blocks, model.kv_block_shape(config.block_size), device)
+    limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+    parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
+    if uses_graphs:
+        parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+    runner = parts.runner(pool, config.num_swap_blocks or 0)
+    is_async = config.async_scheduling
+    return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config)
+
+
+def assert_same(device: Answers, cpu: Answers) -> None:
+    for request_id, (token_ids, logprobs) in cpu.items():
+        assert device[request_id][0] == token_ids, request_id
+        for ours, theirs in zip(device[request_id][1], logprobs, strict=True):
+            assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in theirs.top]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "block_size", "uses_graphs"),
+    [
+        ("llama", {}, 32, True),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, 16, False),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}, 32, True),
+        ("mistral", {"sliding_window": 7}, 16, True),
+    ],
+    ids=str,
+)
+def test_the_same_tokens_as_on_a_cpu(
+    tmp_path: Path,
+    device: torch.device,
+    architecture: str,
+    overrides: dict[str, Any],
+    block_size: int,
+    uses_graphs: bool,
+) -> None:
+    path = make_model_dir(tmp_path / "model", architecture, **SMALL, **overrides)
+    config = make_config(block_size, 16)
+    assert_same(on_device(path, device, config, uses_graphs=uses_graphs), on_cpu(path, config))
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_nor_does_preemption_change_them(tmp_path: Path, device: torch.device, preemption: str) -> None:
+    """Blocks for one request and a half."""
+    path = make_model_dir(tmp_path / "model", **SMALL)
+    swap = {"num_swap_blocks": 8} if preemption == "swap" else {}
+    config = make_config(4, 6, preemption=preemption, **swap)
+    assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+def test_nor_waiting_for_each_step(tmp_path: Path, device: torch.device) -> None:
+    path = make_model_dir(tmp_path / "model", **SMALL)
+    config = make_config(16, 16, async_scheduling=False)
+    assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path, device: torch.device) -> None:
+    model = load_model(FLOAT32, make_model_dir(tmp_path / "model", **SMALL), device, TritonBackend())
+    pool = KVPool(4, model.kv_block_shape(16), device)
+    parts = make_device_parts(model, pool, StepLimits(2, 8, 32), num_multiprocessors=2)
+    parts.rehearse()
+    assert not pool.blocks_NLKHTD.any()

@@ -1,0 +1,142 @@
+"""DeviceSampler gives the tokens of engine/sampler.sample, whatever its rows ask for."""
+
+import math
+import random
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
+from baton.step import NewRequestData
+from engine.batch import RequestState
+from engine.counter_rng import keys_at, row_keys, seed_states
+from engine.device_sampler import DeviceSampler
+from engine.grammar import Matcher
+from engine.sampler import sample
+
+VOCAB = 90
+
+
+class AllowsSome:
+    """A matcher that allows every third token."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        return np.array([token_id % 3 == 0 for token_id in range(VOCAB)])
+
+
+def request(
+    prompt: tuple[int, ...] = (1, 2, 2), outputs: tuple[int, ...] = (5, 6, 5), **params: Any
+) -> RequestState:
+    params.setdefault("max_tokens", 1_000)
+    state = RequestState(
+        NewRequestData(
+            request_id="r",
+            prompt_token_ids=prompt,
+            output_token_ids=outputs,
+            sampling_params=SamplingParams(**params),
+            stop_token_ids=frozenset((7, 8, 5_000)),
+            block_ids=(1,),
+            num_computed_tokens=0,
+        )
+    )
+    if params.get("structured_output"):
+        state.matcher = cast("Matcher", AllowsSome())
+    return state
+
+
+def device_sampler(device: torch.device, max_num_rows: int = 8) -> DeviceSampler:
+    """With several chunks and parts even in so small a vocabulary."""
+    return DeviceSampler(VOCAB, max_num_rows, device, chunk=16, chunks_per_part=4)
+
+
+def random_params(rng: random.Random) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "seed": rng.randrange(2**63),
+        "temperature": rng.choice([0.0, 0.5, 0.8, 1.0, 1.7, 100.0, 1e-40]),
+        "top_k": rng.choice([0, 0, 1, 4, 40, 1_000]),
+        "top_p": rng.choice([1.0, 1.0, 0.95, 0.6, 0.1]),
+        "min_p": rng.choice([0.0, 0.0, 0.05, 0.7]),
+        "logprobs": rng.choice([None, 0, 3]),
+    }
+    if rng.random() < 0.5:
+        params |= {
+            "logit_bias": {t: rng.uniform(-5, 5) for t in rng.sample(range(VOCAB), 3)} | {VOCAB + 5: 9.0},
+            "repetition_penalty": rng.choice([1.0, 1.3, 0.7]),
+            "presence_penalty": rng.choice([0.0, 1.1]),
+            "frequency_penalty": rng.choice([0.0, 0.3, -0.7]),
+        }
+        if rng.random() < 0.5:
+            params["structured_output"] = StructuredOutput(GrammarKind.REGEX, "a")
+        else:
+            params["min_tokens"] = rng.choice([0, 3, 4])
+    return params
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    logits_RV = 3 * torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(seed))
+    if seed % 2:
+        logits_RV = logits_RV.to(torch.bfloat16)
+    requests = [request(outputs=(5, 6, 5) * rng.randrange(3), **random_params(rng)) for _ in range(8)]
+    sampler = device_sampler(device)
+    found = sampler(logits_RV.to(device), requests).wait()
+    expected = sample(logits_RV, requests)
+    assert sampler.sampled_R.tolist() == [token.token_id for token in expected]
+    for token, reference in zip(found, expected, strict=True):
+        assert token.token_id == reference.token_id
+        if reference.logprobs is None:
+            assert token.logprobs is None
+            continue
+        assert token.logprobs is not None
+        assert token.logprobs.token_id == reference.token_id
+        assert token.logprobs.rank == reference.logprobs.rank
+        assert math.isclose(token.logprobs.logprob, reference.logprobs.logprob, abs_tol=1e-5)
+        assert [i for i, _ in token.logprobs.top] == [i for i, _ in reference.logprobs.top]
+        for (_, value), (_, wanted) in zip(token.logprobs.top, reference.logprobs.top, strict=True):
+            assert math.isclose(value, wanted, abs_tol=1e-5)
+
+
+def test_steps_of_one_batch_draw_anew_and_tokens_wait_for_whoever_asks_late(device: torch.device) -> None:
+    """The first step's tokens are asked for when the second has been drawn; then the batch changes."""
+    logits_RV = torch.zeros(3, VOCAB)
+    requests = [request(seed=seed) for seed in range(3)]
+    sampler = device_sampler(device)
+    expected, pending = [], []
+    for _ in range(2):
+        expected.append(sample(logits_RV, requests))
+        pending.append(sampler(logits_RV.to(device), requests))
+        for row, state in enumerate(requests):
+            state.append_unknown(row)
+    assert [step.wait() for step in pending] == expected
+    assert expected[0] != expected[1]
+    assert sampler(logits_RV[1:].to(device), requests[1:]).wait() == sample(logits_RV[1:], requests[1:])
+
+
+def test_min_tokens_ends_while_the_batch_stays(device: torch.device) -> None:
+    logits_RV = torch.full((1, VOCAB), -math.inf)
+    logits_RV[0, [7, 30]] = torch.tensor([9.0, 1.0])
+    state = request(temperature=0.0, min_tokens=4)
+    sampler = device_sampler(device)
+    assert sampler(logits_RV.to(device), [state]).wait()[0].token_id == 30
+    state.append_unknown(0)
+    assert sampler(logits_RV.to(device), [state]).wait()[0].token_id == 7
+
+
+def test_a_request_draws_the_same_in_any_batch(device: torch.device, generator: torch.Generator) -> None:
+    logits_RV = torch.randn(4, VOCAB, generator=generator).to(device)
+    requests = [request(seed=seed, top_p=0.8, temperature=1.5) for seed in range(4)]
+    sampler = device_sampler(device)
+    together = sampler(logits_RV, requests).wait()
+    alone = [sampler(logits_RV[row : row + 1], requests[row : row + 1]).wait()[0] for row in range(4)]
+    assert alone == together
+
+
+def test_keys_of_all_rows_at_once_are_those_of_each() -> None:
+    seeds, positions = [0, 1, 2**63 - 1, 12345], [0, 7, 2**31, 99_999]
+    expected = [row_keys(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    keys_R2 = keys_at(seed_states(seeds), np.array(positions, dtype=np.uint64))
+    assert [tuple(row) for row in keys_R2.view(np.uint32).tolist()] == expected

@@ -1,0 +1,279 @@
+"""Attention over the paged cache: its plan, its kernel and the merge of its parts, against float64."""
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS, plan_attention, plan_bounds
+from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, decode_tuning, prefill_tuning
+from engine.kernels.merge_partials import merge_partials
+from engine.kernels.paged_attention import (
+    LayerKV,
+    Partials,
+    Softmax,
+    paged_attention,
+    paged_attention_reference,
+)
+
+
+def _launch(
+    tuning_of: Callable[[AttentionShape], AttentionTuning],
+    *,
+    head_dim: int = 128,
+    num_query_heads: int = 32,
+    num_kv_heads: int = 8,
+    block_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Callable[[], None]:
+    """With the strides of a model that keeps its queries within the qkv projection's output."""
+    kv_dtype = kv_dtype or dtype
+    shape = AttentionShape(
+        num_query_heads, num_kv_heads, head_dim, block_size, dtype.itemsize, kv_dtype.itemsize
+    )
+
+    def launch() -> None:
+        width = (num_query_heads + 2 * num_kv_heads) * head_dim
+        q_TQD = torch.empty(1, width, dtype=dtype)[:, : num_query_heads * head_dim].unflatten(
+            1, (-1, head_dim)
+        )
+        blocks_NLKHSD = torch.empty(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=kv_dtype)
+        paged_attention(
+            q_TQD,
+            LayerKV(blocks_NLKHSD[:, 1], shape),
+            torch.zeros(1, 64, dtype=torch.int32),
+            torch.zeros(1, ITEM_FIELDS, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            Partials.empty(1, shape, torch.device("cpu")),
+            torch.empty(1, num_query_heads, head_dim, dtype=dtype),
+            Softmax(head_dim**-0.5, window, soft_cap),
+            tuning_of(shape),
+            132,
+        )
+
+    return launch
+
+
+def _launch_merge() -> None:
+    """Of Llama-3.1-8B and of Qwen3-8B."""
+    merge_partials(
+        torch.empty(1, 32, 128),
+        torch.empty(1, 32),
+        torch.zeros(1, MERGE_FIELDS, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        torch.empty(1, 32, 128, dtype=torch.bfloat16),
+        264,
+    )
+
+
+# Llama-3.1-8B and Qwen3-8B have the same attention: 32 query heads, 8 kv heads of 128.
+LAUNCHES = {
+    "decode": _launch(decode_tuning),
+    "decode, blocks of 128": _launch(decode_tuning, block_size=128),
+    "decode, blocks of 16": _launch(decode_tuning, block_size=16),
+    "decode, float8 cache": _launch(decode_tuning, kv_dtype=torch.float8_e4m3fn),
+    "decode, heads of 64": _launch(decode_tuning, head_dim=64),
+    "decode, heads of 256": _launch(decode_tuning, head_dim=256),
+    "decode, heads of 96": _launch(decode_tuning, head_dim=96),
+    "decode, float32": _launch(decode_tuning, dtype=torch.float32, head_dim=64, block_size=16),
+    "prefill": _launch(prefill_tuning),
+    "prefill, blocks of 128": _launch(prefill_tuning, block_size=128),
+    "prefill, blocks of 16": _launch(prefill_tuning, block_size=16),
+    "prefill, float8 cache": _launch(prefill_tuning, kv_dtype=torch.float8_e4m3fn),
+    "prefill, window and soft cap": _launch(prefill_tuning, window=4096, soft_cap=50.0),
+    "prefill, heads of 64": _launch(prefill_tuning, head_dim=64),
+    "prefill, heads of 256": _launch(prefill_tuning, head_dim=256),
+    "prefill, heads of 96": _launch(prefill_tuning, head_dim=96),
+    "prefill, float32": _launch(prefill_tuning, dtype=torch.float32, head_dim=64, block_size=16),
+    "merge": _launch_merge,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step and what computes it."""
+
+    num_queries_B: list[int]
+    context_lengths_B: list[int]
+    shape: AttentionShape
+    tuning: AttentionTuning
+    softmax: Softmax
+    num_programs: int = 3
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+
+
+SMALL = AttentionTuning(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_multiprocessor=1)
+SHAPE = AttentionShape(4, 2, 64, 32, 4, 4)
+GATHERED = replace(SHAPE, block_size=16)
+PLAIN = Softmax(0.2)
+
+CASES = {
+    "decode": Case([1, 1, 1], [1, 33, 64], SHAPE, SMALL, PLAIN),
+    "decode through pointers": Case([1, 1, 1], [1, 33, 64], GATHERED, SMALL, PLAIN),
+    "long contexts are split": Case([1, 1], [520, 40], SHAPE, SMALL, PLAIN, num_programs=8),
+    "long contexts are split, through pointers": Case([1], [520], GATHERED, SMALL, PLAIN, num_programs=8),
+    "prefill and decode mixed": Case([9, 1, 20], [9, 50, 41], SHAPE, SMALL, PLAIN),
+    "window": Case([1, 10], [150, 70], SHAPE, SMALL, replace(PLAIN, window=33)),
+    "window of the query itself": Case([1, 9], [70, 40], GATHERED, SMALL, replace(PLAIN, window=1)),
+    "window that is split": Case([1], [600], SHAPE, SMALL, replace(PLAIN, window=520), num_programs=8),
+    "soft cap": Case([5], [40], SHAPE, SMALL, Softmax(1.5, soft_cap=2.0)),
+    "groups that do not fill a tile": Case([7], [20], replace(SHAPE, num_query_heads=6), SMALL, PLAIN),
+    "half-precision": Case(
+        [1, 11], [70, 50], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=2), SMALL, PLAIN,
+        dtype=torch.float16, kv_dtype=torch.float16,
+    ),
+    "float8 cache": Case(
+        [1, 5], [70, 33], replace(SHAPE, kv_dtype_bytes=1), SMALL, Softmax(0.2, k_scale=0.5, v_scale=3.0),
+        kv_dtype=torch.float8_e4m3fn,
+    ),
+    "float8 cache, bfloat16 queries": Case(
+        [5], [33], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=1), SMALL, Softmax(0.2),
+        dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn,
+    ),
+    "heads of 96": Case([1, 5], [70, 33], replace(SHAPE, head_dim=96), SMALL, PLAIN),
+    "heads of 80 through pointers": Case([1, 5], [40, 33], replace(GATHERED, head_dim=80), SMALL, PLAIN),
+    "tiles of half a block": Case([1, 5], [150, 70], replace(SHAPE, block_size=64), SMALL, PLAIN),
+    "block size no power of two": Case([3], [70], replace(SHAPE, block_size=12), SMALL, PLAIN),
+    "as tuned for decodes": Case([1], [70], SHAPE, decode_tuning(SHAPE), PLAIN),
+    "as tuned for prefill": Case([40], [70], SHAPE, prefill_tuning(SHAPE), PLAIN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_is_what_torch_computes(case: Case, device: torch.device, generator: torch.Generator) -> None:
+    step = Step(case, device, generator)
+    step.run()
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
+    torch.testing.assert_close(step.out_TQD, step.reference(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", ["long contexts are split", "long contexts are split, through pointers", "window that is split"]
+)
+def test_splits_what_it_should(name: str, device: torch.device, generator: torch.Generator) -> None:
+    """Or the cases of that name would test nothing."""
+    plan = Step(CASES[name], device, generator).plan
+    assert plan.merges_RF.size
+    assert plan.num_partial_rows > 0
+
+
+def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torch.Generator) -> None:
+    step = Step(Case([8], [36], SHAPE, SMALL, PLAIN), device, generator)
+    parts = [[0, 0, 8, 28, 0, 32, 0, 0], [0, 0, 8, 28, 32, 36, 8, 0]]
+    step.items_IF = torch.tensor(parts, dtype=torch.int32, device=device)
+    step.merges_RF = torch.tensor([[row, row, 2, 8] for row in range(8)], dtype=torch.int32, device=device)
+    step.num_items.fill_(2)
+    step.num_merges.fill_(8)
+    step.partials = Partials.empty(16, SHAPE, device)
+    step.run()
+    torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
+
+
+def test_writes_only_rows_that_items_name(device: torch.device, generator: torch.Generator) -> None:
+    step = Step(CASES["long contexts are split"], device, generator)
+    step.num_items.zero_()
+    step.num_merges.zero_()
+    step.run()
+    assert torch.isnan(step.out_TQD).all()
+    assert torch.isnan(step.partials.out_PQD).all()
+    assert torch.isnan(step.partials.weight_PQ).all()
+
+
+def test_one_captured_graph_serves_any_contexts(device: torch.device, generator: torch.Generator) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    first, second = (
+        Step(Case([1, 1], lengths, SHAPE, SMALL, PLAIN, num_programs=8), device, generator)
+        for lengths in ([900, 40], [50, 60])
+    )
+    first.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first.run()
+    for name in ("items_IF", "num_items", "merges_RF", "num_merges", "q_TQD", "block_ids_BM"):
+        target, source = getattr(first, name), getattr(second, name)
+        target[: len(source), : source.shape[1]].copy_(source) if source.ndim == 2 else target.copy_(source)
+    first.kv.kv_NKHSD[: len(second.kv.kv_NKHSD)].copy_(second.kv.kv_NKHSD)
+    graph.replay()
+    torch.testing.assert_close(first.out_TQD, second.reference(), atol=2e-5, rtol=2e-5)
+
+
+class Step:
+    """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written."""
+
+    def __init__(self, case: Case, device: torch.device, generator: torch.Generator) -> None:
+        self.case, shape = case, case.shape
+        num_blocks_B = [-(-length // shape.block_size) for length in case.context_lengths_B]
+        num_tokens, num_blocks = sum(case.num_queries_B), sum(num_blocks_B) + 1
+        width = (shape.num_query_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        qkv_TX = torch.randn(num_tokens, width, generator=generator).to(case.dtype).to(device)
+        self.q_TQD = qkv_TX[:, : shape.num_query_heads * shape.head_dim].unflatten(1, (-1, shape.head_dim))
+        blocks_NLKHSD = torch.randn(
+            num_blocks, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, generator=generator
+        )
+        self.kv = LayerKV(blocks_NLKHSD.to(case.kv_dtype).to(device)[:, 1], shape)
+        order = (torch.randperm(num_blocks - 1, generator=generator) + 1).to(torch.int32)
+        self.block_ids_BM = torch.zeros(len(num_blocks_B), max(num_blocks_B), dtype=torch.int32)
+        for row, (ids_M, count) in enumerate(zip(order.split(num_blocks_B), num_blocks_B, strict=True)):
+            self.block_ids_BM[row, :count] = ids_M
+        self.block_ids_BM = self.block_ids_BM.to(device)
+        self._plan(device)
+
+    def _plan(self, device: torch.device) -> None:
+        case, shape = self.case, self.case.shape
+        queries_B = np.asarray(case.num_queries_B, np.int64)
+        grid = replace(case.tuning.grid(shape, 1), num_programs=case.num_programs)
+        self.plan = plan_attention(
+            np.arange(queries_B.size),
+            np.cumsum(queries_B) - queries_B,
+            queries_B,
+            np.asarray(case.context_lengths_B, np.int64),
+            grid,
+            case.softmax.window,
+        )
+        bounds = plan_bounds(queries_B.size, int(queries_B.sum()), grid)
+        # Past the last item lie items that would write everywhere.
+        self.items_IF = torch.full((bounds.num_items, ITEM_FIELDS), 1, dtype=torch.int32, device=device)
+        self.items_IF[: len(self.plan.items_IF)] = torch.from_numpy(self.plan.items_IF)
+        self.num_items = torch.tensor([len(self.plan.items_IF)], dtype=torch.int32, device=device)
+        self.merges_RF = torch.zeros(bounds.num_merges, MERGE_FIELDS, dtype=torch.int32, device=device)
+        self.merges_RF[: len(self.plan.merges_RF)] = torch.from_numpy(self.plan.merges_RF)
+        self.num_merges = torch.tensor([len(self.plan.merges_RF)], dtype=torch.int32, device=device)
+        self.partials = Partials.empty(bounds.num_partial_rows, shape, device)
+        self.partials.out_PQD.fill_(math.nan)
+        self.partials.weight_PQ.fill_(math.nan)
+        self.out_TQD = torch.full(self.q_TQD.shape, math.nan, dtype=self.q_TQD.dtype, device=device)
+
+    def run(self) -> None:
+        case = self.case
+        paged_attention(
+            self.q_TQD, self.kv, self.block_ids_BM, self.items_IF, self.num_items, self.partials, self.out_TQD,
+            case.softmax, case.tuning, case.num_programs,
+        )  # fmt: skip
+        merge_partials(
+            self.partials.out_PQD,
+            self.partials.weight_PQ,
+            self.merges_RF,
+            self.num_merges,
+            self.out_TQD,
+            case.num_programs,
+        )
+
+    def reference(self) -> torch.Tensor:
+        case = self.case
+        return paged_attention_reference(
+            self.q_TQD,
+            self.kv.kv_NKHSD,
+            self.block_ids_BM,
+            case.num_queries_B,
+            case.context_lengths_B,
+            case.softmax,
+        )

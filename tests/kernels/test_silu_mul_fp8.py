@@ -1,0 +1,34 @@
+"""silu(gate) * up in float8."""
+
+import pytest
+import torch
+
+from engine.kernels.silu_mul_fp8 import silu_mul_fp8, silu_mul_fp8_reference
+from tests.kernels.float8 import assert_same_float8
+
+LAUNCHES = {
+    "Llama-3.1-8B, float8": lambda: silu_mul_fp8(torch.empty(2, 2 * 14336, dtype=torch.bfloat16)),
+    "Qwen3-8B, float8": lambda: silu_mul_fp8(torch.empty(2, 2 * 12288, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (3, 192), (2, 2 * 1025)])
+def test_is_what_torch_computes(
+    dtype: torch.dtype, num_tokens: int, width: int, device: torch.device, generator: torch.Generator
+) -> None:
+    gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
+    q_TI, scales_T1 = silu_mul_fp8(gate_up_TM)
+    expected_TI, expected_scales_T1 = silu_mul_fp8_reference(gate_up_TM)
+    torch.testing.assert_close(scales_T1, expected_scales_T1)
+    assert_same_float8(q_TI, expected_TI, max_share=0.01)
+
+
+def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
+    gate_up_TM = torch.randn(4, 50, generator=generator).to(device)[:, 10:30]
+    q_TI, _ = silu_mul_fp8(gate_up_TM)
+    assert_same_float8(q_TI, silu_mul_fp8_reference(gate_up_TM)[0], max_share=0.02)
+
+
+def test_no_rows_are_no_launch(device: torch.device) -> None:
+    assert silu_mul_fp8(torch.empty(0, 8, device=device))[0].shape == (0, 4)

@@ -1,0 +1,104 @@
+"""A KV cache of 8-bit floats: what is stored, what tokens see of it, and who may exchange it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.config import ModelConfig
+from baton.errors import ModelError
+from engine.kv_cache import KVPool
+from engine.layers.fp8 import FP8, saturate
+from engine.loader import LoadedModel, load_model
+from tests.factories.kv_blocks import block_array
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+
+CPU = torch.device("cpu")
+PROMPTS = {"a": [(7 * i) % 300 for i in range(45)], "b": [(11 * i) % 300 for i in range(13)]}
+
+
+def load(path: Path, dtype: str = "float32", **config: str) -> LoadedModel:
+    return load_model(ModelConfig.model_validate({"dtype": dtype, **config}), path, CPU, kv_cache_dtype="fp8")
+
+
+def test_a_block_has_half_the_bytes_of_16_bits(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    plain = load_model(ModelConfig(dtype="bfloat16"), path, CPU).kv_block_shape(16)
+    shape = load(path, "bfloat16").kv_block_shape(16)
+    assert shape.dtype is FP8
+    assert shape.size_bytes * 2 == plain.size_bytes
+    assert block_array(KVPool(3, shape, CPU)).shape == (3, plain.size_bytes // 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_pool_holds_rounded_keys_and_values(tmp_path: Path, dtype: str) -> None:
+    """Those of the first layer, which no attention came before, are the plain cache's, rounded."""
+    path = make_model_dir(tmp_path)
+    rows = []
+    for model in (load(path, dtype), load_model(ModelConfig.model_validate({"dtype": dtype}), path, CPU)):
+        driver = StepDriver(model)
+        block_ids = driver.free_blocks[: len(PROMPTS["a"]) // 4]  # the first request's
+        driver.generate(PROMPTS, 3)
+        rows.append(driver.pool.blocks_NLKHTD[block_ids, 0])
+    assert rows[0].dtype is FP8
+    assert torch.equal(rows[0].float(), saturate(rows[1]).float())
+    assert rows[0].float().count_nonzero() > 0.9 * rows[0].numel()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_tokens_do_not_depend_on_how_prompts_are_cut(tmp_path: Path, architecture: str, dtype: str) -> None:
+    window = {"sliding_window": 9} if architecture == "mistral" else {}
+    model = load(make_model_dir(tmp_path, architecture, **window), dtype)
+    whole = StepDriver(model).generate(PROMPTS, 12)
+    for chunk in (4, 7, 16):
+        assert StepDriver(model).generate(PROMPTS, 12, chunk=chunk) == whole
+
+
+def test_a_first_chunk_attends_to_what_is_stored(tmp_path: Path) -> None:
+    """Keys and values of the last layer are the same whether a prompt comes whole or token by token."""
+    model = load(make_model_dir(tmp_path))
+    stored = []
+    for chunk in (1000, 1):
+        driver = StepDriver(model)
+        driver.generate({"a": PROMPTS["a"]}, 1, chunk=chunk)
+        stored.append(driver.pool.blocks_NLKHTD[:, 2].float())
+    differences = (stored[0] != stored[1]).float().mean().item()
+    assert differences < 0.01  # float32 sums in another order, seen through a rounding
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path: Path, dtype: str) -> None:
+    """What a hand-over does: block bytes from one pool into another, and token 0."""
+    model = load(make_model_dir(tmp_path), dtype)
+    expected = StepDriver(model).generate({"a": PROMPTS["a"]}, 10)["a"]
+    giver, taker = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
+    giver.step({"a": len(PROMPTS["a"])})
+    taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
+    block_array(taker.pool)[taken.block_ids] = block_array(giver.pool)[given.block_ids]
+    taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
+    while len(taken.outputs) < 10:
+        taker.step({"a": 1})
+    assert taken.outputs == expected
+
+
+def test_fingerprints_tell_the_dtypes_apart(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    eight = load(path, "bfloat16")
+    sixteen = load_model(ModelConfig(dtype="bfloat16"), path, CPU)
+    ours, theirs = (
+        KVPool(2, model.kv_block_shape(4), CPU).fingerprint(model.digest) for model in (eight, sixteen)
+    )
+    assert ours.differences(theirs) == ["dtype: float8_e4m3fn != bfloat16"]
+
+
+def test_checkpoints_with_scales_of_their_own_are_refused(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_scale"
+    save_file(tensors | {name: torch.ones(1)}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 tensors that .* does not have: {name}"):
+        load(path)
