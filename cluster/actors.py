@@ -87,6 +87,8 @@ class WorkerHandle:
     ) -> None:
         self.role = role
         self.name = name
+        self.has_started = False
+        """Whether it ever served. Until then it has nothing to lose, nor may there be a process that could answer."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=bundle_index
         )
@@ -100,7 +102,9 @@ class WorkerHandle:
 
     async def start(self) -> WorkerEndpoint:
         """Loads the model and binds the ports, in the actor's process."""
-        return await self._call(self._actor.start.remote())
+        endpoint: WorkerEndpoint = await self._call(self._actor.start.remote())
+        self.has_started = True
+        return endpoint
 
     async def status(self) -> WorkerStatus:
         return await self._call(self._actor.status.remote())
@@ -110,10 +114,14 @@ class WorkerHandle:
         return await self._call(self._actor.drain.remote(timeout_s))
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the worker, then its process: gently within the time, else by force. Never raises."""
+        """Ends the worker, then its process: gently within the time, else (or if it never served) by force.
+
+        Never raises.
+        """
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._call(self._actor.stop.remote())
+            if self.has_started:
+                async with asyncio.timeout(timeout_s):
+                    await self._call(self._actor.stop.remote())
         except (TimeoutError, BatonError):
             pass
         finally:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
 from baton.worker import WorkerEndpoint
 from cluster.fleet import served_model, worker_names
+from cluster.loading import Loading
 from cluster.ray_session import connect
 from cluster.screen import Screen
 from cluster.secret import load_secret
@@ -37,38 +38,43 @@ WhileReady = Callable[[Service], Awaitable[None]]
 def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
     """Starts everything, runs `while_ready`, stops everything; a signal cancels whichever is under way but the last.
 
-    Raises BatonError if it could not start. Either way no process, port or shared memory is left.
+    Raises BatonError if it could not start, KeyboardInterrupt if SIGINT comes before there is a loop. Either way no
+    process, port or shared memory is left.
     """
-    keys = derive_keys(load_secret(config.network, os.environ, may_create=True))
-    model_path = _resolve_model(config, screen)
     with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        keys = derive_keys(load_secret(config.network, os.environ, may_create=True))
+        model_path = _resolve_model(config, screen)
         # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
-        loading = stack.enter_context(ThreadPoolExecutor(1)).submit(Tokenizer, model_path)
+        loading = stack.enter_context(Loading(lambda: Tokenizer(model_path)))
         with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
             num_ranks = sum(config.num_ranks(role) for _, role in worker_names(config))
             stack.enter_context(connect(config.cluster, num_ranks, config.engine.device))
             is_private = config.cluster.ray_address == "local"
             outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
-        asyncio.run(_run(_Deployment(config, keys, model_path, loading), config, screen, while_ready))
+        deployment = _Deployment(config, keys, model_path, loading.result)
+        signals.run(_run(deployment, config, screen, while_ready, signals))
 
 
 async def _run(
-    deployment: "_Deployment", config: BatonConfig, screen: Screen, while_ready: WhileReady
+    deployment: "_Deployment",
+    config: BatonConfig,
+    screen: Screen,
+    while_ready: WhileReady,
+    signals: StopSignals,
 ) -> None:
-    with StopSignals() as signals:
+    async def start_and_use() -> None:
+        with screen.stage("workers", f"starting {_fleet_text(config)}") as outcome:
+            service = await deployment.start()
+            outcome(_workers_text(service))
+        await while_ready(service)
 
-        async def start_and_use() -> None:
-            with screen.stage("workers", f"starting {_fleet_text(config)}") as outcome:
-                service = await deployment.start()
-                outcome(_workers_text(service))
-            await while_ready(service)
-
-        try:
-            await unless(signals.stop, start_and_use())
-        finally:
-            grace_s = config.cluster.drain_timeout_s
-            screen.line("stopping", f"running requests have {grace_s:g} s to end; Ctrl-C again cuts them off")
-            await deployment.stop(signals.hurry)
+    try:
+        await unless(signals.stop, start_and_use())
+    finally:
+        grace_s = config.cluster.drain_timeout_s
+        screen.line("stopping", f"running requests have {grace_s:g} s to end; Ctrl-C again cuts them off")
+        await deployment.stop(signals.hurry)
 
 
 class _Deployment:

@@ -4,6 +4,7 @@ A private Ray listens on loopback only and lives in a folder of its own. Its pro
 SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), hence `connect` belongs on the main one.
 """
 
+import atexit
 import logging
 import math
 import os
@@ -27,12 +28,14 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 100 * 2**20
 """Next to nothing goes through Ray's object store, and Ray refuses less than 75 MiB."""
 
-# Seconds instead of Ray's default 16 until a lost node is noticed.
-_SYSTEM_CONFIG = {
+_SYSTEM_CONFIG: dict[str, int | bool] = {
+    # Seconds instead of Ray's default 16 until a lost node is noticed.
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
+    # `ray.init` would wait, deaf to Ctrl-C, until a Python process per CPU has come up.
+    "prestart_worker_first_driver": False,
 }
 
 _PROBE_TIMEOUT_S = 5.0
@@ -78,6 +81,13 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
         return
     folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
     is_worth_keeping = False
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    # An interrupted `ray.init` ends its processes, which write there, only in a hook of its own. Registered before it,
+    # ours runs after it.
+    atexit.register(remove)
     try:
         with _private(ray, folder, config, num_ranks, device):
             yield
@@ -87,7 +97,9 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
         raise
     finally:
         if not is_worth_keeping:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove()
+        if is_worth_keeping or not folder.exists():
+            atexit.unregister(remove)
 
 
 @contextmanager

@@ -2,27 +2,49 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
+from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Turns SIGINT and SIGTERM into events of the running loop while the context lasts."""
+    """Ctrl-C from the start of a program's work to its end: KeyboardInterrupt outside `run`, events inside.
+
+    No SIGINT of the time before is lost. Python drops a KeyboardInterrupt that is raised where nobody could catch it,
+    as in a destructor or in a callback of an extension module; so it is noted too, and `run` begins with `stop` set.
+    """
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> "StopSignals":
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal)
+        self._former = signal.signal(signal.SIGINT, self._on_early_interrupt)
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._former)
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        """`asyncio.run`, in which SIGINT and SIGTERM raise nothing but set `stop`, then `hurry`."""
+        # A KeyboardInterrupt while the loop is being made would leave half a loop, and its complaints, behind.
+        signal.signal(signal.SIGINT, lambda *_: self._on_signal())
+        asyncio.run(self._with_handlers(work))
+
+    async def _with_handlers(self, work: Coroutine[object, object, None]) -> None:
+        loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            await work
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_early_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self.stop.set()
+        raise KeyboardInterrupt
 
     def _on_signal(self) -> None:
         if not self.stop.is_set():

@@ -85,7 +85,8 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await unless(hurry, asyncio.gather(*[self._drain(handle) for handle in self._handles]))
+        serving = [handle for handle in self._handles if handle.has_started]
+        await unless(hurry, asyncio.gather(*[self._drain(handle) for handle in serving]))
         await asyncio.gather(*[handle.stop(_STOP_TIMEOUT_S) for handle in self._handles])
         if self._group is not None:
             remove_placement_group(self._group)
@@ -100,5 +101,5 @@ class Supervisor:
         try:
             if not await handle.drain(timeout_s):
                 logger.warning("worker %s still had work after %g s of draining", handle.name, timeout_s)
-        except BatonError as error:  # dead, or never started: nothing to wait for
+        except BatonError as error:  # dead: nothing to wait for
             logger.debug("worker %s cannot drain: %s", handle.name, error)

@@ -32,11 +32,13 @@ def test_an_answer_matches_its_grammar_whoever_samples_its_first_token(smollm2: 
             by_schema = [await cluster.answer(PROMPT, mode, json_schema=SCHEMA, **options) for mode in MODES]
             assert by_schema[0].token_ids == by_schema[1].token_ids
             assert json.loads(by_schema[0].text)["city"] in ("Paris", "Rome")
-            dates = [
-                await cluster.answer(PROMPT, mode, regex=DATE, temperature=1.5, seed=seed, max_tokens=60)
-                for mode in MODES
-                for seed in range(4)
-            ]
+            dates = await asyncio.gather(
+                *[
+                    cluster.answer(PROMPT, mode, regex=DATE, temperature=1.5, seed=seed, max_tokens=60)
+                    for mode in MODES
+                    for seed in range(4)
+                ]
+            )
             assert all(re.fullmatch(DATE, date.text) for date in dates)
             assert len({date.text for date in dates}) == 4, "a seed's date is the same in both modes"
             await cluster.at_rest()

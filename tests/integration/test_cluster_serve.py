@@ -240,9 +240,19 @@ def test_kill_9_takes_everything_with_it(model: str) -> None:
         assert serve.wait_gone() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("moment", ["model ", "ray "])
-def test_ctrl_c_while_starting_stops_cleanly(model: str, moment: str) -> None:
-    with serving("--model", model, *SMALL) as serve:
+@pytest.mark.parametrize("moment", ["transformers loads", "ray "])
+def test_ctrl_c_while_starting_waits_for_nothing_that_still_loads(
+    model: str, moment: str, tmp_path: Path
+) -> None:
+    """On a busy machine a worker's process, and what reads a tokenizer, take half a minute; here they take for ever."""
+    (tmp_path / "transformers.py").write_text(
+        "import sys, time\nprint('transformers loads', file=sys.stderr, flush=True)\n"
+        "while True:\n    time.sleep(0.01)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\nif any('default_worker.py' in word for word in sys.orig_argv):\n    time.sleep(600)\n"
+    )
+    with serving("--model", model, *SMALL, environment={"PYTHONPATH": str(tmp_path)}) as serve:
         serve.wait_for_text(moment)
         serve.interrupt()
         assert serve.wait_gone() in (0, 130)
