@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON_IN_VENV := $(BIN)/python
 INSTALLED := $(VENV)/.installed
+TRITON_INSTALLED := $(VENV)/.triton-installed
 CONFIG ?=
 SEEDS ?= 10000
 TRANSFERS ?= 200
@@ -26,7 +27,7 @@ demo: $(INSTALLED) ## One prompt through a prefill worker, a hand-over and a dec
 serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to configure
 	@$(BIN)/baton serve $(CONFIG)
 
-test: lint types protos-check ## Every check and every test, as CI runs them
+test: lint types protos-check $(TRITON_INSTALLED) ## Every check and every test, as CI runs them
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" --durations=20
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf
@@ -84,4 +85,8 @@ clean: ## Remove .venv and every cache in this folder
 
 $(INSTALLED): requirements/cpu.lock pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/find_python.sh
 	scripts/install.sh $(VENV)
+	@touch $@
+
+$(TRITON_INSTALLED): $(INSTALLED) requirements/kernels.lock scripts/install_triton.sh
+	scripts/install_triton.sh $(PYTHON_IN_VENV)
 	@touch $@

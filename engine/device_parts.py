@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData
@@ -25,6 +26,9 @@ from engine.step_limits import StepLimits
 MIN_COPY_BYTES = 512 * 1024
 """Blocks from this size on are swapped by the copy engine, one copy each: it needs some 10 us for each, in which PCIe
 moves as much, and no multiprocessor. Smaller ones go by one launch of our own for all."""
+
+# Products and sums are fused, as ever; Triton 3.9 warns where nobody says so, and later versions will not do it.
+triton.knobs.language.default_fp_fusion = True
 
 REHEARSED = (
     SamplingParams(temperature=0.0),

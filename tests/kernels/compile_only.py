@@ -1,6 +1,6 @@
 """Compiles every kernel for GPUs that need not be there, and says what the compiler made of it.
 
-    python -m tests.kernels.compile_only [--arch 90 80 100] [--json FILE] [NAME ...]
+    python -m tests.kernels.compile_only [--arch 90 80 100] [--first] [--share I N] [--json FILE] [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import tests.kernels
+
+triton.knobs.language.default_fp_fusion = True  # as engine/device_parts.py says it
 
 ARCHITECTURES = (90, 80, 100)
 FIRST_WITH_FLOAT8 = 89
@@ -142,16 +144,30 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
+def chosen(
+    names: Sequence[str], share: Sequence[int], *, only_first: bool
+) -> dict[str, Callable[[], object]]:
+    """Launches whose names begin with one of `names` (all, without any), the first of each module or every one, and of
+    these the `share[0]`-th of `share[1]` shares."""
+    found = {name: launch for name, launch in launches().items() if name.startswith(tuple(names) or "")}
+    if only_first:
+        first = {name.partition(":")[0]: name for name in reversed(found)}
+        found = {name: found[name] for name in reversed(first.values())}
+    return dict(list(found.items())[share[0] :: share[1]])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_only")
     parser.add_argument("names", nargs="*", help="beginnings of names; all without")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--first", action="store_true", help="only the first launch of each module")
+    parser.add_argument(
+        "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="for N processes"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     all_compiled = []
-    for name, launch in launches().items():
-        if options.names and not name.startswith(tuple(options.names)):
-            continue
+    for name, launch in chosen(options.names, options.share, only_first=options.first).items():
         for arch in options.arch:
             if "float8" in name and arch < FIRST_WITH_FLOAT8:
                 continue

@@ -1,0 +1,86 @@
+"""Every kernel compiles for the GPUs that it is meant for, without any of them, and into what it is meant to become.
+
+In processes of their own: kernels that are interpreted here cannot be compiled here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUM_PROCESSES = 2
+TIMEOUT_S = 600.0
+
+Compiled = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """All launches for sm_90, and one of each kernel's for the others."""
+    folder = tmp_path_factory.mktemp("compiled")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # what is compiled is compiled now
+    results: Compiled = []
+    for what in (["--arch", "90"], ["--first", "--arch", "80", "100"]):
+        files = [folder / f"{what[1]}-{share}.json" for share in range(NUM_PROCESSES)]
+        processes = [
+            _compile([*what, "--share", str(share), str(NUM_PROCESSES), "--json", str(file)], environment)
+            for share, file in enumerate(files)
+        ]
+        for process, file in zip(processes, files, strict=True):
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, output
+            results += json.loads(file.read_text())
+    return results
+
+
+def _compile(arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compile_only", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def of_arch(compiled: Compiled, arch: int, name: str = "") -> Compiled:
+    found = [kernel for kernel in compiled if kernel["arch"] == arch and kernel["launch"].startswith(name)]
+    assert found, f"nothing of {name} was compiled for sm_{arch}"
+    return found
+
+
+def test_every_file_of_kernels_is_compiled_for_all(compiled: Compiled) -> None:
+    """A launch is named after its test file, which is named after the kernel."""
+    named = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    for arch in (90, 100):
+        assert {kernel["launch"].partition(":")[0] for kernel in of_arch(compiled, arch)} <= named
+    without_float8 = {kernel["launch"].partition(":")[0] for kernel in of_arch(compiled, 80)}
+    assert {"paged_attention", "rms_norm", "rope_store", "sample", "skinny_linear"} <= without_float8
+
+
+def test_no_register_is_spilled_on_hopper(compiled: Compiled) -> None:
+    spilled = [kernel["launch"] for kernel in of_arch(compiled, 90) if kernel["stack_bytes"]]
+    assert spilled == []
+
+
+def test_hopper_runs_prefill_on_its_own_matrix_units_and_copy_engine(compiled: Compiled) -> None:
+    kernels = [
+        kernel for kernel in of_arch(compiled, 90, "paged_attention") if "attention" in kernel["kernel"]
+    ]
+    prefill = [kernel for kernel in kernels if "prefill" in kernel["launch"]]
+    assert prefill
+    assert all(kernel["has_wgmma"] for kernel in prefill if "float32" not in kernel["launch"])
+    assert all(kernel["has_mma"] for kernel in kernels if "float32" not in kernel["launch"])
+    assert any(kernel["has_tma"] for kernel in prefill)
+    assert any(kernel["has_tma"] for kernel in kernels if "decode" in kernel["launch"])
+
+
+def test_no_program_wants_more_shared_memory_than_there_is(compiled: Compiled) -> None:
+    most = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+    for kernel in compiled:
+        assert kernel["shared_bytes"] <= most[kernel["arch"]], kernel
