@@ -12,6 +12,7 @@ import triton
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RequestState
+from engine.device import mark
 from engine.device_sampler import DeviceSampler
 from engine.grammar import GrammarCompiler
 from engine.graphs import Recorder, decode_sizes
@@ -73,8 +74,15 @@ class DeviceParts:
         """See ModelRunner."""
         is_small = pool.shape.size_bytes < MIN_COPY_BYTES
         host_blocks = HostBlocks(num_swap_blocks, pool, copy_by_kernel if is_small else copy_one_by_one)
+        device = pool.blocks_NLKHTD.device
         return ModelRunner(
-            self.forward, self.sampler, host_blocks, pool.shape.block_size, grammars, samples=samples
+            self.forward,
+            self.sampler,
+            host_blocks,
+            pool.shape.block_size,
+            grammars,
+            samples=samples,
+            mark=lambda: mark(device),
         )
 
 
