@@ -65,11 +65,14 @@ class StagedForward:
         self._sizes = sorted(sizes)
 
     @torch.inference_mode()
-    def rehearse(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+    def rehearse(self, num_requests: int, num_tokens: int, context_len: int | None = None) -> torch.Tensor:
         """A step of so many requests with `num_tokens` tokens each: their logits, num_requests x V.
 
-        It leaves nothing behind but compiled kernels and the memory that such a step takes."""
-        logits_RV = self(_rehearsal(num_requests, num_tokens, self._attention.block_size))
+        They are the last of contexts of `context_len` tokens; None: the only ones. The step leaves nothing behind but
+        compiled kernels and the memory that it takes.
+        """
+        block_size = self._attention.block_size
+        logits_RV = self(_rehearsal(num_requests, num_tokens, context_len or num_tokens, block_size))
         assert logits_RV is not None
         return logits_RV
 
@@ -112,19 +115,19 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
     return np.concatenate([values_T, np.full(size - len(values_T), filler)])
 
 
-def _rehearsal(num_requests: int, num_tokens: int, block_size: int) -> StepBatch:
+def _rehearsal(num_requests: int, num_tokens: int, context_len: int, block_size: int) -> StepBatch:
     """Requests of the null block, which is read as ever and written by nobody."""
-    num_rows, num_blocks = num_requests * num_tokens, -(-num_tokens // block_size)
+    num_rows, num_blocks = num_requests * num_tokens, -(-context_len // block_size)
     ends_B = np.arange(1, num_requests + 1) * num_tokens
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.arange(num_rows) % num_tokens,
+        positions_T=np.arange(num_rows) % num_tokens + (context_len - num_tokens),
         slots_T=np.full(num_rows, NO_SLOT),
         num_decodes=num_requests if num_tokens == 1 else 0,
         starts_B=ends_B - num_tokens,
         num_tokens_B=np.full(num_requests, num_tokens),
-        context_lens_B=np.full(num_requests, num_tokens),
+        context_lens_B=np.full(num_requests, context_len),
         block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
         num_blocks_B=np.full(num_requests, num_blocks),
         sampling_rows_R=ends_B - 1,
