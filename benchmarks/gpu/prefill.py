@@ -30,6 +30,8 @@ from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
 from engine.step_limits import StepLimits
 
 PART = "prefill"
+MAX_ERROR = 8e-2
+"""Of bfloat16 logits after some 35 layers, each side rounding in its own places; what is wrong is off by far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Sizes:
     rounds: int
 
 
-FULL = Sizes(LARGE, "bfloat16", 3e-2, 64, (512, 2048, 8192), (512, 1024, 2048, 4096, 8192), 8192, 700, 8)
+FULL = Sizes(LARGE, "bfloat16", MAX_ERROR, 64, (512, 2048, 8192), (512, 1024, 2048, 4096, 8192), 8192, 700, 8)
 TINY = Sizes(DRY, "float32", 1e-4, 32, (3,), (3,), 5, 4, 1)
 
 
