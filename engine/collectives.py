@@ -5,8 +5,11 @@ they go over gloo on the loopback interface, between GPUs over NCCL, where a cal
 and so may stand in a CUDA graph.
 """
 
+import gc
+import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,7 +19,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "lo"
+CLOSE_TIMEOUT_S = 10.0
+"""For NCCL, which waits for other ranks, and for every CUDA graph that was recorded with its calls."""
 
 # torch 2.13 gave the function another name, and warns of the old one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,18 +159,29 @@ class TorchCollectives:
             self._is_silent = False
 
     def abort(self) -> None:
-        """Ends calls that wait, from any thread: they raise there. Nothing can be called any more.
+        """Ends calls that wait, from any thread; returns at once. Nothing can be called any more.
 
-        Where gloo is concerned it is enough that a rank's process has ended: the others' calls raise by themselves.
+        On GPUs they end as if they had been answered: what they gave means nothing. Where gloo is concerned it is
+        enough that a rank's process has ended: the others' calls raise by themselves.
         """
         group = dist.group.WORLD
         if group is not None and self._device.type == "cuda":
-            group.abort()
+            # It tells the device first, and then waits for CUDA graphs that whoever is to hear of the end still holds.
+            threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the group; no call may be under way."""
-        if dist.is_initialized():
+        """Ends the group; no call may be under way, and CUDA graphs that hold some should be gone."""
+        if not dist.is_initialized():
+            return
+        if self._device.type != "cuda":
             dist.destroy_process_group()
+            return
+        gc.collect()
+        ending = threading.Thread(target=dist.destroy_process_group, name="end of NCCL", daemon=True)
+        ending.start()
+        ending.join(CLOSE_TIMEOUT_S)
+        if ending.is_alive():
+            logger.warning("NCCL did not end within %g s; it ends with the process", CLOSE_TIMEOUT_S)
 
     def _failed(self, call: str, error: Exception) -> RuntimeError:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

@@ -11,6 +11,7 @@ import torch
 from baton.config import ModelConfig
 from benchmarks.gpu.setting import Setting
 from engine.batch import StepBatch
+from engine.device import mark
 from engine.device_parts import DeviceParts, make_device_parts
 from engine.forward import Forward, TorchForward
 from engine.graphs import Recorder, Replay
@@ -100,7 +101,9 @@ def device_engine(
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
     parts = device_parts(setting, model, pool, limits, recorder, sizes)
     forward = NotingForward(parts.forward)
-    runner = ModelRunner(forward, parts.sampler, HostBlocks(0, pool), block_size)
+    runner = ModelRunner(
+        forward, parts.sampler, HostBlocks(0, pool), block_size, mark=lambda: mark(setting.device)
+    )
     return CheckedEngine(model, pool, runner, forward)
 
 
