@@ -37,8 +37,8 @@ class Setup:
     model_path: str
     incarnation: str
     """Of the worker."""
-    folder: str
-    """Where the ranks' collectives find each other."""
+    meeting_file: int
+    """A descriptor that the rank inherits: where the ranks' collectives find each other."""
 
 
 @dataclass(frozen=True, slots=True)
