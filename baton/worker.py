@@ -35,6 +35,15 @@ class WorkerEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class StartProgress:
+    """What a worker that starts is busy with, and how much of it is done."""
+
+    what: str
+    done: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVBlockCounts:
     """free + referenced + leased + quarantined = total, at every moment.
 
