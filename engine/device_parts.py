@@ -73,7 +73,7 @@ class DeviceParts:
         self.forward.rehearse(1, 1, limits.max_model_len)
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records steps of decodes, and small ones with prompts in them: largest first, for the others to share its memory.
+        """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.
 
         `on_progress` hears how many of how many are done.
         """
