@@ -86,6 +86,22 @@ class KVPeerCounts:
     exposed_s: float
     """Producer: seconds from the end of the prefill until everything was verified over there."""
 
+    def __add__(self, other: "KVPeerCounts") -> "KVPeerCounts":
+        """Of two ranks of one worker."""
+        assert (self.role, self.peer, self.transport) == (other.role, other.peer, other.transport)
+        return KVPeerCounts(
+            self.role,
+            self.peer,
+            self.transport,
+            self.done + other.done,
+            self.failed + other.failed,
+            self.not_needed + other.not_needed,
+            self.num_bytes + other.num_bytes,
+            self.queued_s + other.queued_s,
+            self.moving_s + other.moving_s,
+            self.exposed_s + other.exposed_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:

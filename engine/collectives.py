@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -88,13 +87,16 @@ class TorchCollectives:
     Sums are in the tensor's dtype: gloo and NCCL both take bfloat16, and round once for each rank that adds its part.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """The ranks find each other by a file in `folder`, which is theirs alone and outlives the collectives: no port
-        that others could come to first. Nothing is connected before `connect`."""
+    def __init__(
+        self, meeting_file: int, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """The ranks find each other by a file that all of them have open, as this descriptor here: no port that others
+        could come to first. It stays open: torch takes it by name, as long as it likes. Nothing is connected before
+        `connect`."""
         assert 0 <= rank < size > 1, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
-        self._folder = folder
+        self._meeting_file = meeting_file
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._is_silent = False
@@ -110,7 +112,7 @@ class TorchCollectives:
         try:
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                store=dist.FileStore(str(self._folder / "collectives"), self.size),  # type: ignore[attr-defined]
+                store=dist.FileStore(f"/proc/self/fd/{self._meeting_file}", self.size),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
                 timeout=self._timeout,

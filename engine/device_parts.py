@@ -15,7 +15,7 @@ from engine.batch import RequestState
 from engine.device import mark
 from engine.device_sampler import DeviceSampler
 from engine.grammar import GrammarCompiler
-from engine.graphs import Recorder, decode_sizes
+from engine.graphs import Recorder, decode_sizes, mixed_sizes
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
@@ -73,11 +73,19 @@ class DeviceParts:
         self.forward.rehearse(1, 1, limits.max_model_len)
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records every size of step that consists of decodes. `on_progress` hears how many of how many are done."""
-        sizes = decode_sizes(self.limits.max_num_seqs)
-        self.forward.record_decodes(
-            sizes, recorder, lambda done: None if on_progress is None else on_progress(done, len(sizes))
-        )
+        """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.
+
+        `on_progress` hears how many of how many are done.
+        """
+        mixed = mixed_sizes(self.limits.max_num_batched_tokens)
+        decodes = decode_sizes(self.limits.max_num_seqs)
+
+        def report(done: int) -> None:
+            if on_progress is not None:
+                on_progress(done, len(mixed) + len(decodes))
+
+        self.forward.record(mixed, recorder, report, has_chunks=True)
+        self.forward.record(decodes, recorder, lambda done: report(len(mixed) + done), has_chunks=False)
 
     def runner(
         self,

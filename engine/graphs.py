@@ -64,6 +64,18 @@ class _View:
         self.__cuda_array_interface__ = interface
 
 
+MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
+"""Numbers of tokens, of steps with prompts in them, to record. Beyond, the GPU takes longer to compute a step than Python
+to queue it (some 10 ms for 8 billion parameters); up to some 200, weights are most of what a step moves, and padding is
+free."""
+
+
+def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Those of MIXED_SIZES that steps can have, and the largest step itself if it is one."""
+    sizes = [size for size in MIXED_SIZES if size < max_num_batched_tokens]
+    return [*sizes, max_num_batched_tokens] if max_num_batched_tokens <= MIXED_SIZES[-1] else sizes
+
+
 def decode_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of decodes to record. A step is padded to the next: they are close where padding would cost most."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]

@@ -142,7 +142,7 @@ class EngineHost:
             snapshot.kv_blocks,
             snapshot.requests,
             {**snapshot.counters, **planes},
-            snapshot.kv_peers,
+            self._ranks.connector.peers(),
         )
 
     def drain(self, timeout_s: float) -> bool:

@@ -2,11 +2,17 @@
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import hypothesis
+import pytest
 
 from cluster.secret import SECRET_VARIABLE
 from tests.factories.security import SECRET
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
 
 # Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
 # interrupts. A handler of our own is not inherited: they begin with the default.
@@ -15,6 +21,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Clusters that tests start share a secret of their own instead of making one in the user's home.
 os.environ[SECRET_VARIABLE] = SECRET.text
 
+# Tensors of tests only lose by threads, and lose much where other tests run beside them. Read when PyTorch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # How long an example takes is no property of the code, least of all on a busy machine.
 hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling":
+    from tests.by_file import ByFile  # where tests run one after another, nobody needs pytest-xdist
+
+    return ByFile(config, log)

@@ -84,7 +84,7 @@ def device_parts(
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:
         with torch.inference_mode():
-            parts.forward.record_decodes(list(sizes), recorder)
+            parts.forward.record(sizes, recorder, has_chunks=False)
     return parts
 
 

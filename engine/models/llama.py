@@ -143,13 +143,13 @@ class Projections:
         every rank computes its share."""
         shard = _shard(0, self._collectives)
         names = sizes.items()
-        weight_OI = torch.cat(
+        weight_OI = _joined(
             [self._weights.take(f"{name}.weight", size, num_inputs, shard=shard) for name, size in names]
         )
         if not has_bias:
             return self._linear(weight_OI, None)
         biases = [self._weights.take(f"{name}.bias", size, shard=shard) for name, size in names]
-        return self._linear(weight_OI, torch.cat(biases))
+        return self._linear(weight_OI, _joined(biases))
 
     def rows(self, name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> LinearLayer:
         """A projection of what every rank has a share of: the ranks' results are to be summed up."""
@@ -157,6 +157,15 @@ class Projections:
         weight_OI = self._weights.take(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self._weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self._collectives.rank == 0 else None)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Output features of one after the other's."""
+    first = parts[0]
+    if first.is_meta:
+        # PyTorch would work out the shape in Python, and import its compiler for it: a second of each worker's start.
+        return first.new_empty(sum(len(part) for part in parts), *first.shape[1:])
+    return torch.cat(parts)
 
 
 def _shard(dim: int, collectives: Collectives) -> Shard | None:

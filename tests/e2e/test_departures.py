@@ -77,12 +77,14 @@ def test_c52_a_killed_worker_costs_no_request_and_no_token(folder: Path, victim:
             cluster = LocalCluster(client, running.workers)
             prompts = [[3 + (7 * i + j) % 280 for j in range(20 + 13 * i)] for i in range(16)]
             sampling: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.8, "seed": 5}
-            quiet = [(await cluster.answer(p, cache_salt="quiet", **sampling)).token_ids for p in prompts]
+            quiet = await asyncio.gather(
+                *[cluster.answer(p, cache_salt="quiet", **sampling) for p in prompts]
+            )
             calls = [asyncio.create_task(cluster.answer(p, cache_salt="storm", **sampling)) for p in prompts]
             await asyncio.sleep(0.1)
             running.workers[victim].send_signal(signal.SIGKILL)
             answers = await asyncio.gather(*calls)
-            assert [answer.token_ids for answer in answers] == quiet
+            assert [a.token_ids for a in answers] == [a.token_ids for a in quiet]
             async with asyncio.timeout(10):
                 while "dead" not in {w["state"] for w in (await client.describe())["workers"]}:
                     await asyncio.sleep(0.05)

@@ -1,6 +1,5 @@
 """Greedy tokens and logits equal transformers' own, for every architecture and option that is served."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         rope(rope_type="yarn", mscale=0.7, mscale_all_dim=1.0, beta_fast=16.0, truncate=False, **YARN),
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by threads, and lose much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,9 +26,9 @@ ALONE_EVERY = 4
 
 LENGTHS = [
     *[1, 2, 3, 7, 8, 14, 15, 16, 17, 18, 24, 30, 31, 32, 33, 34, 40, 46, 47, 48, 49, 50, 56],
-    *[62, 63, 64, 65, 66, 79, 80, 81, 95, 96, 97, 127, 128, 129, 255, 256, 257, 400, 1100],
+    *[62, 63, 64, 65, 66, 79, 80, 81, 95, 96, 97, 127, 128, 129, 257, 400],
 ]
-"""Around the ends of blocks, and of steps; the tiny models below are asked around the blocks left out here."""
+"""Around the ends of blocks and steps; the tiny models below are asked around the blocks left out here."""
 Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
@@ -37,7 +37,8 @@ def make_config(**scheduler: object) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32"},
-            "scheduler": {"max_num_batched_tokens": 256, **scheduler},
+            "engine": {"num_threads": 1},
+            "scheduler": {"max_num_batched_tokens": 128, **scheduler},
             "gateway": {"grpc_port": 0},
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0},

@@ -1,6 +1,9 @@
-"""Tokens equal transformers' own, however the scheduler cuts, orders, preempts and plans ahead; on the real model."""
+"""Tokens equal transformers' own, however the scheduler cuts, orders, preempts and plans ahead.
 
-from collections.abc import Iterator
+A tiny model is asked in every combination, the real one in a few.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -34,32 +38,28 @@ TEXTS = [
     "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen,",
     "A cache keeps what was computed once, so that it need not be computed again. A scheduler decides",
 ]
+TINY_LENGTHS = [5, 17, 28, 20]
 BUDGETS = [1, 7, 33, 512]
 PREEMPTIONS = ["recompute", "swap", "auto"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Steps this small gain little by threads, and lose much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+Answers = dict[tuple[int, ...], list[int]]
+"""Prompt to greedy answer."""
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: Path) -> LoadedModel:
-    return load_model(ModelConfig(dtype="float32"), smollm2, torch.device("cpu"))
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and what transformers says with its weights, one prompt at a time."""
+
+    model: LoadedModel
+    expected: Answers
 
 
-@pytest.fixture(scope="module")
-def expected(smollm2: Path) -> dict[tuple[int, ...], list[int]]:
-    """Prompt to greedy answer, one prompt at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    reference: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    answers = {}
-    for text in TEXTS:
-        input_ids = tokenizer(text, return_tensors="pt").input_ids
+def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = {}
+    for prompt in prompts:
+        input_ids = torch.tensor([prompt])
         output = reference.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -68,8 +68,21 @@ def expected(smollm2: Path) -> dict[tuple[int, ...], list[int]]:
             pad_token_id=0,
             do_sample=False,
         )
-        answers[tuple(input_ids[0].tolist())] = output[0, input_ids.shape[1] :].tolist()
-    return answers
+        expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
+    return Subject(load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu")), expected)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 290, (length,), generator=generator).tolist() for length in TINY_LENGTHS]
+    return make_subject(make_model_dir(tmp_path_factory.mktemp("model")), prompts)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: Path) -> Subject:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return make_subject(smollm2, [tokenizer(text)["input_ids"] for text in TEXTS])
 
 
 def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
@@ -93,12 +106,12 @@ def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
     )
 
 
-def answers_of(core: EngineCore, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+def answers_of(core: EngineCore, prompts: list[tuple[int, ...]]) -> Answers:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
     for number, prompt in enumerate(prompts):
         request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params)
         core.add_request(request, "test")
-    answers: dict[tuple[int, ...], list[int]] = {prompt: [] for prompt in prompts}
+    answers: Answers = {prompt: [] for prompt in prompts}
     core.may_progress = True
     while core.may_progress:
         for output in core.step().get("test", []):
@@ -109,40 +122,46 @@ def answers_of(core: EngineCore, prompts: list[tuple[int, ...]]) -> dict[tuple[i
     return answers
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("preemption", PREEMPTIONS)
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_chunked_prefill_preemption_and_planning_ahead_change_no_token(
-    model: LoadedModel,
-    expected: dict[tuple[int, ...], list[int]],
-    budget: int,
-    preemption: str,
-    async_scheduling: bool,
-) -> None:
-    core = make_core(
-        model, max_num_batched_tokens=budget, preemption=preemption, async_scheduling=async_scheduling
-    )
-    assert answers_of(core, list(expected)) == expected
+def check(subject: Subject, **settings: Any) -> None:
+    core = make_core(subject.model, **settings)
+    assert answers_of(core, list(subject.expected)) == subject.expected
     counters = core.counters()
-    if budget > 1:  # a budget of one serves one request at a time
+    if settings["max_num_batched_tokens"] > 1:  # a budget of one serves one request at a time
         assert counters["preemptions"] > 0
-        assert (counters.get("swapped_in_blocks", 0) > 0) == (preemption != "recompute")
+        if settings.get("batching") != "prefill_first":
+            assert (counters.get("swapped_in_blocks", 0) > 0) == (settings["preemption"] != "recompute")
     blocks = core.kv_block_counts()
     assert (blocks.free, blocks.host_used) == (blocks.total, 0)
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("preemption", PREEMPTIONS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_chunked_prefill_preemption_and_planning_ahead_change_no_token(
+    tiny: Subject, budget: int, preemption: str, async_scheduling: bool
+) -> None:
+    check(tiny, max_num_batched_tokens=budget, preemption=preemption, async_scheduling=async_scheduling)
+
+
+TWO_PHASE = {"batching": "prefill_first", "max_num_batched_tokens": 128, "enable_prefix_caching": False}
+
+
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_two_phase_scheduler_gives_the_same_tokens(
-    model: LoadedModel, expected: dict[tuple[int, ...], list[int]], policy: str, preemption: str
-) -> None:
-    core = make_core(
-        model,
-        batching="prefill_first",
-        max_num_batched_tokens=128,
-        preemption=preemption,
-        policy=policy,
-        enable_prefix_caching=False,
-    )
-    assert answers_of(core, list(expected)) == expected
-    assert core.counters()["preemptions"] > 0
+def test_the_two_phase_scheduler_gives_the_same_tokens(tiny: Subject, policy: str, preemption: str) -> None:
+    check(tiny, **TWO_PHASE, preemption=preemption, policy=policy)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 7, "preemption": "swap"},
+        {"max_num_batched_tokens": 33, "preemption": "recompute", "async_scheduling": False},
+        {"max_num_batched_tokens": 512, "preemption": "auto"},
+        {**TWO_PHASE, "preemption": "swap", "policy": "fcfs"},
+        {**TWO_PHASE, "preemption": "recompute", "policy": "priority"},
+    ],
+    ids=["7-swap", "33-sync", "512-auto", "two-phase-swap", "two-phase-priority"],
+)
+def test_the_real_model_gives_the_same_tokens_too(real: Subject, settings: dict[str, Any]) -> None:
+    check(real, **settings)

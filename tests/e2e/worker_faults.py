@@ -187,7 +187,10 @@ async def break_workers(
             number = next(numbers)
             await _ask(cluster, questions[number % len(questions)], f"{fault} {role} {number}", tally)
 
-    cluster.prepare_spare()
+    num_victims = 2 if role == "each" else 1
+    if fault != "stop":
+        # While requests keep every core busy, a process takes so long to load that "at once" would be no such thing.
+        await cluster.prepare_spares(num_victims)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(NUM_AT_ONCE):
             tasks.create_task(ask_on())

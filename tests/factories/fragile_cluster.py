@@ -84,7 +84,7 @@ class FragileWorker:
 
 
 class FragileCluster:
-    """Workers by name, a gateway that learns of them as from a supervisor, and a spare process that is warm."""
+    """Workers by name, a gateway that learns of them as from a supervisor, and spare processes that are warm."""
 
     def __init__(
         self, config: BatonConfig, gateway: Gateway, client: GatewayClient, command: list[str], folder: Path
@@ -99,7 +99,7 @@ class FragileCluster:
         self._command = command
         self._folder = folder
         self._num_started = 0
-        self._spare: asyncio.Task[FragileWorker] | None = None
+        self._spares: list[FragileWorker] = []
 
     async def begin(self) -> None:
         warm = await asyncio.gather(*[self.warm_up() for _ in self._roles])
@@ -123,16 +123,14 @@ class FragileCluster:
         await worker.wait_until_warm()
         return worker
 
-    def prepare_spare(self) -> None:
-        if self._spare is None:
-            self._spare = asyncio.create_task(self.warm_up())
+    async def prepare_spares(self, number: int) -> None:
+        """So many are warm when this returns."""
+        missing = range(number - len(self._spares))
+        self._spares += await asyncio.gather(*[self.warm_up() for _ in missing])
 
     async def replace(self, name: str, ports: Sequence[int] = ()) -> None:
         """A new life of a worker that was killed, and the gateway is told as a supervisor would tell it."""
-        self.prepare_spare()
-        spare, self._spare = self._spare, None
-        assert spare is not None
-        worker = await spare
+        worker = self._spares.pop() if self._spares else await self.warm_up()
         endpoint = await worker.begin(self._roles[name], name, ports)
         self.workers[name] = worker
         self.gateway.add_worker(endpoint)
@@ -145,9 +143,6 @@ class FragileCluster:
         return dict(zip(live, answers, strict=True))
 
     async def end(self) -> None:
-        if self._spare is not None:
-            self._spare.cancel()
-            await asyncio.gather(self._spare, return_exceptions=True)
         for worker in self.processes:
             if worker.is_alive:
                 worker.go_on()  # a stopped process does not even die

@@ -1,6 +1,8 @@
 """Model folders on disk: sharded, damaged, or with other tensors than the config promises."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -186,3 +188,16 @@ def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> Non
     original, copy, tuned, stretched = (model_digest(path) for path in paths)
     assert original == copy
     assert len({original, tuned, stretched}) == 3
+
+
+def test_loading_does_not_import_pytorchs_compiler(tmp_path: Path) -> None:
+    """It would take every worker a second to start."""
+    program = (
+        "import sys; from pathlib import Path; import torch\n"
+        "from baton.config import ModelConfig; from engine.loader import load_model\n"
+        "load_model(ModelConfig(dtype='float32'), Path(sys.argv[1]), torch.device('cpu'))\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(make_model_dir(tmp_path, attention_bias=True))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "False\n", done.stderr
