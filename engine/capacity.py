@@ -46,7 +46,9 @@ def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capac
         measured = _measure(config, asked, model, max_model_len, free_at_start)
         is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
         if is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set:
-            values["max_num_batched_tokens"] = measured.chunk
+            # A step of decodes alone must not be cut for that.
+            wanted = max(measured.chunk, asked.max_num_seqs)
+            values["max_num_batched_tokens"] = min(wanted, asked.max_num_batched_tokens)
         if asked.num_blocks is None and config.engine.kv_cache_memory_mib is None:
             size_bytes = model.kv_block_shape(asked.block_size).size_bytes
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)

@@ -17,6 +17,7 @@ from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, reckon
 from engine.collectives import Collectives
 from engine.device import rank_device
+from engine.fail_settled import FailSettled
 from engine.fail_stop import FailStop, StepRunner
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
@@ -64,7 +65,13 @@ class RankParts:
             host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
             steps = self._fail_stop(make_runner(self.model, self.pool, host_blocks, grammars))
             return make_pipeline(steps, async_scheduling=is_async)
-        steps = self._fail_stop(self._make_device_runner(grammars))
+        runner: StepRunner = self._make_device_runner(grammars)
+        device = self.model.device
+        if (
+            self.model.collectives.size == 1
+        ):  # else nothing follows a failure, and this might wait for another rank
+            runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
+        steps = self._fail_stop(runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)
 
     def free(self) -> None:
