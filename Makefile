@@ -10,6 +10,7 @@ CONFIG ?=
 SEEDS ?= 10000
 TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
+GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -70,8 +71,8 @@ break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS ha
 fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
 	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)
 
-gpu-check: $(INSTALLED) ## Tests that need a CUDA device
-	@scripts/gpu_check.sh $(PYTHON_IN_VENV)
+gpu-check: $(INSTALLED) ## Tests and benchmarks that need a CUDA device; GPU_CHECK="--parts tokens" or "--dry-run"
+	@scripts/gpu_check.sh $(PYTHON_IN_VENV) $(GPU_CHECK)
 
 format: $(INSTALLED) ## Rewrite Python and proto files in the house format
 	$(BIN)/ruff check --fix .

@@ -29,21 +29,22 @@ class Codec(Generic[M]):
     def __init__(self, *kinds: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._encoders = {kind: _dataclass_encoder(kind) for kind in kinds}
         self._decoders = {kind.__name__: _dataclass_decoder(kind) for kind in kinds}
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """Of a message."""
 
     def encode(self, message: M) -> bytes:
         """Bytes of one message; WireError if it is larger than a peer would accept."""
         kind = type(message)
         data: bytes = msgpack.packb([kind.__name__, *self._encoders[kind](message)])
-        if len(data) > self._max_bytes:
-            raise WireError(f"{kind.__name__} of {len(data)} bytes exceeds the limit of {self._max_bytes}")
+        if len(data) > self.max_bytes:
+            raise WireError(f"{kind.__name__} of {len(data)} bytes exceeds the limit of {self.max_bytes}")
         return data
 
     def decode(self, data: bytes | memoryview) -> M:
         """The message in `data`; WireError names what is wrong and where."""
         size = len(data)
-        if size > self._max_bytes:
-            raise WireError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
+        if size > self.max_bytes:
+            raise WireError(f"message of {size} bytes exceeds the limit of {self.max_bytes}")
         parts = unpack(data)
         if not _is_tagged(parts):
             raise WireError("expected an array that starts with the kind of message")

@@ -35,6 +35,15 @@ class WorkerEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class StartProgress:
+    """What a worker that starts is busy with, and how much of it is done."""
+
+    what: str
+    done: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVBlockCounts:
     """free + referenced + leased + quarantined = total, at every moment.
 
@@ -76,6 +85,22 @@ class KVPeerCounts:
     """Consumer: seconds from the first piece to the last."""
     exposed_s: float
     """Producer: seconds from the end of the prefill until everything was verified over there."""
+
+    def __add__(self, other: "KVPeerCounts") -> "KVPeerCounts":
+        """Of two ranks of one worker."""
+        assert (self.role, self.peer, self.transport) == (other.role, other.peer, other.transport)
+        return KVPeerCounts(
+            self.role,
+            self.peer,
+            self.transport,
+            self.done + other.done,
+            self.failed + other.failed,
+            self.not_needed + other.not_needed,
+            self.num_bytes + other.num_bytes,
+            self.queued_s + other.queued_s,
+            self.moving_s + other.moving_s,
+            self.exposed_s + other.exposed_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ this package is the handle's actor.
 
 import asyncio
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -19,7 +19,7 @@ from baton.addresses import WILDCARDS
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
-from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.placement import Bundle
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class WorkerActor:
         self._config = config
         self._arguments = (keys, model_path, role, name)
         self._stopped = threading.Event()
+        self._progress = Latest[StartProgress]()
 
     def start(self) -> WorkerEndpoint:
         # Not in the constructor, whose errors Ray reports as the actor's death; and imported here, so that the
@@ -45,7 +46,14 @@ class WorkerActor:
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         self._worker = build_worker(config, *self._arguments)
-        return self._worker.start()
+        try:
+            return self._worker.start(self._progress.put)
+        finally:
+            self._progress.close()
+
+    def next_progress(self) -> StartProgress | None:
+        """Waits until `start` has got further than when last asked; None once it is over."""
+        return self._progress.take()
 
     def status(self) -> WorkerStatus:
         return self._worker.status()
@@ -60,6 +68,33 @@ class WorkerActor:
     def wait(self) -> None:
         """Returns once the worker was stopped; a process that dies instead fails this call at the caller."""
         self._stopped.wait()
+
+
+class Latest(Generic[T]):
+    """Hands the latest of many values from one thread to another; what nobody took in time is passed over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._value: T | None = None
+        self._is_closed = False
+
+    def put(self, value: T) -> None:
+        with self._changed:
+            self._value = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing follows."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def take(self) -> T | None:
+        """The latest value since the last call, as soon as there is one; None after the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._value is not None or self._is_closed)
+            value, self._value = self._value, None
+            return value
 
 
 def on_node(config: BatonConfig, node_address: str) -> BatonConfig:
@@ -100,11 +135,20 @@ class WorkerHandle:
             scheduling_strategy=strategy,
         ).remote(config, keys, model_path, role, name)
 
-    async def start(self) -> WorkerEndpoint:
+    async def start(self, on_progress: Callable[[StartProgress], None]) -> WorkerEndpoint:
         """Loads the model and binds the ports, in the actor's process."""
-        endpoint: WorkerEndpoint = await self._call(self._actor.start.remote())
+        following = asyncio.create_task(self._follow(on_progress))
+        try:
+            endpoint: WorkerEndpoint = await self._call(self._actor.start.remote())
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         self.has_started = True
         return endpoint
+
+    async def _follow(self, on_progress: Callable[[StartProgress], None]) -> None:
+        while (progress := await self._actor.next_progress.remote()) is not None:
+            on_progress(progress)
 
     async def status(self) -> WorkerStatus:
         return await self._call(self._actor.status.remote())

@@ -125,6 +125,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
 
 
 def _with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
-    values = config.model_dump()
-    values["model"]["path"] = str(model_path)
+    """Without what nobody has set, which may be the device's choice."""
+    values = config.model_dump(exclude_unset=True)
+    values.setdefault("model", {})["path"] = str(model_path)
     return values

@@ -18,7 +18,7 @@ from cluster.ray_session import connect
 from cluster.screen import Screen
 from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
-from cluster.supervisor import Supervisor
+from cluster.supervisor import OnProgress, Supervisor
 from engine.pretrained import default_cache_dir, resolve
 from gateway import Gateway, Tokenizer
 
@@ -64,9 +64,11 @@ async def _run(
     signals: StopSignals,
 ) -> None:
     async def start_and_use() -> None:
-        with screen.stage("workers", f"starting {_fleet_text(config)}") as outcome:
-            service = await deployment.start()
-            outcome(_workers_text(service))
+        with screen.stage("workers", f"starting {_fleet_text(config)}") as stage:
+            service = await deployment.start(
+                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
+            )
+            stage(_workers_text(service))
         await while_ready(service)
 
     try:
@@ -94,9 +96,9 @@ class _Deployment:
         self._supervisor = Supervisor(config, keys, model_path)
         self._gateway: Gateway | None = None
 
-    async def start(self) -> Service:
+    async def start(self, on_progress: OnProgress) -> Service:
         """Opens the door once the workers serve and the tokenizer is there."""
-        endpoints = await self._supervisor.start()
+        endpoints = await self._supervisor.start(on_progress)
         gateway = Gateway(
             self._config.gateway,
             self._config.network,

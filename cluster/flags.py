@@ -24,6 +24,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--decode-tensor-parallel": ("cluster", "decode_tensor_parallel"),
     "--num-threads": ("engine", "num_threads"),
     "--kv-cache-memory-mib": ("engine", "kv_cache_memory_mib"),
+    "--gpu-memory-utilization": ("engine", "gpu_memory_utilization"),
     "--kv-cache-dtype": ("engine", "kv_cache_dtype"),
     "--trace-dir": ("engine", "trace_dir"),
     "--max-num-seqs": ("scheduler", "max_num_seqs"),

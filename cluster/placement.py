@@ -68,6 +68,8 @@ def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
 
 def _no_room(bundles: Sequence[Bundle]) -> str:
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    if any("GPU" in bundle for bundle in bundles) and not any("GPU" in node["Resources"] for node in nodes):
+        return "engine.device: got 'cuda', but Ray finds no GPU on any node of the cluster"
     free = Counter[str](ray.available_resources())
     kinds = Counter(_describe(bundle) for bundle in bundles)
     fleet = " and ".join(f"{count} workers of {kind} each" for kind, count in kinds.items())

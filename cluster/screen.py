@@ -4,10 +4,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.status import Status
+from rich.table import Table
 
 _LABEL_WIDTH = 9
+_BAR_WIDTH = 30
 
 
 class Screen:
@@ -20,13 +24,13 @@ class Screen:
         self.console.print(f"[bold]{label:<{_LABEL_WIDTH}}[/] {text}", highlight=False, soft_wrap=True)
 
     @contextmanager
-    def stage(self, label: str, doing: str) -> Iterator[Callable[[str], None]]:
-        """Shows `doing` while the body runs; the body says through the yielded function what came of it."""
+    def stage(self, label: str, doing: str) -> Iterator["Stage"]:
+        """Shows `doing` while the body runs; the body says through the yielded stage what came of it."""
         started = time.monotonic()
-        outcome = [doing]
-        with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ..."):
-            yield outcome.append
-        self.line(label, f"{outcome[-1]} [dim]{time.monotonic() - started:.1f} s[/]")
+        with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ...") as status:
+            stage = Stage(status, doing)
+            yield stage
+        self.line(label, f"{stage.outcome} [dim]{time.monotonic() - started:.1f} s[/]")
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, float], None]]:
@@ -45,6 +49,28 @@ class Screen:
                 progress.update(tasks[what], completed=fraction, description=text)
 
             yield report
+
+
+class Stage:
+    """What is being done, the bars of its parts on a terminal, and in the end what came of it."""
+
+    def __init__(self, status: Status, doing: str) -> None:
+        self.outcome = doing
+        self._status = status
+        self._doing = status.status
+        self._parts: dict[str, tuple[str, float]] = {}
+
+    def __call__(self, outcome: str) -> None:
+        self.outcome = outcome
+
+    def report(self, part: str, what: str, fraction: float) -> None:
+        """How far a part is with something; the last report counts."""
+        self._parts[part] = (what, fraction)
+        table = Table.grid(padding=(0, 2))
+        for name, (doing, done) in sorted(self._parts.items()):
+            bar = ProgressBar(total=1.0, completed=done, width=_BAR_WIDTH)
+            table.add_row(" " * _LABEL_WIDTH, name, doing, bar, f"{done:4.0%}")
+        self._status.update(Group(self._doing, table))
 
 
 def _each_text_once(write: Callable[[str], None]) -> Callable[[str, float], None]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
-from baton.worker import WorkerEndpoint
+from baton.worker import StartProgress, WorkerEndpoint
 from cluster.actors import WorkerHandle
 from cluster.fleet import worker_names
 from cluster.placement import bundle_of, reserve
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
 """A worker that does not close its ports in this time is killed."""
+
+
+OnProgress = Callable[[str, StartProgress], None]
+"""Of which worker, and how far it is."""
 
 
 class Registry(Protocol):
@@ -44,7 +48,7 @@ class Supervisor:
         self._handles: list[WorkerHandle] = []
         self._watchers: list[asyncio.Task[None]] = []
 
-    async def start(self) -> tuple[WorkerEndpoint, ...]:
+    async def start(self, on_progress: OnProgress) -> tuple[WorkerEndpoint, ...]:
         """Returns once every worker serves. Raises ClusterError, or what the first failing worker raised.
 
         Call `stop` either way.
@@ -62,7 +66,9 @@ class Supervisor:
         ]
         try:
             async with asyncio.timeout(timeout_s):
-                return tuple(await asyncio.gather(*[handle.start() for handle in self._handles]))
+                return tuple(
+                    await asyncio.gather(*[self._start(handle, on_progress) for handle in self._handles])
+                )
         except TimeoutError:
             raise ClusterError(
                 f"not every worker was ready within {timeout_s:g} s (cluster.start_timeout_s)"
@@ -90,6 +96,9 @@ class Supervisor:
         await asyncio.gather(*[handle.stop(_STOP_TIMEOUT_S) for handle in self._handles])
         if self._group is not None:
             remove_placement_group(self._group)
+
+    async def _start(self, handle: WorkerHandle, on_progress: OnProgress) -> WorkerEndpoint:
+        return await handle.start(lambda progress: on_progress(handle.name, progress))
 
     async def _watch(self, handle: WorkerHandle, registry: Registry) -> None:
         reason = await handle.wait()

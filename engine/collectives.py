@@ -5,18 +5,24 @@ they go over gloo on the loopback interface, between GPUs over NCCL, where a cal
 and so may stand in a CUDA graph.
 """
 
+import gc
+import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "lo"
+CLOSE_TIMEOUT_S = 10.0
+"""For NCCL, which waits for other ranks, and for every CUDA graph that was recorded with its calls."""
 
 # torch 2.13 gave the function another name, and warns of the old one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,13 +87,16 @@ class TorchCollectives:
     Sums are in the tensor's dtype: gloo and NCCL both take bfloat16, and round once for each rank that adds its part.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        """The ranks find each other by a file in `folder`, which is theirs alone and outlives the collectives: no port
-        that others could come to first. Nothing is connected before `connect`."""
+    def __init__(
+        self, meeting_file: int, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """The ranks find each other by a file that all of them have open, as this descriptor here: no port that others
+        could come to first. It stays open: torch takes it by name, as long as it likes. Nothing is connected before
+        `connect`."""
         assert 0 <= rank < size > 1, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
-        self._folder = folder
+        self._meeting_file = meeting_file
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._is_silent = False
@@ -103,7 +112,7 @@ class TorchCollectives:
         try:
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                store=dist.FileStore(str(self._folder / "collectives"), self.size),  # type: ignore[attr-defined]
+                store=dist.FileStore(f"/proc/self/fd/{self._meeting_file}", self.size),  # type: ignore[attr-defined]
                 rank=self.rank,
                 world_size=self.size,
                 timeout=self._timeout,
@@ -152,18 +161,29 @@ class TorchCollectives:
             self._is_silent = False
 
     def abort(self) -> None:
-        """Ends calls that wait, from any thread: they raise there. Nothing can be called any more.
+        """Ends calls that wait, from any thread; returns at once. Nothing can be called any more.
 
-        Where gloo is concerned it is enough that a rank's process has ended: the others' calls raise by themselves.
+        On GPUs they end as if they had been answered: what they gave means nothing. Where gloo is concerned it is
+        enough that a rank's process has ended: the others' calls raise by themselves.
         """
         group = dist.group.WORLD
         if group is not None and self._device.type == "cuda":
-            group.abort()
+            # It tells the device first, and then waits for CUDA graphs that whoever is to hear of the end still holds.
+            threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the group; no call may be under way."""
-        if dist.is_initialized():
+        """Ends the group; no call may be under way, and CUDA graphs that hold some should be gone."""
+        if not dist.is_initialized():
+            return
+        if self._device.type != "cuda":
             dist.destroy_process_group()
+            return
+        gc.collect()
+        ending = threading.Thread(target=dist.destroy_process_group, name="end of NCCL", daemon=True)
+        ending.start()
+        ending.join(CLOSE_TIMEOUT_S)
+        if ending.is_alive():
+            logger.warning("NCCL did not end within %g s; it ends with the process", CLOSE_TIMEOUT_S)
 
     def _failed(self, call: str, error: Exception) -> RuntimeError:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]

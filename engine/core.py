@@ -147,9 +147,6 @@ class EngineCore:
         assert not ours.keys() & theirs.keys(), "one name would hide the other"
         return {**ours, **theirs}
 
-    def kv_peers(self) -> tuple[KVPeerCounts, ...]:
-        return self._connector.peers()
-
     def close(self) -> None:
         """Ends after the step under way, whose output nobody hears of any more."""
         self._pipeline.close()

@@ -1,4 +1,4 @@
-"""Devices: which one a configuration means, and whose kernels it computes with."""
+"""Devices: which one a configuration means, whose kernels it computes with, and how far it is."""
 
 from importlib.util import find_spec
 
@@ -39,3 +39,12 @@ def make_backend(device: torch.device) -> Backend:
     from engine.layers.triton_backend import TritonBackend  # Triton need not be there where no GPU is
 
     return TritonBackend()
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """Done when all that was launched on the current stream so far is; None where that is done already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

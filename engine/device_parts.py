@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from baton.sampling import SamplingParams
+from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RequestState
+from engine.device import mark
 from engine.device_sampler import DeviceSampler
 from engine.grammar import GrammarCompiler
-from engine.graphs import Recorder, decode_sizes
+from engine.graphs import Recorder, decode_sizes, mixed_sizes
 from engine.kernels.copy_blocks import copy_blocks
-from engine.kv_cache import HostBlocks, KVPool, copy_one_by_one
+from engine.kernels.skinny_linear import MAX_TOKENS
+from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
 from engine.layers.triton_attention import TritonAttention
 from engine.loader import LoadedModel
 from engine.runner import ModelRunner
@@ -33,9 +35,15 @@ triton.knobs.language.default_fp_fusion = True
 REHEARSED = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, seed=0),
-    SamplingParams(temperature=1.0, seed=0, repetition_penalty=1.1, logit_bias={0: -1.0}, logprobs=1),
+    SamplingParams(
+        temperature=1.0, seed=0, repetition_penalty=1.1, logit_bias={0: -1.0}, logprobs=MAX_LOGPROBS
+    ),
 )
-"""Between them they need every kernel of sampling."""
+"""Steps all of whose requests ask for one of these need every kernel of sampling, and the last as much memory as any:
+what a kernel is compiled for depends on whether any row of a step is drawn, or processed."""
+
+FEW_TOKENS = (1, 2, 4, MAX_TOKENS)
+"""Numbers of them for which the products of few rows are different kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +55,37 @@ class DeviceParts:
     limits: StepLimits
 
     def rehearse(self) -> None:
-        """Runs the largest step that there can be, and each kind of step: kernels are compiled, memory is taken."""
+        """Runs the largest step that there can be, and each kind of step: kernels are compiled, memory is taken.
+
+        What is not compiled now would be while requests wait for it, a second or more for a kernel.
+        """
         limits = self.limits
         num_requests = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // 2))
         num_tokens = min(limits.max_num_batched_tokens // num_requests, limits.max_model_len)
-        for count, tokens in ((num_requests, num_tokens), (num_requests, 1), (1, num_tokens)):
-            logits_RV = self.forward.rehearse(count, tokens)
-            self.sampler(logits_RV, [_rehearsed(row) for row in range(count)]).wait()
+        logits_RV = self.forward.rehearse(num_requests, num_tokens)
+        for params in REHEARSED:
+            self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_requests)]).wait()
+        self.forward.rehearse(num_requests, 1)
+        for count in FEW_TOKENS:
+            self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
+            self.forward.rehearse(min(count, num_requests), 1)
+        # Contexts that are long for their number are split, and put together by a kernel of its own.
+        self.forward.rehearse(1, 1, limits.max_model_len)
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records every size of step that consists of decodes. `on_progress` hears how many of how many are done."""
-        sizes = decode_sizes(self.limits.max_num_seqs)
-        self.forward.record_decodes(
-            sizes, recorder, lambda done: None if on_progress is None else on_progress(done, len(sizes))
-        )
+        """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.
+
+        `on_progress` hears how many of how many are done.
+        """
+        mixed = mixed_sizes(self.limits.max_num_batched_tokens)
+        decodes = decode_sizes(self.limits.max_num_seqs)
+
+        def report(done: int) -> None:
+            if on_progress is not None:
+                on_progress(done, len(mixed) + len(decodes))
+
+        self.forward.record(mixed, recorder, report, has_chunks=True)
+        self.forward.record(decodes, recorder, lambda done: report(len(mixed) + done), has_chunks=False)
 
     def runner(
         self,
@@ -73,8 +98,17 @@ class DeviceParts:
         """See ModelRunner."""
         is_small = pool.shape.size_bytes < MIN_COPY_BYTES
         host_blocks = HostBlocks(num_swap_blocks, pool, copy_by_kernel if is_small else copy_one_by_one)
+        if num_swap_blocks:
+            host_blocks.swap(((NULL_BLOCK, 0),), ())  # compiles what copies
+        device = pool.blocks_NLKHTD.device
         return ModelRunner(
-            self.forward, self.sampler, host_blocks, pool.shape.block_size, grammars, samples=samples
+            self.forward,
+            self.sampler,
+            host_blocks,
+            pool.shape.block_size,
+            grammars,
+            samples=samples,
+            mark=lambda: mark(device),
         )
 
 
@@ -106,6 +140,5 @@ def copy_by_kernel(
     copy_blocks(source_NB, target_MB, pairs_P2.to(device, non_blocking=True))
 
 
-def _rehearsed(row: int) -> RequestState:
-    params = REHEARSED[row % len(REHEARSED)]
+def _rehearsed(row: int, params: SamplingParams) -> RequestState:
     return RequestState(NewRequestData(f"rehearsal-{row}", (0,), (), params, frozenset(), (), 0))

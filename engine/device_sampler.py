@@ -19,6 +19,7 @@ from baton.request import TokenLogprobs
 from engine.batch import RequestState
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
+from engine.device import mark
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.process_logits import process_logits
 from engine.kernels.sample import sample
@@ -80,7 +81,7 @@ class DeviceSampler:
             tokens_R=_to_host(tokens_R),
             logprobs=logprobs,
             num_top_tokens=self._batch.num_top_tokens,
-            event=_recorded_event(self._device),
+            event=mark(self._device),
         )
 
     def _sample(
@@ -230,12 +231,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that arrives by itself, in pinned memory."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """Done when all that was launched so far is."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from engine.device_parts import DeviceParts, make_device_parts
-from engine.graphs import CudaGraphs, decode_sizes
+from engine.graphs import CudaGraphs, decode_sizes, mixed_sizes
 from engine.kv_cache import KVPool
 from engine.loader import LoadedModel
 from engine.memory import DeviceMemory
 from engine.step_limits import StepLimits
 
 NUM_MEASURED_GRAPHS = 2
-"""The largest, whose memory all share, and the next, for what each costs besides."""
+"""Of each kind: the largest, whose memory all share, and the next, for what each costs besides."""
 COLLECTIVES_BYTES = 512 * 2**20
 """What NCCL may take when ranks connect, which comes later."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
@@ -106,13 +106,17 @@ def _throughput(parts: DeviceParts, chunk: int) -> float:
 
 
 def _graphs_bytes(parts: DeviceParts, limits: StepLimits, device: torch.device) -> int:
-    sizes = decode_sizes(limits.max_num_seqs)
+    """Both kinds share their memory: what the largest of each take, and for every other what the last one took."""
+    decodes, mixed = decode_sizes(limits.max_num_seqs), mixed_sizes(limits.max_num_batched_tokens)
     recorder = CudaGraphs()
     taken = []
-    for size in sizes[::-1][:NUM_MEASURED_GRAPHS]:
+    for size, has_chunks in [
+        *((size, True) for size in mixed[::-1][:NUM_MEASURED_GRAPHS]),
+        *((size, False) for size in decodes[::-1][:NUM_MEASURED_GRAPHS]),
+    ]:
         before, _ = torch.cuda.mem_get_info(device)
-        parts.forward.record_decodes([size], recorder)
+        parts.forward.record([size], recorder, has_chunks=has_chunks)
         torch.cuda.synchronize(device)
         after, _ = torch.cuda.mem_get_info(device)
         taken.append(max(0, before - after))
-    return taken[0] + (len(sizes) - 1) * taken[-1]
+    return sum(taken) + (len(decodes) + len(mixed) - len(taken)) * taken[-1]

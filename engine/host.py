@@ -7,18 +7,19 @@ transfer thread        KV blocks in and out, leases               kv_transfer/
 With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks.py.
 """
 
+import logging
 import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.curve import ClusterKeys
 from baton.kv import WorkerRef
-from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerState, WorkerStatus
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
@@ -30,14 +31,13 @@ from engine.step_trace_writer import StepTraceWriter, open_step_trace
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class StartProgress:
-    """What a worker that starts is busy with, and how much of it is done."""
 
-    what: str
-    done: int
-    count: int
+def log_progress(progress: StartProgress) -> None:
+    """A line when something begins, and one when it is done."""
+    if progress.done in (1, progress.count):
+        logger.info("%s: %d of %d", progress.what, progress.done, progress.count)
 
 
 class EngineHost:
@@ -55,11 +55,12 @@ class EngineHost:
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._clock = SystemClock()
-        self.progress: StartProgress | None = None
-        """How far `start` is, from any thread; None where there is nothing to count."""
 
-    def start(self) -> WorkerEndpoint:
-        """Loads the model, binds both planes to free ports and begins to serve; blocks until it does."""
+    def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
+        """Loads the model, binds both planes to free ports and begins to serve; blocks until it does.
+
+        `on_progress` hears, on this thread, of whatever takes long.
+        """
         self._ranks = start_ranks(
             self._config,
             self._config.num_ranks(self._role.kind),
@@ -68,16 +69,13 @@ class EngineHost:
             self._incarnation,
             self._clock,
             on_news=lambda: self._loop.wake(),
-            on_progress=self._note_progress,
+            on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
         )
         try:
             return self._serve()
         except BaseException:
             self._ranks.stop()
             raise
-
-    def _note_progress(self, what: str, done: int, count: int) -> None:
-        self.progress = StartProgress(what, done, count)
 
     def _serve(self) -> WorkerEndpoint:
         self._server = RequestServer(
@@ -144,7 +142,7 @@ class EngineHost:
             snapshot.kv_blocks,
             snapshot.requests,
             {**snapshot.counters, **planes},
-            snapshot.kv_peers,
+            self._ranks.connector.peers(),
         )
 
     def drain(self, timeout_s: float) -> bool:

@@ -67,6 +67,9 @@ class KVPool:
         self._memory = memory
         flat = _flat(num_blocks * shape.size_bytes, device, memory)
         self.blocks_NLKHTD = flat.view(shape.dtype).view(num_blocks, *shape.dimensions)
+        # What torch cannot do with 8-bit floats on every device it can with bytes.
+        is_byte = shape.dtype.itemsize == 1
+        self._bits_NLKHTD = self.blocks_NLKHTD.view(torch.uint8) if is_byte else self.blocks_NLKHTD
         self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
 
     def block_bytes(self) -> npt.NDArray[np.uint8] | DeviceBlocks:
@@ -115,7 +118,7 @@ class KVPool:
 
     def clear_from(self, block_id: int, offset: int) -> None:
         """Zeroes the slots of a block from `offset` on, in every layer."""
-        self.blocks_NLKHTD[block_id, :, :, :, offset:] = 0
+        self._bits_NLKHTD[block_id, :, :, :, offset:].zero_()
 
     @property
     def _rows_per_block(self) -> int:

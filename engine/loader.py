@@ -140,7 +140,8 @@ def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
     for what, count in (("attention", architecture.num_heads), ("KV", architecture.num_kv_heads)):
         if count % num_ranks:
             raise ConfigError(
-                f"engine.tensor_parallel: got {num_ranks}, which does not divide this model's {count} {what} heads"
+                f"engine.tensor_parallel, or cluster.*_tensor_parallel: got {num_ranks}, which does not divide this "
+                f"model's {count} {what} heads"
             )
 
 

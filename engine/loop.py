@@ -14,7 +14,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.errors import InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from engine.core import ClientOutputs, EngineCore
 from engine.role import Role
 from scheduler import RequestStatus
@@ -32,7 +32,6 @@ class EngineSnapshot:
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
-    kv_peers: tuple[KVPeerCounts, ...]
 
 
 class Outbox(Protocol):
@@ -82,7 +81,8 @@ class EngineLoop:
         self._commands.put(lambda: None)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits until nothing is left to lose; False if the time was not enough."""
+        """Refuses new requests and waits until nothing is left to lose, as when the loop has ended by itself; False if
+        the time was not enough."""
         self._commands.put(self._begin_drain)
         return self._drained.wait(timeout_s)
 
@@ -110,6 +110,7 @@ class EngineLoop:
             logger.exception("the engine loop ended")
             self.failure = error
         finally:
+            self._drained.set()
             self._core.close()
 
     def _take_commands(self) -> None:
@@ -181,7 +182,6 @@ class EngineLoop:
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
-            kv_peers=self._core.kv_peers(),
         )
 
     def _begin_drain(self) -> None:

@@ -54,7 +54,8 @@ class Pipeline(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends after the step under way. Nothing may be submitted any more."""
+        """Ends after the step under way. Nothing may be submitted any more, and what computed the steps is let go: NCCL
+        ends only when the CUDA graphs that hold calls of it have."""
         ...
 
 
@@ -75,6 +76,7 @@ class InlinePipeline:
 
     def close(self) -> None:
         """Nothing is under way, so nothing has to end."""
+        del self._runner
 
 
 class ThreadedPipeline:
@@ -131,6 +133,7 @@ class StreamPipeline:
     def close(self) -> None:
         while self._steps:
             self.take()
+        del self._launcher
 
 
 def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:

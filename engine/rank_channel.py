@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from baton.errors import WireError
-from baton.wire import MAX_MESSAGE_BYTES, Codec
+from baton.wire import Codec
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -64,10 +64,8 @@ class RankChannel(Generic[S, R]):
             if (head := self._read(_LENGTH.size)) is None:
                 return None
             (length,) = _LENGTH.unpack(head)
-            if length > MAX_MESSAGE_BYTES:
-                raise WireError(
-                    f"a rank's message of {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
-                )
+            if length > (limit := self._receives.max_bytes):
+                raise WireError(f"a rank's message of {length} bytes; at most {limit} are allowed")
             data = self._read(length)
         except OSError:
             return None

@@ -64,7 +64,7 @@ class RankLink:
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the worker itself says on stdout is for whoever started it
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), setup.meeting_file),
                 # A rank finds our modules where this process did, which may be Ray's doing.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -106,7 +106,7 @@ class RankGroup:
         setups: Sequence[Setup],
         on_news: Callable[[], None],
         on_failure: Callable[[], None],
-        module: str = "engine.rank_process",
+        module: str = "engine.rank_start",
     ) -> None:
         """Starts a process for each, as `python -m module`. On threads of the group, `on_news` is called after `serve`
         when there is something to ask for, and `on_failure` when a rank has failed, to end a wait for it."""

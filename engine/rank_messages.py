@@ -37,8 +37,8 @@ class Setup:
     model_path: str
     incarnation: str
     """Of the worker."""
-    folder: str
-    """Where the ranks' collectives find each other."""
+    meeting_file: int
+    """A descriptor that the rank inherits: where the ranks' collectives find each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +125,9 @@ class Report:
 ToRank = Setup | Join | Plan | Orders | Stop
 FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
 
-TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, Orders, Stop)
+MAX_PLAN_BYTES = 2**30
+"""A plan has every prompt that begins with it, also what of it lies in blocks already: of 256 requests over one
+document of 131,072 tokens, 160 MiB. Too large a plan would be the worker's end."""
+
+TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, Orders, Stop, max_bytes=MAX_PLAN_BYTES)
 FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, News, Report)

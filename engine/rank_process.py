@@ -1,8 +1,8 @@
-"""One tensor-parallel rank of a worker as a process: `python -m engine.rank_process FD`, started by rank 0 alone.
+"""One tensor-parallel rank of a worker as a process: `python -m engine.rank_start FD`, started by rank 0 alone.
 
 FD is its end of the line to rank 0 (engine/rank_channel.py), over which it learns what it is to be, computes the same
 plans as rank 0 in the same order, and gives its connector the same orders. It ends with the line, so that it never
-outlives rank 0; signals from a terminal are rank 0's matter.
+outlives rank 0.
 
     main thread      builds; then plans and orders, in the order of their arrival
     reader thread    the line
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -52,6 +51,7 @@ from engine.rank_messages import (
     ToRank,
 )
 from engine.rank_parts import build_rank
+from engine.rank_start import EXIT_ALONE
 from kv_transfer import RankConnector
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,6 @@ REPORT_INTERVAL_S = 0.5
 """Between two looks at the connector's counters, which strangers move too."""
 
 EXIT_FAILED = 1
-EXIT_ALONE = 2
-"""Rank 0 is gone."""
 
 Channel = RankChannel[FromRank, ToRank]
 
@@ -195,19 +193,14 @@ class _StepError(Exception):
         self.step = step
 
 
-def main(build: Build = build) -> int:
+def main(build: Build = build) -> NoReturn:
     """Serves until told to stop. Exit codes: 0 stopped, 1 failed, and rank 0 was told, 2 rank 0 is gone."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal or a service's manager sends them to both of us
-        signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     channel: Channel = RankChannel(end, FROM_RANK, TO_RANK)
     setup = channel.receive()
     if not isinstance(setup, Setup):
-        return EXIT_ALONE
+        _end(EXIT_ALONE, "rank 0 is gone")
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(message)s")
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="rank-0", daemon=True).start()
@@ -215,7 +208,7 @@ def main(build: Build = build) -> int:
         _serve(setup, channel, inbox, build)
     except OSError as error:
         _end(EXIT_ALONE, f"rank 0 is not there: {error}")
-    return 0
+    _end(0, "stopped")
 
 
 def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
@@ -224,7 +217,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
         config = BatonConfig.from_mapping(json.loads(setup.config), "rank 0's configuration")
         device = rank_device(config.engine, setup.rank)
         timeout_s = config.engine.rank_timeout_s
-        collectives = TorchCollectives(Path(setup.folder), setup.rank, setup.num_ranks, device, timeout_s)
+        collectives = TorchCollectives(setup.meeting_file, setup.rank, setup.num_ranks, device, timeout_s)
         rank = build(setup, config, collectives, lambda: inbox.put(_NewsIsThere()))
     except BatonError as error:
         channel.send(StartFailed(type(error).__name__, str(error)))
@@ -249,8 +242,6 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
         logger.error("step %d failed", error.step, exc_info=error.__cause__)
         channel.send(StepFailed(error.step, _text(error.__cause__)))
         _end(EXIT_FAILED, str(error))
-    except OSError:
-        raise
     except Exception as error:
         logger.exception("the rank ends")
         channel.send(RankFailed(_text(error)))
@@ -273,7 +264,8 @@ def _read(channel: Channel, inbox: Inbox) -> None:
 
 
 def _end(code: int, why: str) -> NoReturn:
-    """At once: threads may be in collectives that nobody will complete."""
+    """At once: threads may be in collectives that nobody will complete, and rank 0 does not wait for the seconds in
+    which torch takes itself apart."""
     logger.info("%s", why)
     logging.shutdown()
     os._exit(code)
@@ -281,7 +273,3 @@ def _end(code: int, why: str) -> NoReturn:
 
 def _text(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

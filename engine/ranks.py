@@ -5,8 +5,7 @@ process of rank r    its part of the model, the same steps; its own device, KV p
                      and transfer thread
 """
 
-import shutil
-import tempfile
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,24 +36,21 @@ class OtherRanks:
         model_path: Path,
         incarnation: str,
         on_news: Callable[[], None],
-        module: str = "engine.rank_process",
+        module: str = "engine.rank_start",
     ) -> None:
         """Starts their processes, which begin to load at once. `stop` must follow."""
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))  # mode 0700
-        self.collectives = TorchCollectives(
-            self._folder, 0, num_ranks, rank_device(config.engine), config.engine.rank_timeout_s
-        )
+        device = rank_device(config.engine)
+        # In no file system, so it is gone with the last rank, however that ends. Never closed: what torch would then
+        # find under its number may be anything.
+        meeting_file = os.memfd_create("baton-ranks")
+        self.collectives = TorchCollectives(meeting_file, 0, num_ranks, device, config.engine.rank_timeout_s)
         text = config.model_dump_json(exclude_unset=True)  # what nobody has set may be the device's choice
         setups = [
-            Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, str(self._folder))
+            Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
             for rank in range(1, num_ranks)
         ]
-        try:
-            self._group = RankGroup(setups, on_news, self.collectives.abort, module)
-        except BaseException:
-            shutil.rmtree(self._folder)
-            raise
+        self._group = RankGroup(setups, on_news, self.collectives.abort, module)
 
     def join(self, digest: str) -> tuple[Loaded, ...]:
         """Connects the collectives when all have loaded what rank 0 has: what they say of themselves.
@@ -102,7 +98,6 @@ class OtherRanks:
         self._group.begin_stop()
         self.collectives.close()
         self._group.stop()
-        shutil.rmtree(self._folder)
 
 
 class Ranks:

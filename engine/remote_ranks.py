@@ -35,12 +35,20 @@ class RankedPipeline:
         self._own.submit(plan)
 
     def take(self) -> StepResult:
-        """Rank 0's own result: whatever the others compute goes into it. A rank that cannot go on makes it an error."""
+        """Rank 0's own result: whatever the others compute goes into it. A rank that cannot go on makes it an error.
+
+        So does one that has failed meanwhile, even if rank 0 has a result: on GPUs, waits for a rank are ended without
+        an error, and with whatever was in memory for its part.
+        """
         result = self._own.take()
         step = self._steps.popleft()
         self._group.num_computed += 1
         if result.error is not None:
             return StepResult(None, self._group.explain(step, result.error))
+        try:
+            self._group.check()
+        except RuntimeError as failure:
+            return StepResult(None, failure)
         return result
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer, no device and no clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -10,6 +11,14 @@ from engine.forward import Forward
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.sampler import SampledTokens, Sampler
+
+
+class Mark(Protocol):
+    """A place in the row of what a device was told to do; a torch.cuda.Event is one."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come there."""
+        ...
 
 
 class ModelRunner:
@@ -28,16 +37,19 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         *,
         samples: bool = True,
+        mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
         """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
 
         Without grammars, no plan may ask for any. One of a worker's ranks `samples`; the others' samplers hear of it.
+        `mark` marks what was launched so far, on a device that works by itself.
         """
         self._forward = forward
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._grammars = grammars
         self._samples = samples
+        self._mark = mark
         self._requests = RequestBatch(block_size)
         self._last_step: LaunchedStep | None = None
 
@@ -62,6 +74,8 @@ class ModelRunner:
             self._settle_for(batch.sampling_requests)
             if batch.sampling_requests:
                 step.begin(batch.sampling_requests, self._sampler(logits_RV, batch.sampling_requests))
+        if not step.samples:  # no token comes that could be waited for
+            step.ends_at(self._mark())
         self._last_step = step
         return step
 
@@ -95,7 +109,12 @@ class LaunchedStep:
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
+        self._end: Mark | None = None
         self._output: ModelRunnerOutput | None = None
+
+    @property
+    def samples(self) -> bool:
+        return self._sampled is not None
 
     def begin(self, requests: Sequence[RequestState], sampled: SampledTokens) -> None:
         """The step samples for these, row by row."""
@@ -104,8 +123,16 @@ class LaunchedStep:
         ]
         self._sampled = sampled
 
+    def ends_at(self, mark: Mark | None) -> None:
+        """Where it is computed, if it samples nothing; None: it is."""
+        self._end = mark
+
     def wait(self) -> ModelRunnerOutput:
-        """What the step sampled, when it is known. The requests' tokens are known then, too."""
+        """What the step sampled, when it is known. The requests' tokens are known then, too.
+
+        The step is computed when this returns, whether it samples or not: others now read the blocks that it filled,
+        and write those that it no longer has.
+        """
         if self._output is None:
             self._output = self._take()
         return self._output
@@ -118,6 +145,8 @@ class LaunchedStep:
 
     def _take(self) -> ModelRunnerOutput:
         if self._sampled is None:
+            if self._end is not None:
+                self._end.synchronize()
             return ModelRunnerOutput({}, failed=self._failed)
         token_ids, logprobs = {}, {}
         for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):

@@ -41,7 +41,7 @@ class SampledTokens(Protocol):
     """Tokens on their way from the device."""
 
     def wait(self) -> list[SampledToken]:
-        """One a row, as soon as they are known; may be asked once."""
+        """One a row, as soon as they are known; may be asked once. All that was launched before them is done then."""
         ...
 
 

@@ -1,12 +1,13 @@
 """StagedForward: a step's arrays in, logits out, on a device that works by itself; knows no request.
 
-A step is staged (one copy), then queued kernel by kernel, or, if it consists of decodes, replayed from a graph of the
-next larger number of decodes. Nothing here waits for the device.
+A step is staged (one copy), then queued kernel by kernel, or, if it is small, replayed from a graph of the next larger
+number of tokens. Nothing here waits for the device.
 
 Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,67 +44,100 @@ class StagedForward:
         self._sampled_R = sampled_R
         most = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self._staging = StepStaging(5 * (most + ALIGNMENT) + attention.max_staged, device)
-        self._graphs: dict[int, tuple[torch.Tensor, Replay]] = {}
-        self._sizes: list[int] = []
+        self._max_num_seqs = limits.max_num_seqs
+        self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
+        """Of steps without chunks and with, by size."""
 
     @torch.inference_mode()
-    def record_decodes(
-        self, sizes: list[int], recorder: Recorder, on_progress: Callable[[int], None] = lambda _: None
+    def record(
+        self,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        on_progress: Callable[[int], None] = lambda _: None,
+        *,
+        has_chunks: bool,
     ) -> None:
-        """Records steps of so many decodes, the largest first, whose memory the others then share.
+        """Records steps of so many tokens, the largest first, whose memory the others then share.
 
-        `on_progress` gets the number of sizes that are done. The pool's null block is read, nothing is written.
+        Without chunks: steps of decodes. With: those that prompts have a part in. `on_progress` gets the number of
+        sizes that are done. The pool's null block is read, nothing is written.
         """
+        recorded = []
         for count, size in enumerate(sorted(sizes, reverse=True), start=1):
-            tokens, attention, _ = self._stage(_idle_step(), size)
+            tokens, attention, _ = self._stage(_idle_step(), size, has_chunks=has_chunks)
 
             def work(tokens: InputTokens = tokens, attention: Attention = attention) -> torch.Tensor:
-                return self._decoder.logits(self._decoder.forward(tokens, attention))
+                hidden_TE = self._decoder.forward(tokens, attention)
+                return hidden_TE if has_chunks else self._decoder.logits(hidden_TE)
 
-            self._graphs[size] = recorder.record(work)
+            recorded.append(_Recorded(size, *recorder.record(work)))
             on_progress(count)
-        self._sizes = sorted(sizes)
+        self._recorded[has_chunks] = recorded[::-1]
 
     @torch.inference_mode()
-    def rehearse(self, num_requests: int, num_tokens: int) -> torch.Tensor:
+    def rehearse(self, num_requests: int, num_tokens: int, context_len: int | None = None) -> torch.Tensor:
         """A step of so many requests with `num_tokens` tokens each: their logits, num_requests x V.
 
-        It leaves nothing behind but compiled kernels and the memory that such a step takes."""
-        logits_RV = self(_rehearsal(num_requests, num_tokens, self._attention.block_size))
+        They are the last of contexts of `context_len` tokens; None: the only ones. The step leaves nothing behind but
+        compiled kernels and the memory that it takes.
+        """
+        block_size = self._attention.block_size
+        logits_RV = self(_rehearsal(num_requests, num_tokens, context_len or num_tokens, block_size))
         assert logits_RV is not None
         return logits_RV
 
     @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         self._attention.clear_tails(batch)
-        size = next((size for size in self._sizes if size >= batch.num_decodes), None)
-        is_recorded = size is not None and not batch.prefills
-        tokens, attention, rows_R = self._stage(batch, size if is_recorded else None)
-        if not is_recorded:
+        has_chunks = bool(batch.prefills)
+        recorded = next((r for r in self._recorded[has_chunks] if r.size >= batch.num_tokens), None)
+        tokens, attention, rows_R = self._stage(
+            batch, None if recorded is None else recorded.size, has_chunks=has_chunks
+        )
+        if recorded is None:
             hidden_TE = self._decoder.forward(tokens, attention)
-            return self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None
-        assert size is not None
-        logits_RV, replay = self._graphs[size]
-        replay()
-        if len(rows_R) == batch.num_decodes:
-            return logits_RV[: len(rows_R)]
-        return logits_RV[rows_R] if len(rows_R) else None
+        else:
+            recorded.replay()
+            if not has_chunks:
+                return _rows_of(recorded.given, rows_R, batch)
+            hidden_TE = recorded.given
+        return self._decoder.logits(hidden_TE[rows_R]) if len(rows_R) else None
 
-    def _stage(self, batch: StepBatch, size: int | None) -> tuple[InputTokens, Attention, torch.Tensor]:
-        """Puts the step on the device; with a size, padded to so many decodes, and in the same place each time."""
+    def _stage(
+        self, batch: StepBatch, size: int | None, *, has_chunks: bool
+    ) -> tuple[InputTokens, Attention, torch.Tensor]:
+        """Puts the step on the device; with a size, padded to so many tokens, and in the same place each time."""
         num_tokens = size or batch.num_tokens
+        num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)
         sections = [
             Section(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
             Section(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
             Section(_padded(batch.positions_T, num_tokens, 0), num_tokens),
             Section(_padded(batch.slots_T, num_tokens, NO_SLOT), num_tokens),
-            Section(batch.sampling_rows_R, size or len(batch.sampling_rows_R)),
-            *self._attention.sections(batch, size),
+            Section(batch.sampling_rows_R, num_rows),
+            *self._attention.sections(batch, has_chunks=has_chunks, room=size),
         ]
         ids_T, sources_T, positions_T, slots_T, rows_R, *rest = self._staging.stage(sections)
-        attention = self._attention.bind(batch, positions_T, slots_T, rest)
+        attention = self._attention.bind(positions_T, slots_T, rest, has_chunks=has_chunks)
         tokens = InputTokens(ids_T, sources_T, self._sampled_R)
         return tokens, attention, rows_R[: len(batch.sampling_rows_R)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Steps of up to `size` tokens."""
+
+    size: int
+    given: torch.Tensor
+    """What a replay leaves behind: logits of every decode, or hidden states of every token."""
+    replay: Replay
+
+
+def _rows_of(logits_TV: torch.Tensor, rows_R: torch.Tensor, batch: StepBatch) -> torch.Tensor | None:
+    """Those that sample: mostly all, in order."""
+    if len(rows_R) == batch.num_decodes:
+        return logits_TV[: len(rows_R)]
+    return logits_TV[rows_R] if len(rows_R) else None
 
 
 def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
@@ -112,19 +146,19 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
     return np.concatenate([values_T, np.full(size - len(values_T), filler)])
 
 
-def _rehearsal(num_requests: int, num_tokens: int, block_size: int) -> StepBatch:
+def _rehearsal(num_requests: int, num_tokens: int, context_len: int, block_size: int) -> StepBatch:
     """Requests of the null block, which is read as ever and written by nobody."""
-    num_rows, num_blocks = num_requests * num_tokens, -(-num_tokens // block_size)
+    num_rows, num_blocks = num_requests * num_tokens, -(-context_len // block_size)
     ends_B = np.arange(1, num_requests + 1) * num_tokens
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.arange(num_rows) % num_tokens,
+        positions_T=np.arange(num_rows) % num_tokens + (context_len - num_tokens),
         slots_T=np.full(num_rows, NO_SLOT),
         num_decodes=num_requests if num_tokens == 1 else 0,
         starts_B=ends_B - num_tokens,
         num_tokens_B=np.full(num_requests, num_tokens),
-        context_lens_B=np.full(num_requests, num_tokens),
+        context_lens_B=np.full(num_requests, context_len),
         block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
         num_blocks_B=np.full(num_requests, num_blocks),
         sampling_rows_R=ends_B - 1,

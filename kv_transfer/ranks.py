@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Protocol
 
+from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
@@ -103,8 +104,12 @@ class RankedConnector:
         return dict(total)
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
-        """Of every rank in turn."""
-        return tuple(counts for rank in self._ranks for counts in rank.peers())
+        """Summed over the ranks."""
+        totals: dict[tuple[TransferRole, str, str], KVPeerCounts] = {}
+        for counts in (counts for rank in self._ranks for counts in rank.peers()):
+            key = counts.role, counts.peer, counts.transport
+            totals[key] = totals[key] + counts if key in totals else counts
+        return tuple(totals.values())
 
     def shutdown(self) -> None:
         for rank in self._ranks:

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# usage: gpu_check.sh PYTHON
-# Runs the tests that need a CUDA device, or says plainly that there is none.
+# usage: gpu_check.sh PYTHON [--dry-run] [--parts NAME,...] [...]
+# Everything that needs a CUDA device, or says plainly that there is none; see benchmarks/gpu_check.py.
+# PYTHON may be any interpreter that has PyTorch and Triton: what else a part needs and does not find, it names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu-check: skipped, torch $("$python" -c 'import torch; print(torch.__version__)') sees no CUDA device"
-    exit 0
-fi
-exec "$python" -m pytest -m gpu
+shift
+exec "$python" -m benchmarks.gpu_check "$@"

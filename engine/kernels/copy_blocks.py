@@ -65,7 +65,7 @@ def max_programs(source: torch.Tensor, target: torch.Tensor) -> int:
     return MAX_DEVICE_PROGRAMS if is_on_device else MAX_HOST_PROGRAMS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])  # it changes from call to call
 def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
     source_ptr,
     target_ptr,

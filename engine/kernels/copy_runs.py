@@ -83,7 +83,7 @@ def _launch(pool_B: torch.Tensor, pieces_R3: torch.Tensor, buffer_B: torch.Tenso
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pieces"])  # it changes from call to call
 def _copy_runs_kernel(  # type: ignore[no-untyped-def]
     pool_ptr, buffer_ptr, pieces_ptr, num_pieces, IS_GATHER: tl.constexpr, VECTORS: tl.constexpr
 ):

@@ -103,13 +103,15 @@ class TritonAttention:
         )
         return len(self.windows) * per_window + self._max_block_ids + ALIGNMENT
 
-    def sections(self, batch: StepBatch, num_decodes: int | None = None) -> list[Section]:
-        """What `bind` wants on the device. `num_decodes`: keep room for as many, whatever this step has of them.
+    def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[Section]:
+        """What `bind` wants on the device. `room`: for as many tokens, whatever this step has of them.
 
-        The step must have no prefills then.
+        `has_chunks`: how the step is launched; without, every request has one token.
         """
-        launch = self._launch_for(batch)
-        bounds = None if num_decodes is None else plan_bounds(num_decodes, num_decodes, launch.grid)
+        launch = self._launch(has_chunks)
+        bounds = (
+            None if room is None else plan_bounds(min(room, self._limits.max_num_seqs), room, launch.grid)
+        )
         first_blocks_B = np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
         sections = []
         for window in self.windows:
@@ -123,14 +125,15 @@ class TritonAttention:
                 Section(plan.merges_RF, most.num_merges * MERGE_FIELDS),
             ]
         table_X = batch.block_ids_BM[np.arange(batch.block_ids_BM.shape[1]) < batch.num_blocks_B[:, None]]
-        return [*sections, Section(table_X, len(table_X) if num_decodes is None else self._max_block_ids)]
+        return [*sections, Section(table_X, len(table_X) if room is None else self._max_block_ids)]
 
     def bind(
         self,
-        batch: StepBatch,
         positions_T: torch.Tensor,
         slots_T: torch.Tensor,
         sections: Sequence[torch.Tensor],
+        *,
+        has_chunks: bool,
     ) -> "StepAttention":
         """Attention of the step whose `sections` these are, staged."""
         plans = [
@@ -139,7 +142,7 @@ class TritonAttention:
         ]
         return StepAttention(
             self._layers,
-            self._launch_for(batch),
+            self._launch(has_chunks),
             self._shape,
             self._cos_sin_PD,
             self._partials,
@@ -158,8 +161,8 @@ class TritonAttention:
     def _max_block_ids(self) -> int:
         return self._limits.max_num_seqs * -(-self._limits.max_model_len // self._shape.block_size)
 
-    def _launch_for(self, batch: StepBatch) -> "Launch":
-        return self._prefill if batch.prefills else self._decode
+    def _launch(self, has_chunks: bool) -> "Launch":
+        return self._prefill if has_chunks else self._decode
 
     def _bounds(self, launch: "Launch") -> PlanBounds:
         limits = self._limits

@@ -5,7 +5,6 @@ that it takes for its model's.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -16,11 +15,13 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
+from engine import rank_start
 from engine.collectives import Collectives
 from engine.fail_stop import FailStop
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
 from engine.rank_messages import Setup
-from engine.rank_process import Rank, main
+from engine.rank_process import Rank
+from engine.rank_process import main as serve
 from kv_transfer import KVConnectorMetadata
 
 FAKE_RANK = "tests.factories.fake_rank"
@@ -133,6 +134,8 @@ class DiaryConnector:
             self._num_loads += 1
             if order.request_id == "lost":
                 raise RuntimeError("the transfer thread has died")
+            if order.request_id == "full":
+                raise OSError("No space left on device")
             self._on_news()
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
@@ -171,4 +174,4 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(build))
+    rank_start.main(lambda: serve(build))

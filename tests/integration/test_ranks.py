@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from baton.step import KVConnectorOutput
 from decode_worker import DecodeWorker
 from engine.loop import EngineLoop
 from engine.rank_messages import Loaded
+from engine.rank_start import EXIT_ALONE
 from engine.ranks import OtherRanks
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.orders import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
@@ -191,14 +193,23 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_nobody_hangs(tmp_path: P
         assert ranks.fails() == str(error)
 
 
-def test_a_rank_whose_connector_fails_ends_the_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("request_id", "kind", "message"),
+    [
+        ("lost", RuntimeError, "RuntimeError: the transfer thread has died"),
+        ("full", OSError, "OSError: No space left on device"),  # not to be taken for the end of the line
+    ],
+)
+def test_a_rank_whose_connector_fails_ends_the_worker(
+    tmp_path: Path, request_id: str, kind: type[Exception], message: str
+) -> None:
     with running(tmp_path) as ranks:
         ranks.compute(1)
-        loads = KVConnectorMetadata((), (LoadBlocks("lost", 0, (1,)),), ())
-        with pytest.raises(RuntimeError):
+        loads = KVConnectorMetadata((), (LoadBlocks(request_id, 0, (1,)),), ())
+        with pytest.raises(kind):
             ranks.connector.start_load_kv(loads)  # rank 0's own comes first
         ranks.connector._ranks[1].start_load_kv(loads)  # type: ignore[attr-defined]
-        assert ranks.fails() == "rank 1 failed: RuntimeError: the transfer thread has died"
+        assert ranks.fails() == f"rank 1 failed: {message}"
 
 
 @pytest.mark.parametrize(
@@ -237,9 +248,14 @@ with running(Path(sys.argv[1])) as ranks:
 
 
 @pytest.mark.parametrize("what", ["stall-0", "stall-1"], ids=["in a collective", "in its own step"])
-def test_no_rank_outlives_rank_0(tmp_path: Path, what: str) -> None:
+def test_no_rank_outlives_rank_0_nor_does_any_file(tmp_path: Path, what: str) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", RANK_0, str(tmp_path), what], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", RANK_0, str(tmp_path), what],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -250,3 +266,34 @@ def test_no_rank_outlives_rank_0(tmp_path: Path, what: str) -> None:
         assert rank.is_running()
         process.kill()
         rank.wait(SOON_S)
+    assert not list(temporary.iterdir())
+
+
+def test_a_rank_that_is_still_importing_hears_no_terminal_and_ends_with_rank_0(tmp_path: Path) -> None:
+    """What it is made of takes seconds to import."""
+    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(600)\n")
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    with (
+        ours,
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-m", "engine.rank_start", str(theirs.fileno())],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": path},
+        ) as process,
+    ):
+        theirs.close()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            ours.close()
+            assert process.wait(SOON_S) == EXIT_ALONE
+        finally:
+            process.kill()

@@ -15,6 +15,15 @@ except ModuleNotFoundError:
     collect_ignore_glob.append("test_*.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shapes",
+        choices=("few", "many"),
+        default="few",
+        help="of test_many_shapes.py: `many` are those of real models, for a GPU",
+    )
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ Compiled = list[dict[str, Any]]
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """All launches for sm_90, and one of each kernel's for the others."""
     folder = tmp_path_factory.mktemp("compiled")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = _without_interpreter()
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # what is compiled is compiled now
     results: Compiled = []
     for what in (["--arch", "90"], ["--first", "--arch", "80", "100"]):
@@ -46,6 +46,10 @@ def _compile(arguments: list[str], environment: dict[str, str]) -> "subprocess.P
         text=True,
         env=environment,
     )
+
+
+def _without_interpreter() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def of_arch(compiled: Compiled, arch: int, name: str = "") -> Compiled:
@@ -84,3 +88,14 @@ def test_no_program_wants_more_shared_memory_than_there_is(compiled: Compiled) -
     most = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
     for kernel in compiled:
         assert kernel["shared_bytes"] <= most[kernel["arch"]], kernel
+
+
+@pytest.mark.parametrize("options", [(), ("--no-graphs",), ("--fp8",)], ids=str)
+def test_nothing_is_left_to_compile_when_requests_come(options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tests.kernels.serving", *options]
+    output = subprocess.run(
+        command, env=_without_interpreter(), stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
+    ).stdout
+    kernels = json.loads(output.splitlines()[-1])
+    assert kernels["rehearsed"] > 20
+    assert kernels["late"] == []

@@ -4,6 +4,7 @@ Without a GPU the kernels are interpreted; steps that would be recorded as graph
 as on a GPU: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.device_parts import make_device_parts
-from engine.graphs import CudaGraphs, Repeats
+from engine.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loader import LoadedModel, load_model
@@ -165,6 +166,17 @@ def test_nor_waiting_for_each_step(tmp_path: Path, device: torch.device) -> None
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+@pytest.mark.parametrize("max_tokens", [8, 16, 100, 512, 8192])
+def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int) -> None:
+    mixed = mixed_sizes(max_tokens)
+    assert mixed == sorted(set(mixed))
+    assert max(mixed) == min(max_tokens, 512)
+    decodes = decode_sizes(max_tokens)
+    assert decodes == sorted(set(decodes))
+    assert decodes[-1] == max_tokens
+    assert all(b - a <= max(8, b // 8) for a, b in pairwise(decodes))
 
 
 def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path, device: torch.device) -> None:

@@ -24,11 +24,13 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "host": "0.0.0.0",
         "trace_dir": "some/folder",
         "secret_file": "some/file",
+        "gpu_memory_utilization": "0.5",
     }
     choices = [c for c in ("float32", "dummy", "cuda", "local", "fp8") if c in str(field.annotation)]
     text = samples.get(key) or (choices[0] if choices else "7")
     overrides = overrides_from(parse(flag, text))
-    assert overrides == {section: {key: 7 if text == "7" else text}}
+    number = {"7": 7, "0.5": 0.5}.get(text)
+    assert overrides == {section: {key: text if number is None else number}}
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert str(getattr(section_of_config, key)) == text
 

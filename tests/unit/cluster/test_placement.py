@@ -1,10 +1,14 @@
 """What a worker asks of Ray, and whether a cluster can hold a fleet."""
 
+import asyncio
+
 import pytest
+import ray
 
 from baton.config import BatonConfig
+from baton.errors import ClusterError
 from baton.worker import WorkerRole
-from cluster.placement import Bundle, bundle_of, fits
+from cluster.placement import Bundle, bundle_of, fits, reserve
 
 
 def test_a_cpu_worker_asks_for_its_cpus() -> None:
@@ -58,3 +62,20 @@ def test_unequal_workers_find_room_side_by_side() -> None:
     small, large = {"GPU": 1.0}, {"GPU": 4.0}
     assert fits([small, small, large], [{"GPU": 2.0}, {"GPU": 4.0}])
     assert not fits([small, small, large], [{"GPU": 3.0}, {"GPU": 3.0}])  # ranks of one worker share a host
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"CPU": 8.0}, "engine.device: got 'cuda', but Ray finds no GPU on any node"),
+        ({"CPU": 8.0, "GPU": 1.0}, "no room for 2 workers of 1 CPU, 1 GPU each"),
+    ],
+)
+def test_who_has_no_room_hears_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, resources: Bundle, message: str
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
+    monkeypatch.setattr(ray, "available_resources", lambda: resources)
+    bundles: list[Bundle] = [{"CPU": 1.0, "GPU": 1.0}] * 2
+    with pytest.raises(ClusterError, match=message):
+        asyncio.run(reserve(bundles, 1.0, may_grow=False))

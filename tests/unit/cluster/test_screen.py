@@ -20,6 +20,20 @@ def test_a_stage_is_one_line_with_its_outcome() -> None:
     assert out.getvalue().endswith(" s\n")
 
 
+def test_a_stage_on_a_terminal_shows_how_far_its_parts_are() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.stage("workers", "starting 2") as stage:
+        stage.report("d0", "recording CUDA graphs", 0.5)
+        stage.report("p0", "loading weights", 0.25)
+        screen.console.print("")  # whatever is printed makes it show itself anew
+    text = out.getvalue()
+    assert "recording CUDA graphs" in text
+    assert "50%" in text
+    assert "loading weights" in text
+    assert "25%" in text
+
+
 def test_a_bar_is_one_line_per_text() -> None:
     screen, out = plain_screen()
     with screen.bar() as report:

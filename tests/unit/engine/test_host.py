@@ -9,6 +9,8 @@ import zmq
 from baton.config import BatonConfig
 from baton.curve import derive_keys
 from baton.errors import ConfigError
+from baton.kv import TransferRole
+from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
 from engine.step_trace import TraceEnd, read_trace
@@ -82,6 +84,22 @@ def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(tmp_path: 
         end = time.monotonic() + 10
         while not all(host.status().counters[name] for name in names):
             assert time.monotonic() < end
+    host.stop()
+
+
+def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks report after the engine's last step."""
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host.start()
+    assert host.status().kv_peers == ()
+    counts = KVPeerCounts(TransferRole.CONSUMER, "p0", "zmq_tcp", 1, 0, 0, 10, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(host._ranks.connector, "peers", lambda: (counts,))
+    assert host.status().kv_peers == (counts,)
     host.stop()
 
 

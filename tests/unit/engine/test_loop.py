@@ -126,6 +126,7 @@ def test_a_device_that_fails_again_and_again_ends_the_loop() -> None:
     running.loop.join(10)
     assert not running.loop.is_alive
     assert isinstance(running.loop.failure, RuntimeError)
+    assert running.loop.drain(0.0), "nobody is left to wait for"
 
 
 def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> None:

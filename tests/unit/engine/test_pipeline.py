@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class Orders:
         return Order(self, plan.step)
 
 
+class FakeLaunchingRunner(Orders):
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.launch(plan).wait()
+
+
 class Order:
     def __init__(self, orders: Orders, step: int) -> None:
         self._orders, self._step = orders, step
@@ -86,6 +92,17 @@ def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> 
     assert device.done == [1, -1]
     pipeline.close()
     assert device.done == [1, -1, 2], "memory of a step under way must not be given away"
+
+
+@pytest.mark.parametrize("kind", [InlinePipeline, StreamPipeline])
+def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | StreamPipeline]) -> None:
+    """Its CUDA graphs are to end before NCCL does, which waits for them."""
+    runner = FakeLaunchingRunner()
+    is_held = weakref.ref(runner)
+    pipeline = kind(runner)
+    del runner
+    pipeline.close()
+    assert is_held() is None
 
 
 class Diary(FakeConnectorWorker):

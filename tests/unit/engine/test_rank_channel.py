@@ -4,16 +4,28 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import WireError
-from baton.wire import MAX_MESSAGE_BYTES
 from engine import rank_channel
-from engine.rank_channel import RankChannel
-from engine.rank_messages import FROM_RANK, TO_RANK, FromRank, Join, Ready, StepFailed, Stop, ToRank
+from engine.rank_channel import RankChannel, frame_of
+from engine.rank_messages import (
+    FROM_RANK,
+    MAX_PLAN_BYTES,
+    TO_RANK,
+    FromRank,
+    Join,
+    Plan,
+    Ready,
+    StepFailed,
+    Stop,
+    ToRank,
+)
+from tests.factories.fake_rank import make_plan
 from tests.factories.wire_values import kinds_of
 
 RankZeroEnd = RankChannel[ToRank, FromRank]
@@ -54,6 +66,16 @@ def test_messages_arrive_whole_and_in_order_both_ways(ends: tuple[RankZeroEnd, R
     zero.send(Join())
     zero.send(Stop())
     assert [rank.receive(), rank.receive()] == [Join(), Stop()]
+
+
+def test_a_plan_may_be_larger_than_any_message_of_a_peer(ends: tuple[RankZeroEnd, RankEnd]) -> None:
+    """Eighty requests over one document of 131,072 tokens that is in the prefix cache begin in one step."""
+    zero, rank = ends
+    plan = replace(make_plan(1), preempted_req_ids=frozenset(["x" * 40_000_000]))
+    sender = threading.Thread(target=zero.send_frame, args=(frame_of(TO_RANK, Plan(plan)),))
+    sender.start()
+    assert rank.receive() == Plan(plan)
+    sender.join()
 
 
 def test_messages_of_several_threads_do_not_mix(ends: tuple[RankZeroEnd, RankEnd]) -> None:
@@ -100,7 +122,7 @@ def test_a_message_that_is_cut_off_is_none(line: tuple[socket.socket, RankEnd]) 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (struct.pack(">I", MAX_MESSAGE_BYTES + 1), "a rank's message of 33554433 bytes"),
+        (struct.pack(">I", MAX_PLAN_BYTES + 1), "a rank's message of 1073741825 bytes"),
         (struct.pack(">I", 4) + b"\xc1\xc1\xc1\xc1", "not msgpack"),
     ],
 )

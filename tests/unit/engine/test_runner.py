@@ -1,11 +1,18 @@
 """However a request's tokens are cut into steps, the same ones come out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from baton.config import ModelConfig
 from baton.sampling import SamplingParams
+from engine.forward import TorchForward
+from engine.kv_cache import HostBlocks
+from engine.layers.paged_attention import PagedAttention
 from engine.loader import LoadedModel, load_model
+from engine.runner import ModelRunner
+from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -108,3 +115,41 @@ def test_a_plan_without_tokens_only_forgets(model: LoadedModel) -> None:
     assert driver.step({}).sampled_token_ids == {}
     driver.add("a", range(4))
     assert list(driver.step({"a": 4}).sampled_token_ids) == ["a"]
+
+
+class BusyDevice:
+    """A device that works by itself, and is done with what it was told once somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def mark(self) -> "BusyDevice":
+        return self
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_a_step_that_samples_nothing_is_computed_all_the_same_when_it_was_waited_for(
+    model: LoadedModel,
+) -> None:
+    """The blocks that a chunk of a prompt fills are handed over next, and those of swapped requests overwritten."""
+    device, driver = BusyDevice(), StepDriver(model)
+    attention = PagedAttention(driver.pool, model.architecture, model.num_heads, model.dtype)
+    runner = ModelRunner(
+        TorchForward(model.decoder, attention, model.device),
+        TorchSampler(),
+        HostBlocks(1, driver.pool),
+        driver.pool.shape.block_size,
+        mark=device.mark,
+    )
+    driver.add("a", range(10))
+    chunk = runner.launch(driver.plan({"a": 4}))
+    assert device.num_waits == 0
+    assert chunk.wait().sampled_token_ids == {}
+    assert device.num_waits == 1
+    runner.launch(replace(driver.plan({}), swap_out=((1, 0),))).wait()
+    assert device.num_waits == 2
+    driver.legs["a"].num_computed = 4
+    assert list(runner.launch(driver.plan({"a": 6})).wait().sampled_token_ids) == ["a"]
+    assert device.num_waits == 2, "its token is known, so it is computed"

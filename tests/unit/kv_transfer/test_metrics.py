@@ -43,6 +43,18 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
     )
 
 
+def test_a_worker_counts_the_legs_of_all_its_ranks_together() -> None:
+    fabric = Fabric("shared_memory")
+    prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
+    prefill.compute(32)
+    begin(fabric, prefill, decode, "r")
+    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    fabric.deliver()
+    (gave,), (took,) = prefill.connector.peers(), decode.connector.peers()
+    assert (gave.done, gave.num_bytes) == (took.done, took.num_bytes)
+    assert (gave.done, took.done) == (2, 2)
+
+
 def ends(worker: Worker) -> list[tuple[int, int, int]]:
     """Legs with each peer that were done, that failed, and that were not needed."""
     return [(peer.done, peer.failed, peer.not_needed) for peer in worker.connector.peers()]
@@ -73,7 +85,7 @@ def test_c40_what_the_prefill_worker_answered_alone_was_not_needed_and_is_no_fai
     prefill.order(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
     fabric.deliver()
     assert ends(decode) == [(0, 0, num_ranks)]
-    assert ends(prefill) == [(0, 0, 1)] * num_ranks
+    assert ends(prefill) == [(0, 0, num_ranks)]
     counters = Counter(decode.connector.counters())
     assert (counters["kv_loads_not_needed"], counters["kv_loads_failed"]) == (num_ranks, 0)
     fabric.assert_at_rest()

@@ -1,0 +1,144 @@
+"""Engines put together for a check: the real model, pool and runner, with a tap where a check wants to look in."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from baton.config import ModelConfig
+from benchmarks.gpu.setting import Setting
+from engine.batch import StepBatch
+from engine.device import mark
+from engine.device_parts import DeviceParts, make_device_parts
+from engine.forward import Forward, TorchForward
+from engine.graphs import Recorder, Replay
+from engine.kv_cache import HostBlocks, KVPool
+from engine.layers.paged_attention import PagedAttention
+from engine.layers.torch_backend import TorchBackend
+from engine.layers.triton_backend import TritonBackend
+from engine.loader import DTYPES, LoadedModel, load_model
+from engine.runner import ModelRunner
+from engine.sampler import TorchSampler
+from engine.step_limits import StepLimits
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class NotingForward:
+    """Keeps the logits of the last step."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self.logits_RV: torch.Tensor | None = None
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor | None:
+        self.logits_RV = self._forward(batch)
+        return self.logits_RV
+
+
+class NotingRecorder:
+    """Keeps what was replayed last: called again, it computes the same step once more, and nothing else."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.last: Replay | None = None
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        given, replay = self._recorder.record(work)
+
+        def noted() -> None:
+            self.last = replay
+            replay()
+
+        return given, noted
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEngine:
+    """A runner and what it computes with."""
+
+    model: LoadedModel
+    pool: KVPool
+    runner: ModelRunner
+    forward: NotingForward
+
+
+def load(setting: Setting, path: Path, dtype: Dtype, *, dummy: bool, torch_only: bool = False) -> LoadedModel:
+    """On the device, computed with our kernels; with `torch_only`, with torch's."""
+    config = ModelConfig(dtype=dtype, load_format="dummy" if dummy else "auto")
+    return load_model(config, path, setting.device, TorchBackend() if torch_only else TritonBackend())
+
+
+def device_parts(
+    setting: Setting,
+    model: LoadedModel,
+    pool: KVPool,
+    limits: StepLimits,
+    recorder: Recorder | None = None,
+    sizes: Sequence[int] = (),
+) -> DeviceParts:
+    """What a GPU worker computes with; steps of `sizes` decodes are recorded."""
+    parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
+    if recorder is not None:
+        with torch.inference_mode():
+            parts.forward.record(sizes, recorder, has_chunks=False)
+    return parts
+
+
+def device_engine(
+    setting: Setting,
+    model: LoadedModel,
+    num_blocks: int,
+    block_size: int,
+    limits: StepLimits,
+    recorder: Recorder | None = None,
+    sizes: Sequence[int] = (),
+) -> CheckedEngine:
+    """The same with a pool, and a tap on the logits."""
+    pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
+    parts = device_parts(setting, model, pool, limits, recorder, sizes)
+    forward = NotingForward(parts.forward)
+    runner = ModelRunner(
+        forward, parts.sampler, HostBlocks(0, pool), block_size, mark=lambda: mark(setting.device)
+    )
+    return CheckedEngine(model, pool, runner, forward)
+
+
+def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> CheckedEngine:
+    """What a CPU worker computes with, on whatever device the model is: what tokens and logits are compared with."""
+    pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
+    attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
+    forward = NotingForward(TorchForward(model.decoder, attention, model.device))
+    runner = ModelRunner(forward, TorchSampler(), HostBlocks(0, pool), block_size)
+    return CheckedEngine(model, pool, runner, forward)
+
+
+def fill_randomly(pool: KVPool, seed: int = 0) -> None:
+    """Keys and values as if prompts had been computed; block by block, so that nothing of their size is held twice."""
+    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
+    for block in pool.blocks_NLKHTD[1:]:
+        block.normal_(generator=generator)
+
+
+def fill_alike(pool: KVPool, seed: int = 0) -> None:
+    """The same in every block: then tokens do not depend on which blocks a request is given."""
+    generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
+    pool.blocks_NLKHTD[1].normal_(generator=generator)
+    for block in pool.blocks_NLKHTD[2:]:
+        block.copy_(pool.blocks_NLKHTD[1])
+
+
+def free_bytes(setting: Setting) -> int:
+    """Of the device's memory; in dry runs, what a test may take."""
+    if setting.is_dry:
+        return 2**20
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def itemsize(dtype: Dtype) -> int:
+    return DTYPES[dtype].itemsize

@@ -1,0 +1,147 @@
+"""A worker's engine without its planes: the real loop, core and scheduler over a runner, prompts given or loaded.
+
+A prompt may count as handed over: its blocks are reserved and taken for loaded, whatever lies in them. So decoding can
+be measured at any context without computing a single prompt.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+
+from baton.clock import SystemClock
+from baton.config import SchedulerConfig
+from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.request import EngineRequest, FirstToken, RequestOutput
+from baton.sampling import SamplingParams
+from baton.step import KVConnectorOutput, ReceivedKV
+from baton.worker import KVPeerCounts
+from decode_worker import DecodeWorker
+from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
+from engine.loop import EngineLoop
+from engine.pipeline import InlinePipeline, StreamPipeline
+from engine.runner import ModelRunner
+from kv_transfer import KVConnectorMetadata, KVConnectorScheduler
+from scheduler import Scheduler
+
+PATIENCE_S = 300.0
+NOBODY = WorkerRef("nobody", "life", ("tcp://127.0.0.1:1",), 1)
+_ids = count()
+
+
+class InstantLoads:
+    """Satisfies engine.core.ConnectorWorker: what is to be loaded is there."""
+
+    def __init__(self) -> None:
+        self._received: list[ReceivedKV] = []
+
+    def get_finished(self) -> KVConnectorOutput:
+        received, self._received = tuple(self._received), []
+        return KVConnectorOutput(finished_recving=received)
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        """Nobody is to be told."""
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        for load in metadata.loads if metadata else ():
+            self._received.append(ReceivedKV(load.request_id, FirstToken(0, None), 0, 0.0, 0.0))
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        """Nobody wants them."""
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        return ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of some requests, in the order they were given."""
+
+    tokens: list[list[int]]
+    times: list[float] = field(default_factory=list)
+    """When the outputs of each step were there, and of how many requests."""
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def full_step_s(self) -> float:
+        """The median step with everybody in it, beginning and end left out."""
+        most = max(self.counts)
+        full = [time_s for time_s, num in zip(self.times, self.counts, strict=True) if num == most][2:-1]
+        return median(later - earlier for earlier, later in pairwise(full))
+
+
+class LoopedEngine:
+    """One engine loop; requests come from one client. A context manager."""
+
+    def __init__(self, runner: ModelRunner, config: SchedulerConfig, vocab_size: int) -> None:
+        clock = SystemClock()
+        self._outcome = Outcome([])
+        self._index_of: dict[str, int] = {}
+        self._num_missing = 0
+        self._done = threading.Event()
+        self._error: str | None = None
+        self._core = EngineCore(
+            Scheduler(config, KVConnectorScheduler(config.block_size)),
+            StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner),
+            InstantLoads(),
+            GrammarCompiler(Path("unused"), vocab_size, (), on_news=lambda: None),
+            (),
+            clock,
+        )
+        self._loop = EngineLoop(self._core, DecodeWorker(1_000_000), self._take, clock)
+
+    def __enter__(self) -> "LoopedEngine":
+        self._loop.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, loaded: bool = False
+    ) -> Outcome:
+        """All of them at once, to their ends; `loaded`: the prompts count as handed over, and token 0 is 0."""
+        self._outcome = Outcome([[] for _ in prompts])
+        self._index_of, self._num_missing = {}, len(prompts)
+        self._done.clear()
+        requests = [self._request(*each, loaded) for each in zip(prompts, params, strict=True)]
+        self._index_of = {request.request_id: index for index, request in enumerate(requests)}
+        for request in requests:
+            self._loop.submit("check", request)
+        assert self._done.wait(PATIENCE_S), f"{self._num_missing} requests did not end in {PATIENCE_S} s"
+        assert self._error is None, self._error
+        return self._outcome
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self._loop.snapshot.counters
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams, loaded: bool) -> EngineRequest:
+        number = next(_ids)
+        load = KVTransferParams(TransferRole.CONSUMER, f"t{number}", 0, NOBODY) if loaded else None
+        return EngineRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=tuple(prompt),
+            sampling_params=params,
+            kv_transfer=load,
+        )
+
+    def _take(self, client_id: str, outputs: list[RequestOutput]) -> None:
+        """On the engine's thread, after every step."""
+        assert client_id == "check"
+        self._outcome.times.append(time.perf_counter())
+        self._outcome.counts.append(len(outputs))
+        for output in outputs:
+            self._outcome.tokens[self._index_of[output.request_id]] += output.token_ids
+            if output.finish_reason is not None:
+                self._error = self._error or output.error
+                self._num_missing -= 1
+        if self._num_missing == 0:
+            self._done.set()

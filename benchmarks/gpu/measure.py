@@ -1,0 +1,109 @@
+"""How long work takes on a device, and the two ceilings that it is compared with; knows no model.
+
+On a GPU by CUDA events around work that is queued without waiting; on a CPU, in dry runs, by the host's clock.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from benchmarks.gpu.setting import Setting
+from engine.graphs import CudaGraphs, Recorder, Repeats
+
+Work = Callable[[], object]
+
+COPY_BYTES = 4 * 2**30
+"""Of the copy that shows the memory's speed: far more than any cache holds."""
+MATMUL_SIZE = 8192
+ROUNDS = 20
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device reaches on the simplest work of either kind, measured in this run."""
+
+    bytes_per_s: float
+    """Of a large copy, bytes read plus bytes written."""
+    flops_per_s: float
+    """Of a large matrix product on random data, in the dtype that models run in."""
+
+
+def measure_ceilings(setting: Setting, dtype: torch.dtype) -> Ceilings:
+    """Takes about a second on a GPU."""
+    device = setting.device
+    num_bytes = 2**16 if setting.is_dry else COPY_BYTES
+    source = torch.empty(num_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    copy_s = seconds(device, partial(target.copy_, source), ROUNDS)
+    assert torch.equal(target, source), "a copy that is none"
+    size = 32 if setting.is_dry else MATMUL_SIZE
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    matmul_s = seconds(device, partial(torch.matmul, a, b), ROUNDS)
+    return Ceilings(2 * num_bytes / copy_s, 2 * size**3 / matmul_s)
+
+
+def seconds(device: torch.device, work: Work, rounds: int) -> float:
+    """The median over `rounds`, one behind the other, after some that are not counted."""
+    return median(all_seconds(device, [work], rounds))
+
+
+@torch.inference_mode()
+def all_seconds(device: torch.device, works: Sequence[Work], rounds: int) -> list[float]:
+    """Of each round; `works` are taken in turn, so that their inputs may be more than a cache holds."""
+    for number in range(max(WARM_UP, len(works)) if device.type == "cuda" else 0):
+        works[number % len(works)]()
+    if device.type == "cuda":
+        return _by_events(works, rounds)
+    times = []
+    for number in range(rounds):
+        start = time.perf_counter()
+        works[number % len(works)]()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _by_events(works: Sequence[Work], rounds: int) -> list[float]:
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    marks[0].record()
+    for number in range(rounds):
+        works[number % len(works)]()
+        marks[number + 1].record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+
+
+@torch.inference_mode()
+def wall_seconds(device: torch.device, work: Work, rounds: int, warm_up: int = 1) -> float:
+    """The median of what a caller waits who needs the result: queueing and computing."""
+    times = []
+    for number in range(warm_up + rounds):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        if number >= warm_up:
+            times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_recorder(device: torch.device) -> Recorder:
+    """Graphs where there are any."""
+    return CudaGraphs() if device.type == "cuda" else Repeats()
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want| over all elements; NaN where either has one."""
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm())

@@ -1,0 +1,173 @@
+"""Our engine beside transformers' own on one device: equal weights, prompts and numbers of tokens, in turn."""
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
+
+from baton.config import SchedulerConfig
+from baton.sampling import SamplingParams
+from benchmarks.gpu.build import Dtype, device_engine, load
+from benchmarks.gpu.loop import LoopedEngine
+from benchmarks.gpu.measure import make_recorder, synchronize
+from benchmarks.gpu.report import Row
+from benchmarks.gpu.setting import Emit, Setting
+from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
+from engine.graphs import decode_sizes
+from engine.loader import DTYPES, LoadedModel
+from engine.step_limits import StepLimits
+from engine.weights import DummyWeights
+
+PART = "peer"
+GOAL = 3.0
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The workload: that many prompts at once, all of one length, so that padding costs nobody anything."""
+
+    model: str
+    config: dict[str, Any]
+    dtype: Dtype
+    batch: int
+    prompt: int
+    num_tokens: int
+    block_size: int
+    chunk: int
+    rounds: int
+    compiled: bool
+
+
+FULL = Sizes("Llama-3.1-8B", LLAMA_3_1_8B, "bfloat16", 64, 512, 128, 64, 4096, 3, True)
+TINY = Sizes("tiny", DRY["tiny"], "float32", 2, 3, 4, 32, 8, 1, False)
+
+
+def run(setting: Setting, emit: Emit) -> None:
+    sizes = TINY if setting.is_dry else FULL
+    path = write_config(setting.folder / sizes.model, sizes.config)
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(sizes.config["vocab_size"]) for _ in range(sizes.prompt)] for _ in range(sizes.batch)
+    ]
+    model = load(setting, path, sizes.dtype, dummy=True)
+    with _our_loop(setting, sizes, model) as loop:
+        theirs = _their_model(setting, sizes, model)
+        for name, generate in _ways(setting, sizes, theirs).items():
+            try:
+                emit(_compare(setting, sizes, name, prompts, loop, generate))
+            except Exception as error:  # another project's code on this machine: the other way may still work
+                emit(Row(PART, f"transformers {name}", "failed", f"{type(error).__name__}: {error}"[:200]))
+            gc.collect()
+
+
+def _compare(
+    setting: Setting,
+    sizes: Sizes,
+    name: str,
+    prompts: Tokens,
+    loop: LoopedEngine,
+    generate: Callable[[Tokens], Tokens],
+) -> Row:
+    params = SamplingParams(temperature=0.0, max_tokens=sizes.num_tokens, ignore_eos=True)
+
+    def ours() -> Tokens:
+        return loop.run(prompts, [params] * len(prompts)).tokens
+
+    sides: tuple[Callable[[], Tokens], ...] = (ours, lambda: generate(prompts))
+    answers = [side() for side in sides]  # warms up: graphs, compilers, pages
+    rounds = [[_seconds(setting, side) for side in sides] for _ in range(sizes.rounds)]
+    our_s, their_s = (median(side) for side in zip(*rounds, strict=True))
+    lengths = {len(tokens) for answer in answers for tokens in answer}
+    agree = sum(a[0] == b[0] for a, b in zip(*answers, strict=True)) / len(prompts)
+    num_tokens = sizes.batch * sizes.num_tokens
+    return Row(
+        PART,
+        f"{sizes.model} beside transformers {name}",
+        f"{their_s / our_s:.2f}x (goal {GOAL:g})",
+        f"{sizes.batch} prompts of {sizes.prompt}, {sizes.num_tokens} tokens each: {num_tokens / our_s:,.0f} and "
+        f"{num_tokens / their_s:,.0f} tokens/s; first tokens {agree:.0%} equal",
+        is_failed=lengths != {sizes.num_tokens} or (sizes.dtype == "float32" and answers[0] != answers[1]),
+        figures={
+            "ratio": their_s / our_s,
+            "our_s": our_s,
+            "their_s": their_s,
+            "first_token_agreement": agree,
+        },
+    )
+
+
+def _our_loop(setting: Setting, sizes: Sizes, model: LoadedModel) -> LoopedEngine:
+    length = sizes.prompt + sizes.num_tokens + 2
+    num_blocks = 2 + sizes.batch * -(-length // sizes.block_size)
+    limits = StepLimits(sizes.batch, sizes.chunk, length)
+    recorder = make_recorder(setting.device)
+    engine = device_engine(
+        setting, model, num_blocks, sizes.block_size, limits, recorder, decode_sizes(sizes.batch)
+    )
+    config = SchedulerConfig(
+        max_num_seqs=sizes.batch,
+        max_num_batched_tokens=sizes.chunk,
+        max_model_len=length,
+        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        enable_prefix_caching=False,
+    )
+    return LoopedEngine(engine.runner, config, model.vocab_size)
+
+
+def _their_model(setting: Setting, sizes: Sizes, model: LoadedModel) -> Any:
+    """The same decoder with the same weights, by transformers."""
+    config = AutoConfig.for_model(**sizes.config)
+    with torch.device(setting.device):
+        theirs = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[sizes.dtype], attn_implementation="sdpa"
+        )
+    source = DummyWeights(model.dtype, model.device)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(source.take(name, *parameter.shape))
+    return theirs.eval()
+
+
+def _ways(setting: Setting, sizes: Sizes, model: Any) -> dict[str, Callable[[Tokens], Tokens]]:
+    """Two ways that transformers has to be fast; which one is, depends on its version and on what is installed."""
+    common = {"max_new_tokens": sizes.num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    continuous = GenerationConfig(**common)
+    # On a CPU half of the free memory would be the machine's, and be written once.
+    room = {"num_blocks": 4, "max_batch_tokens": 64} if setting.is_dry else {"max_memory_percent": 0.5}
+    batching = ContinuousBatchingConfig(allow_block_sharing=False, **room)
+    static = GenerationConfig(**common, cache_implementation="static", disable_compile=not sizes.compiled)
+
+    def batched(prompts: Tokens) -> Tokens:
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=continuous,
+            continuous_batching_config=batching,
+            persistent_manager=True,
+            progress_bar=False,
+        )
+        return [list(output.generated_tokens) for output in outputs.values()]
+
+    def compiled(prompts: Tokens) -> Tokens:
+        input_ids = torch.tensor(prompts, device=model.device)
+        out = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=static)
+        tokens: Tokens = out[:, input_ids.shape[1] :].tolist()
+        return tokens
+
+    return {"generate_batch": batched, "generate, static cache": compiled}
+
+
+def _seconds(setting: Setting, work: Callable[[], Tokens]) -> float:
+    synchronize(setting.device)
+    start = time.perf_counter()
+    work()
+    synchronize(setting.device)
+    return time.perf_counter() - start

@@ -1,0 +1,77 @@
+"""Step plans written by hand, for requests whose prompts count as computed; knows no scheduler and no tensor."""
+
+import random
+from collections.abc import Iterator
+
+from baton.sampling import SamplingParams
+from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000)
+
+
+class PlanMaker:
+    """Each plan replaces the requests of the one before it; their blocks lie scattered, as after a day's work."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, seed: int = 0) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._rng = random.Random(seed)
+        self._block_ids = list(range(1, num_blocks))
+        self._rng.shuffle(self._block_ids)
+        self._running: frozenset[str] = frozenset()
+        self._num_plans = 0
+
+    def step(self, contexts: list[int], num_tokens: int = 1) -> SchedulerOutput:
+        """A request of each of `contexts` tokens, whose last `num_tokens` this step computes; all of them sample."""
+        self._num_plans += 1
+        new, first_block = [], 0
+        for number, context in enumerate(contexts):
+            num_blocks = -(-context // self._block_size)
+            block_ids = self._block_ids[first_block : first_block + num_blocks]
+            assert len(block_ids) == num_blocks, f"{len(self._block_ids)} blocks do not hold {contexts}"
+            first_block += num_blocks
+            request_id = f"{self._num_plans}-{number}"
+            new.append(self._request(request_id, context, context - num_tokens, tuple(block_ids)))
+        return self._plan(tuple(new), CachedRequestData(), dict.fromkeys(_ids(new), num_tokens))
+
+    def prompt(self, length: int, chunk: int) -> Iterator[SchedulerOutput]:
+        """One request whose prompt is computed in chunks; the last step samples."""
+        self._num_plans += 1
+        num_blocks = -(-length // self._block_size)
+        assert num_blocks <= len(self._block_ids), f"{len(self._block_ids)} blocks do not hold {length}"
+        new = self._request(f"{self._num_plans}-0", length, 0, tuple(self._block_ids[:num_blocks]))
+        yield self._plan((new,), CachedRequestData(), {new.request_id: min(chunk, length)})
+        for start in range(chunk, length, chunk):
+            cached = CachedRequestData((new.request_id,), ((),), (start,))
+            yield self._plan((), cached, {new.request_id: min(chunk, length - start)})
+
+    def _request(
+        self, request_id: str, context: int, num_computed_tokens: int, block_ids: tuple[int, ...]
+    ) -> NewRequestData:
+        return NewRequestData(
+            request_id=request_id,
+            prompt_token_ids=tuple(self._rng.randrange(self._vocab_size) for _ in range(context)),
+            output_token_ids=(),
+            sampling_params=GREEDY,
+            stop_token_ids=frozenset(),
+            block_ids=block_ids,
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    def _plan(
+        self, new: tuple[NewRequestData, ...], cached: CachedRequestData, num_tokens: dict[str, int]
+    ) -> SchedulerOutput:
+        known = frozenset(num_tokens)
+        finished, self._running = self._running - known, known
+        return SchedulerOutput(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=num_tokens,
+            total_num_scheduled_tokens=sum(num_tokens.values()),
+            preempted_req_ids=frozenset(),
+            finished_req_ids=finished,
+        )
+
+
+def _ids(requests: list[NewRequestData]) -> list[str]:
+    return [request.request_id for request in requests]

@@ -1,0 +1,150 @@
+"""Prefill beside the matrix units' speed, and how the size of a chunk changes it."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.build import (
+    CheckedEngine,
+    Dtype,
+    device_engine,
+    load,
+    torch_engine,
+)
+from benchmarks.gpu.decode import ceilings_row
+from benchmarks.gpu.measure import (
+    Ceilings,
+    measure_ceilings,
+    relative_error,
+    synchronize,
+    wall_seconds,
+)
+from benchmarks.gpu.plans import PlanMaker
+from benchmarks.gpu.report import Row
+from benchmarks.gpu.setting import Emit, Setting, guarded
+from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
+from engine.step_limits import StepLimits
+
+PART = "prefill"
+MAX_ERROR = 8e-2
+"""Of bfloat16 logits after some 35 layers, each side rounding in its own places; what is wrong is off by far more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured."""
+
+    models: dict[str, dict[str, Any]]
+    dtype: Dtype
+    max_error: float
+    block_size: int
+    prompts: tuple[int, ...]
+    chunks: tuple[int, ...]
+    """Tokens of a step; a prompt of `chunked_prompt` is cut into these."""
+    chunked_prompt: int
+    check_prompt: int
+    rounds: int
+
+
+FULL = Sizes(LARGE, "bfloat16", MAX_ERROR, 64, (512, 2048, 8192), (512, 1024, 2048, 4096, 8192), 8192, 700, 8)
+TINY = Sizes(DRY, "float32", 1e-4, 32, (3,), (3,), 5, 4, 1)
+
+
+def run(setting: Setting, emit: Emit) -> None:
+    sizes = TINY if setting.is_dry else FULL
+    ceilings = measure_ceilings(setting, torch.float32 if setting.is_dry else torch.bfloat16)
+    emit(ceilings_row(PART, ceilings))
+    for name, config in sizes.models.items():
+        path = write_config(setting.folder / name, config)
+        model = load(setting, path, sizes.dtype, dummy=True)
+        longest = max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)
+        num_blocks = 2 + -(-longest // sizes.block_size)
+        limits = StepLimits(2, longest, longest + 1)
+        engine = device_engine(setting, model, num_blocks, sizes.block_size, limits)
+        reference = torch_engine(
+            load(setting, path, sizes.dtype, dummy=True, torch_only=True), num_blocks, sizes.block_size
+        )
+        prompts = _Prompts(sizes, engine)
+        check = partial(_check_logits, setting, sizes, name, prompts, _Prompts(sizes, reference))
+        guarded(emit, PART, f"{name}: logits beside torch's", check)
+        del reference, check
+        guarded(emit, PART, name, partial(_measure_model, setting, sizes, name, prompts, ceilings))
+        del engine, model, prompts
+        gc.collect()
+
+
+def _check_logits(
+    setting: Setting, sizes: Sizes, name: str, ours: "_Prompts", theirs: "_Prompts"
+) -> Iterator[Row]:
+    """A whole prompt, computed in two chunks by our kernels and in one by torch's."""
+    logits = []
+    for prompts, chunk in ((ours, sizes.check_prompt // 2 + 1), (theirs, sizes.check_prompt)):
+        prompts.prepared(sizes.check_prompt, chunk, 1)()
+        synchronize(setting.device)
+        assert prompts.engine.forward.logits_RV is not None
+        logits.append(prompts.engine.forward.logits_RV.float())
+    error = relative_error(logits[0], logits[1])
+    yield Row(
+        PART,
+        f"{name}: logits beside torch's",
+        f"{error:.1e} off",
+        f"{sizes.check_prompt} tokens in two chunks; at most {sizes.max_error:g}",
+        is_failed=not error <= sizes.max_error,
+        figures={"relative_error": error},
+    )
+
+
+def _measure_model(
+    setting: Setting, sizes: Sizes, name: str, prompts: "_Prompts", ceilings: Ceilings
+) -> Iterator[Row]:
+    architecture = prompts.engine.model.architecture
+    costs = ModelCosts.of(architecture)
+    for length in sizes.prompts:
+        wall_s = wall_seconds(
+            setting.device, prompts.prepared(length, length, sizes.rounds + 1), sizes.rounds
+        )
+        flops = costs.prefill_flops(length, architecture.vocab_size * architecture.hidden_size)
+        utilisation = flops / wall_s / ceilings.flops_per_s
+        yield Row(
+            PART,
+            f"{name}: prompt of {length}",
+            f"{length / wall_s:,.0f} tokens/s, {utilisation:.0%} of matmul",
+            f"{1e3 * wall_s:.2f} ms from plan to token",
+            figures={"tokens": length, "wall_s": wall_s, "model_flops_utilisation": utilisation},
+        )
+    for chunk in sizes.chunks:
+        wall_s = wall_seconds(
+            setting.device, prompts.prepared(sizes.chunked_prompt, chunk, sizes.rounds + 1), sizes.rounds
+        )
+        yield Row(
+            PART,
+            f"{name}: {sizes.chunked_prompt} in chunks of {chunk}",
+            f"{sizes.chunked_prompt / wall_s:,.0f} tokens/s",
+            f"a step {1e3 * wall_s * chunk / sizes.chunked_prompt:.2f} ms, which decodes beside it wait for",
+            figures={"chunk": chunk, "tokens": sizes.chunked_prompt, "wall_s": wall_s},
+        )
+
+
+class _Prompts:
+    """Computes prompts of any length, each as a request of its own, over the same blocks."""
+
+    def __init__(self, sizes: Sizes, engine: CheckedEngine) -> None:
+        self.engine = engine
+        self._plans = PlanMaker(engine.pool.num_blocks, sizes.block_size, engine.model.vocab_size)
+
+    def prepared(self, length: int, chunk: int, count: int) -> Callable[[], None]:
+        """Computes a prompt chunk by chunk, until the token that follows it is known; to be called `count` times.
+
+        Plans are made here: the scheduler's time is no prefill.
+        """
+        waiting = [list(self._plans.prompt(length, chunk)) for _ in range(count)]
+
+        def compute() -> None:
+            for plan in waiting.pop(0):
+                self.engine.runner.execute(plan)
+
+        return compute

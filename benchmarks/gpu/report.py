@@ -1,0 +1,57 @@
+"""Rows of the one table that `make gpu-check` ends with; knows no part and no device."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was checked or measured."""
+
+    part: str
+    name: str
+    value: str
+    """As people read it."""
+    note: str = ""
+    is_failed: bool = False
+    """Wrong, not merely slow: speed is judged by whoever reads the figures."""
+    figures: Figures = field(default_factory=dict)
+    """The same in numbers, units in the names."""
+
+
+def line(row: Row, widths: tuple[int, int, int] = (10, 46, 30)) -> str:
+    """One aligned line of text."""
+    mark = "FAIL" if row.is_failed else ""
+    cells = [text.ljust(width) for text, width in zip((row.part, row.name, row.value), widths, strict=True)]
+    return f"{mark:5}{'  '.join(cells)}  {row.note}".rstrip()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows under one another."""
+    part, name, value = (
+        max((len(getattr(row, column)) for row in rows), default=0) for column in ("part", "name", "value")
+    )
+    return "\n".join(line(row, (part, name, value)) for row in rows)
+
+
+def save(path: Path, environment: Figures, rows: Sequence[Row]) -> None:
+    """Rewrites the file: parts that have rows here replace what the file had of them, others stay.
+
+    Each part keeps the environment that it was measured in, so a file may come from several runs.
+    """
+    parts: Figures = json.loads(path.read_text())["parts"] if path.exists() else {}
+    for name in dict.fromkeys(row.part for row in rows):
+        parts[name] = {"environment": environment, "rows": [_plain(row) for row in rows if row.part == name]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+
+
+def _plain(row: Row) -> Figures:
+    values = asdict(row)
+    del values["part"]
+    return values

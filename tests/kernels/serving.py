@@ -1,0 +1,146 @@
+"""Serves requests of every kind as on a GPU, and says which kernels would have been compiled while they waited.
+
+    python -m tests.kernels.serving [--no-graphs] [--fp8]
+
+Nothing is compiled, and nothing runs: Triton is asked which kernels it has not got yet, and given something in their
+place. Tokens are whatever was in memory. Prints a JSON object: how many kernels the rehearsal and the recording wanted,
+and the names of those that serving wanted besides. Not to be run with TRITON_INTERPRET set.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from baton.clock import SystemClock
+from baton.config import ModelConfig, SchedulerConfig
+from baton.request import EngineRequest
+from baton.sampling import SamplingParams
+from engine.core import EngineCore
+from engine.device_parts import DeviceParts, make_device_parts
+from engine.graphs import Repeats
+from engine.kv_cache import KVPool
+from engine.layers.triton_backend import TritonBackend
+from engine.loader import load_model
+from engine.pipeline import StreamPipeline
+from engine.runner import ModelRunner
+from engine.step_limits import StepLimits
+from kv_transfer import KVConnectorScheduler
+from scheduler import Scheduler
+from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.models import make_model_dir
+from tests.kernels.compile_only import compiling_for
+
+CPU = torch.device("cpu")
+NUM_REQUESTS = 150
+CONFIG = SchedulerConfig(
+    max_model_len=1024,
+    max_num_seqs=32,
+    max_num_batched_tokens=128,
+    num_blocks=80,
+    block_size=32,
+    preemption="swap",
+    num_swap_blocks=64,
+)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.0, "logit_bias": {3: 1.0}},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.5, "seed": 1, "logprobs": 3},
+    {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.4},
+)
+
+
+@contextmanager
+def noting_what_is_wanted() -> Iterator[list[str]]:
+    """Within the context, the list gets the name of every kernel that would be compiled."""
+    wanted: list[str] = []
+    do_compile = JITFunction._do_compile
+
+    def note(self: Any, key: Any, signature: Any, device: Any, *_: Any) -> object:
+        wanted.append(self.__name__)
+        kernel = self.device_caches[device][0][key] = object()
+        return kernel
+
+    JITFunction._do_compile = note
+    try:
+        with compiling_for(90):
+            yield wanted
+    finally:
+        JITFunction._do_compile = do_compile
+
+
+def make_parts(folder: Path, quantization: str | None) -> tuple[DeviceParts, KVPool]:
+    path = make_model_dir(
+        folder / "model",
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    config = ModelConfig.model_validate({"dtype": "bfloat16", "quantization": quantization})
+    model = load_model(config, path, CPU, TritonBackend())
+    assert CONFIG.num_blocks is not None
+    assert CONFIG.max_model_len is not None
+    pool = KVPool(CONFIG.num_blocks, model.kv_block_shape(CONFIG.block_size), CPU)
+    limits = StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len)
+    return make_device_parts(model, pool, limits, num_multiprocessors=132), pool
+
+
+def serve(runner: ModelRunner) -> None:
+    """Requests of all lengths, one by one and many at once, more than there are blocks for."""
+    core = EngineCore(
+        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size)),
+        StreamPipeline(runner),
+        FakeConnectorWorker(),
+        make_grammars(),
+        (),
+        SystemClock(),
+    )
+    rng = random.Random(0)
+    requests = iter(range(NUM_REQUESTS))
+    while (left := [*zip(range(rng.choice((1, 2, 5, 17, 40))), requests, strict=False)]) != []:
+        for _, number in left:
+            prompt = tuple(rng.randrange(300) for _ in range(rng.choice((1, 2, 3, 17, 60, 150, 900))))
+            params = SamplingParams(max_tokens=rng.choice((2, 9, 40)), **rng.choice(PARAMS))
+            core.add_request(
+                EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params), "test"
+            )
+        core.may_progress = True
+        while core.may_progress:
+            core.step()
+    assert core.counters()["preemptions"] > 0, "nothing was swapped"
+    core.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.serving")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted() as wanted:
+        parts, pool = make_parts(Path(folder), "fp8" if options.fp8 else None)
+        parts.rehearse()
+        if not options.no_graphs:
+            parts.record(Repeats())
+        runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
+        num_rehearsed = len(wanted)
+        serve(runner)
+    print(json.dumps({"rehearsed": num_rehearsed, "late": wanted[num_rehearsed:]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

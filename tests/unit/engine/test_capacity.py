@@ -1,0 +1,79 @@
+"""What a rank has room for: what was asked, what the device wants, what the model allows."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import BatonConfig, SchedulerConfig
+from baton.errors import ConfigError
+from engine.capacity import reckon, with_defaults_of
+from engine.loader import LoadedModel, load_model
+from tests.factories.models import make_model_dir
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = make_model_dir(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+    return load_model(BatonConfig.from_mapping({"model": {"dtype": "float32"}}).model, path, CPU)
+
+
+def reckoned(model: LoadedModel, **sections: dict[str, Any]) -> SchedulerConfig:
+    return reckon(BatonConfig.from_mapping(sections), model, free_at_start=0).scheduler_config
+
+
+def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel) -> None:
+    config = reckoned(model, engine={"kv_cache_memory_mib": 1}, scheduler={"block_size": 8})
+    assert config.max_model_len == 256
+    assert config.num_blocks == 2**20 // (3 * 2 * 2 * 8 * 16 * 4)
+    assert config.num_swap_blocks is None
+    assert reckoned(model, scheduler={"num_blocks": 5, "max_model_len": 9}).max_model_len == 9
+    assert reckoned(model).num_blocks == 2**30 // model.kv_block_shape(16).size_bytes
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"scheduler": {"max_model_len": 257}}, r"max_model_len: got 257, but this model was made for 256"),
+        (
+            {"engine": {"kv_cache_memory_mib": 1}, "scheduler": {"block_size": 9999}},
+            "does not hold two blocks",
+        ),
+        (
+            {
+                "engine": {"swap_space_mib": 1},
+                "scheduler": {"preemption": "swap", "block_size": 9999, "num_blocks": 3},
+            },
+            "swap_space_mib: got 1, which does not hold one block",
+        ),
+    ],
+)
+def test_too_much_is_refused_by_its_key(model: LoadedModel, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reckoned(model, **sections)
+
+
+def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
+    config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7))
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (7, 8192, 64)
+    assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
+
+
+@pytest.mark.parametrize(
+    "travel",
+    [
+        lambda config: pickle.loads(pickle.dumps(config)),
+        lambda config: BatonConfig.from_mapping(json.loads(config.model_dump_json(exclude_unset=True))),
+    ],
+    ids=["to an actor", "to a rank"],
+)
+def test_what_nobody_has_set_stays_unset_on_its_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping({"scheduler": {"block_size": 16}})
+    scheduler = with_defaults_of(CUDA, travel(config).scheduler)
+    assert scheduler.block_size == 16, "set, if to the default"
+    assert scheduler.max_num_seqs == 256
