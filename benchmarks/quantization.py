@@ -31,7 +31,7 @@ from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
-from engine.loader import load_model
+from engine.loading.loader import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

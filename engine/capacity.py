@@ -7,11 +7,11 @@ import torch
 
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
 if TYPE_CHECKING:
-    from engine.gpu_capacity import Measured
+    from engine.gpu.measure import Measured
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
@@ -67,7 +67,7 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 def _measure(
     config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, free_at_start: int
 ) -> "Measured":
-    from engine.gpu_capacity import measure  # Triton need not be there where no GPU is
+    from engine.gpu.measure import measure  # Triton need not be there where no GPU is
 
     limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
     engine = config.engine

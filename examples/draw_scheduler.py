@@ -18,7 +18,7 @@ from typing import Any, Literal
 from baton.config import BatonConfig
 from cluster.child_processes import child_processes
 from cluster.cli import main as baton
-from engine.pretrained import default_cache_dir, resolve
+from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
 WORD = "one "

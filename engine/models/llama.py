@@ -12,8 +12,8 @@ import torch
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.layers.attention import Attention, HeadNorm
 from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, MakeLinear
+from engine.loading.weights import Shard, WeightSource
 from engine.model_config import ModelArchitecture
-from engine.weights import Shard, WeightSource
 
 
 class LlamaForCausalLM:

@@ -16,11 +16,11 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.core import EngineCore
-from engine.device_parts import make_device_parts
-from engine.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
+from engine.gpu.device_parts import make_device_parts
+from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits

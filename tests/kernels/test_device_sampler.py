@@ -14,9 +14,9 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.step import NewRequestData
 from engine.batch import RequestState
 from engine.counter_rng import keys_at, row_keys, seed_states
-from engine.device_sampler import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
+from engine.gpu.logit_edits import list_edits
 from engine.grammar import Matcher
-from engine.logit_edits import list_edits
 from engine.sampler import sample
 
 VOCAB = 90

@@ -14,7 +14,7 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine import capacity
 from engine.capacity import reckon, with_defaults_of
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from tests.factories.models import make_model_dir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.fail_settled import FailSettled
+from engine.gpu.fail_settled import FailSettled
 from engine.pipeline import DeviceLostError, Launched
 from tests.factories.fake_rank import make_plan
 

@@ -18,7 +18,7 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from engine.core import EngineCore
 from engine.grammar import MAX_GRAMMARS, GrammarCompiler
 from engine.kv_cache import KVPool
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler
