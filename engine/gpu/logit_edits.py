@@ -38,9 +38,7 @@ def list_edits(requests: Sequence[RequestState], rows: Sequence[int], vocab_size
         matcher = requests[row].matcher
         mask_rows.append(-1 if matcher is None else len(masks))
         if matcher is not None:
-            is_allowed = np.zeros(32 * num_words, dtype=np.bool_)
-            is_allowed[:vocab_size] = matcher.allowed()
-            masks.append(np.packbits(is_allowed, bitorder="little").view(np.int32))
+            masks.append(matcher.allowed_words())
     return LogitEdits(
         rows_P=np.array(rows, dtype=np.int32),
         mask_rows_P=np.array(mask_rows, dtype=np.int32),

@@ -67,9 +67,8 @@ class RankParts:
             return make_pipeline(steps, async_scheduling=is_async)
         runner: StepRunner = self._make_device_runner(grammars)
         device = self.model.device
-        if (
-            self.model.collectives.size == 1
-        ):  # else nothing follows a failure, and this might wait for another rank
+        # Of several ranks none goes on after a failure, and to wait for the device might be to wait for another rank.
+        if self.model.collectives.size == 1:
             runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
         steps = self._fail_stop(runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)

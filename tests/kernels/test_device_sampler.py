@@ -28,6 +28,10 @@ class AllowsSome:
     def allowed(self) -> npt.NDArray[np.bool_]:
         return np.array([token_id % 3 == 0 for token_id in range(VOCAB)])
 
+    def allowed_words(self) -> npt.NDArray[np.int32]:
+        bits = np.packbits(self.allowed(), bitorder="little")
+        return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
+
 
 def request(
     prompt: tuple[int, ...] = (1, 2, 2), outputs: tuple[int, ...] = (5, 6, 5), **params: Any
