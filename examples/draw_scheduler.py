@@ -102,6 +102,7 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
             "engine": {"trace_dir": trace_dir},
             "scheduler": picture.scheduler,
             "gateway": {"grpc_port": 0},
+            "cluster": {"prefill": picture.workers.count("p0")},
         }
     )
     async with child_processes(config, model) as cluster:
