@@ -22,6 +22,7 @@ from baton.step import KVConnectorOutput
 from decode_worker import DecodeWorker
 from engine.loop import EngineLoop
 from engine.ranks.entry import EXIT_ALONE
+from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
 from engine.ranks.start import OtherRanks
 from kv_transfer import KVConnectorMetadata
@@ -40,7 +41,8 @@ from tests.factories.fake_rank import (
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 5.0
+SOON_S = STOP_TIMEOUT_S
+"""Of what would otherwise take that long (a rank that must be killed), twice as long (a collective), or for ever."""
 BLOCK_SIZE = 16
 
 
