@@ -124,3 +124,5 @@ class WorkerStatus:
     counters: dict[str, int]
     """Monotonic counts for metrics and tests, e.g. `preemptions`, `kv_late_messages`."""
     kv_peers: tuple[KVPeerCounts, ...] = ()
+    failure: str = ""
+    """What ended its engine, if that ended by itself."""

@@ -143,6 +143,7 @@ class EngineHost:
             snapshot.requests,
             {**snapshot.counters, **planes},
             self._ranks.connector.peers(),
+            "" if self._loop.failure is None else str(self._loop.failure),
         )
 
     def drain(self, timeout_s: float) -> bool:

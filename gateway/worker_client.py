@@ -152,7 +152,8 @@ class WorkerClient:
         self.status = message.status
         self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
-            return f"its engine is {message.status.state.value}"
+            reason = f"its engine is {message.status.state.value}"
+            return f"{reason}: {message.status.failure}" if message.status.failure else reason
         return None
 
     async def _order(self, order: SubmitRequest | AbortRequests) -> None:

@@ -68,7 +68,9 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     asyncio.run(run())
 
 
-def test_a_worker_that_loses_a_rank_is_dead_and_others_answer(tmp_path: Path) -> None:
+def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with local_cluster(make_config(2, 1), make_model_dir(tmp_path)) as cluster:
             (rank,) = rank_processes(cluster, "p0")
@@ -76,6 +78,8 @@ def test_a_worker_that_loses_a_rank_is_dead_and_others_answer(tmp_path: Path) ->
             async with asyncio.timeout(10.0):
                 while "p0" in await alive(cluster):
                     await asyncio.sleep(0.05)
+            why = f"rank 1 (pid {rank.pid}) was killed by SIGKILL"
+            assert f"worker p0 is lost: its engine is dead: {why}" in caplog.messages
             answer = await cluster.answer(PROMPTS[2], max_tokens=2, temperature=0.0)
             assert len(answer.token_ids) == 2
 
