@@ -37,7 +37,7 @@ from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVBlockShape, KVPool
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
 from engine.runner_parts import make_runner

@@ -24,7 +24,7 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.sampling import SamplingParams
 from engine.allocator import keep_freed_memory
 from engine.kv_cache import KVPool
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.runner_parts import make_runner
 from scheduler import Request, Scheduler
 

@@ -26,12 +26,12 @@ from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import RequestBatch
 from engine.kv_cache import KVPool
-from engine.layers.backend import InputTokens
+from engine.layers.backend import Activations, InputTokens, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
-from engine.loader import load_model
+from engine.loading.loader import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -72,9 +72,9 @@ class Row:
 class RoundedFp8Linear(Fp8Linear):
     """Rounds activations as 8-bit matrix units get them."""
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        quantized_TI, scale_T1 = quantize_rows(x_TI)
-        return super().__call__((quantized_TI.to(torch.float32) * scale_T1).to(x_TI.dtype))
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor)
+        return super().__call__(QuantizedRows(*quantize_rows(x_TI), x_TI.dtype))
 
 
 class RoundingBackend(TorchBackend):

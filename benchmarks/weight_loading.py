@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.weight_stream import Copies, CudaCopies, FilePart, HostCopies, WeightStream
+from engine.loading.weight_stream import Copies, CudaCopies, FilePart, HostCopies, WeightStream
 
 ROWS, ROW_BYTES = 14336, 4096 * 2
 """A gate or up projection of Llama-3.1-8B in bfloat16."""

@@ -19,7 +19,7 @@ from cluster.screen import Screen
 from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
 from cluster.supervisor import OnProgress, Supervisor
-from engine.pretrained import default_cache_dir, resolve
+from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Gateway, Tokenizer
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
+from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
-from engine.pretrained import PRETRAINED
 from gateway import ServedModel
 
 

@@ -28,7 +28,7 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.secret import load_secret
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
-from engine.pretrained import default_cache_dir, resolve
+from engine.loading.pretrained import default_cache_dir, resolve
 from engine.role import Role
 from prefill_worker import PrefillWorker
 

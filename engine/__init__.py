@@ -1,1 +1,1 @@
-"""One device: the step loop, the model runner and the sampler; knows no client, no cluster and no role."""
+"""One device, or the ranks of several: the step loop, model and sampler; knows no client, no cluster and no role."""

@@ -14,6 +14,7 @@ from baton.step import NewRequestData, SchedulerOutput
 from engine.grammar import Matcher
 from engine.kv_cache import NULL_BLOCK
 from engine.request_table import NONE, IntArray, RequestTable
+from engine.token_counts import TokenCounts
 
 
 class RequestState:
@@ -23,10 +24,12 @@ class RequestState:
         "_tokens",
         "matcher",
         "num_prompt_tokens",
+        "output_counts",
         "request_id",
         "row",
         "sampling_params",
         "stop_token_ids",
+        "token_counts",
     )
 
     def __init__(self, data: NewRequestData, row: int | None = None) -> None:
@@ -38,6 +41,8 @@ class RequestState:
         """Of the batch's table; None once the request is gone."""
         self.matcher: Matcher | None = None
         """Guides what it samples, if its output is to be structured."""
+        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
+        """Of all its tokens and of its output, as far as whoever samples for it has followed them."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property

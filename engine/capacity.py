@@ -7,11 +7,11 @@ import torch
 
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
 if TYPE_CHECKING:
-    from engine.gpu_capacity import Measured
+    from engine.gpu.measure import Measured
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
@@ -46,7 +46,9 @@ def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capac
         measured = _measure(config, asked, model, max_model_len, free_at_start)
         is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
         if is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set:
-            values["max_num_batched_tokens"] = measured.chunk
+            # A step of decodes alone must not be cut for that.
+            wanted = max(measured.chunk, asked.max_num_seqs)
+            values["max_num_batched_tokens"] = min(wanted, asked.max_num_batched_tokens)
         if asked.num_blocks is None and config.engine.kv_cache_memory_mib is None:
             size_bytes = model.kv_block_shape(asked.block_size).size_bytes
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
@@ -65,7 +67,7 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 def _measure(
     config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, free_at_start: int
 ) -> "Measured":
-    from engine.gpu_capacity import measure  # Triton need not be there where no GPU is
+    from engine.gpu.measure import measure  # Triton need not be there where no GPU is
 
     limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
     engine = config.engine

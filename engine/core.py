@@ -19,7 +19,7 @@ from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
 from engine.grammar import GrammarCompiler
-from engine.pipeline import Pipeline
+from engine.pipeline import DeviceLostError, Pipeline
 from engine.stages import StageTimer
 from engine.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
 from scheduler import Request, RequestStatus, Scheduler
@@ -192,6 +192,8 @@ class EngineCore:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
         self._num_failed_steps += 1
         logger.error("%d step(s) in a row failed; every request ends", self._num_failed_steps, exc_info=error)
+        if isinstance(error, DeviceLostError):
+            raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
         outputs = self._scheduler.finish_requests(

@@ -52,6 +52,14 @@ class Matcher:
         allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
         return np.pad(allowed, (0, self._vocab_size - len(allowed)))
 
+    def allowed_words(self) -> npt.NDArray[np.int32]:
+        """The same as bits: bit b of word w is token 32 w + b. What lies behind the vocabulary means nothing."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        num_bytes = min(len(mask), words.nbytes)
+        words.view(np.uint8)[:num_bytes] = mask[:num_bytes]
+        return words
+
     def rewind(self, num_tokens: int) -> None:
         """Back to where it was after the first `num_tokens` tokens: the others are to be sampled again."""
         if self._num_consumed > num_tokens:

@@ -4,7 +4,7 @@ request plane thread   frames <-> messages, heartbeats            engine/request
 engine thread          admit, schedule, run, deliver              engine/loop.py, engine/core.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
-With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks.py.
+With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/start.py.
 """
 
 import logging
@@ -23,7 +23,7 @@ from baton.worker import StartProgress, WorkerEndpoint, WorkerState, WorkerStatu
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
-from engine.ranks import start_ranks
+from engine.ranks.start import start_ranks
 from engine.request_plane import RequestServer
 from engine.role import Role
 from engine.step_trace import TraceHeader

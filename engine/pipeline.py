@@ -13,6 +13,10 @@ from typing import Protocol
 from baton.step import ModelRunnerOutput, SchedulerOutput
 
 
+class DeviceLostError(RuntimeError):
+    """A device computes nothing any more: neither this step nor any other."""
+
+
 class Runner(Protocol):
     """Computes a plan on a device; returns when the sampled tokens are known."""
 

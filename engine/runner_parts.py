@@ -4,7 +4,7 @@ from engine.forward import TorchForward
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
 from engine.sampler import Sampler, SharedSampler, TorchSampler
 

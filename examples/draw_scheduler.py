@@ -18,7 +18,7 @@ from typing import Any, Literal
 from baton.config import BatonConfig
 from cluster.child_processes import child_processes
 from cluster.cli import main as baton
-from engine.pretrained import default_cache_dir, resolve
+from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
 WORD = "one "
@@ -102,6 +102,7 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
             "engine": {"trace_dir": trace_dir},
             "scheduler": picture.scheduler,
             "gateway": {"grpc_port": 0},
+            "cluster": {"prefill": picture.workers.count("p0")},
         }
     )
     async with child_processes(config, model) as cluster:

@@ -7,7 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 STARTS_RAY = "tests/integration/test_cluster_"
 
 
-class ByFile(LoadFileScheduling):
+class ByFile(LoadFileScheduling):  # type: ignore[misc] # pytest-xdist has no types
     """A file's tests, which share what they start, run one after another; so do all that start a Ray.
 
     Two of those at once would each take what the other leaves in shared memory for their own. Files begin in the order

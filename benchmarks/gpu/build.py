@@ -12,14 +12,14 @@ from baton.config import ModelConfig
 from benchmarks.gpu.setting import Setting
 from engine.batch import StepBatch
 from engine.device import mark
-from engine.device_parts import DeviceParts, make_device_parts
 from engine.forward import Forward, TorchForward
-from engine.graphs import Recorder, Replay
+from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.gpu.graphs import Recorder, Replay
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
-from engine.loader import DTYPES, LoadedModel, load_model
+from engine.loading.loader import DTYPES, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from engine.step_limits import StepLimits

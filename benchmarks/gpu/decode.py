@@ -35,7 +35,7 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
 PART = "decode"

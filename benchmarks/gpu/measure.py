@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.setting import Setting
-from engine.graphs import CudaGraphs, Recorder, Repeats
+from engine.gpu.graphs import CudaGraphs, Recorder, Repeats
 
 Work = Callable[[], object]
 

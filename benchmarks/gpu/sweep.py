@@ -14,7 +14,7 @@ from benchmarks.gpu.measure import all_seconds, make_recorder, relative_error
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.sweep_case import CHOSEN, Candidate, SweepCase
-from engine.graphs import Replay
+from engine.gpu.graphs import Replay
 
 PART = "sweep"
 MIN_GAIN = 0.02

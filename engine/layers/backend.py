@@ -23,10 +23,26 @@ class InputTokens:
     """What the step before sampled, known to the device only."""
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations that were brought to 8 bits where they were computed: values_TI x scales_T1 stands for them."""
+
+    values_TI: torch.Tensor
+    """float8_e4m3fn."""
+    scales_T1: torch.Tensor
+    """float32."""
+    dtype: torch.dtype
+    """Of the activations they stand for."""
+
+
+Activations = torch.Tensor | QuantizedRows
+"""What a layer's projection takes; 8 bits only where `Backend.fp8_linear` made it."""
+
+
 class LinearLayer(Protocol):
     """`x_TI @ weight_OI.T + bias_O`, with the weights laid out once for the device it runs on."""
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x_TI: Activations) -> torch.Tensor: ...
 
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
@@ -52,10 +68,10 @@ class Backend(Protocol):
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    ) -> Activations:
         """Adds `x_TE` to the residual stream, in place, and returns its norm."""
         ...
 
-    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> Activations:
         """T x I: silu of the first I columns, times the others."""
         ...

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -37,7 +38,11 @@ class Fp8Linear:
         self.bias_O = bias_O
         self._quantizes_activations = can_multiply_fp8(weight_OI)
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        if isinstance(x_TI, QuantizedRows):
+            if self._quantizes_activations:
+                return self.multiply(x_TI.values_TI, x_TI.scales_T1, x_TI.dtype)
+            x_TI = (x_TI.values_TI.to(torch.float32) * x_TI.scales_T1).to(x_TI.dtype)
         if self._quantizes_activations:
             return self.multiply(*self._quantize(x_TI), x_TI.dtype)
         # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.

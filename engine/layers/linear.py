@@ -6,6 +6,8 @@ Shape suffixes: T tokens, I input features, O output features.
 import torch
 import torch.nn.functional as F
 
+from engine.layers.backend import Activations
+
 
 class Linear:
     """`x_TI @ weight_OI.T + bias_O`.
@@ -22,7 +24,8 @@ class Linear:
             torch.ops.mkldnn._reorder_linear_weight(weight_OI, None) if self._is_packed else weight_OI
         )
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor), "8 bits are for products in 8 bits"
         if not self._is_packed:
             return F.linear(x_TI, self._weight, self._bias_O)
         y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(

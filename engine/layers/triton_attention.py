@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import StepBatch
+from engine.gpu.staging import ALIGNMENT, Section
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -31,7 +32,6 @@ from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelArchitecture
-from engine.staging import ALIGNMENT, Section
 from engine.step_limits import StepLimits
 
 Window = int | None

@@ -6,19 +6,30 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 
 from engine.kernels.embedding import embed
-from engine.kernels.rms_norm import add_rms_norm_, rms_norm
+from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
+from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul
-from engine.layers.backend import InputTokens
+from engine.kernels.silu_mul_fp8 import silu_mul_fp8
+from engine.kernels.skinny_linear import MAX_TOKENS
+from engine.layers.backend import Activations, InputTokens, QuantizedRows
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 
 
 class TritonBackend:
-    """Satisfies `engine.layers.backend.Backend`."""
+    """Satisfies `engine.layers.backend.Backend`.
+
+    If it has made linears in 8 bits, what goes into them is brought to 8 bits by the kernels that compute it, which
+    saves a pass over it. Not for few tokens, which those linears take as they are.
+    """
+
+    def __init__(self) -> None:
+        self._has_fp8_linears = False
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonLinear:
         return TritonLinear(weight_OI, bias_O)
 
     def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonFp8Linear:
+        self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
@@ -31,8 +42,17 @@ class TritonBackend:
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    ) -> Activations:
+        if self._quantizes(x_TE, x_TE.shape[1]):
+            return QuantizedRows(*add_rms_norm_fp8_(x_TE, residual_TE, weight_E, eps), x_TE.dtype)
         return add_rms_norm_(x_TE, residual_TE, weight_E, eps)
 
-    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up_TM: torch.Tensor) -> Activations:
+        if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
+            return QuantizedRows(*silu_mul_fp8(gate_up_TM), gate_up_TM.dtype)
         return silu_mul(gate_up_TM)
+
+    def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
+        """float32 is not multiplied in 8 bits; the kernels hold a row at once."""
+        is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
+        return self._has_fp8_linears and is_taken and width <= MAX_WIDTH

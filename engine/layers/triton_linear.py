@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.skinny_linear import MAX_TOKENS, skinny_linear
+from engine.layers.backend import Activations
 from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 
@@ -20,7 +21,8 @@ class TritonLinear:
         self._weight_OI = weight_OI.contiguous()
         self._bias_O = bias_O
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor), "8 bits are for products in 8 bits"
         if len(x_TI) <= MAX_TOKENS:
             return skinny_linear(x_TI, self._weight_OI, self._bias_O)
         return F.linear(x_TI, self._weight_OI, self._bias_O)
@@ -35,7 +37,7 @@ class TritonFp8Linear:
         self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
         self._scale_O = self._linear.scale_O1.view(-1)
 
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        if len(x_TI) <= MAX_TOKENS and x_TI.dtype is not torch.float32:
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        if isinstance(x_TI, torch.Tensor) and len(x_TI) <= MAX_TOKENS and x_TI.dtype is not torch.float32:
             return skinny_linear(x_TI, self._linear.weight_OI, self._linear.bias_O, self._scale_O)
         return self._linear(x_TI)

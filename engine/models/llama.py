@@ -11,9 +11,9 @@ import torch
 
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.layers.attention import Attention, HeadNorm
-from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
+from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, MakeLinear
+from engine.loading.weights import Shard, WeightSource
 from engine.model_config import ModelArchitecture
-from engine.weights import Shard, WeightSource
 
 
 class LlamaForCausalLM:
@@ -113,16 +113,16 @@ class DecoderLayer:
 
     def _normed(
         self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, weight_E: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Activations:
         if branch_TE is None:
             return self._backend.rms_norm(residual_TE, weight_E, self._eps)
         return self._backend.add_rms_norm(branch_TE, residual_TE, weight_E, self._eps)
 
-    def _self_attention(self, x_TE: torch.Tensor, attention: Attention) -> torch.Tensor:
-        qkv_TPD = self._qkv_proj(x_TE).view(len(x_TE), -1, self._head_dim)
+    def _self_attention(self, x_TE: Activations, attention: Attention) -> torch.Tensor:
+        qkv_TPD = self._qkv_proj(x_TE).unflatten(-1, (-1, self._head_dim))
         return self._summed(self._o_proj(attention(self._index, qkv_TPD, self._head_norm)))
 
-    def _mlp(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, x_TE: Activations) -> torch.Tensor:
         return self._summed(self._down_proj(self._backend.silu_mul(self._gate_up_proj(x_TE))))
 
     def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.pretrained import default_cache_dir, resolve
+from engine.loading.pretrained import default_cache_dir, resolve
 
 
 @pytest.fixture(scope="session")

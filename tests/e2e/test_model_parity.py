@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 

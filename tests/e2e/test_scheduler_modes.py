@@ -17,7 +17,7 @@ from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.kv_cache import HostBlocks, KVPool
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler

@@ -38,7 +38,7 @@ def make_config(num_prefill_ranks: int, num_decode_ranks: int) -> BatonConfig:
 
 def rank_processes(cluster: LocalCluster, name: str) -> list[psutil.Process]:
     children = psutil.Process(cluster.workers[name].pid).children()
-    return [child for child in children if "engine.rank_start" in child.cmdline()]
+    return [child for child in children if "engine.ranks.entry" in child.cmdline()]
 
 
 async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:

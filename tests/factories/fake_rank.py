@@ -15,13 +15,13 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
-from engine import rank_start
 from engine.collectives import Collectives
-from engine.fail_stop import FailStop
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
-from engine.rank_messages import Setup
-from engine.rank_process import Rank
-from engine.rank_process import main as serve
+from engine.ranks import entry as rank_start
+from engine.ranks.fail_stop import FailStop
+from engine.ranks.messages import Setup
+from engine.ranks.process import Rank
+from engine.ranks.process import main as serve
 from kv_transfer import KVConnectorMetadata
 
 FAKE_RANK = "tests.factories.fake_rank"

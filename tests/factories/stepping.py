@@ -8,7 +8,7 @@ from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.kv_cache import KVPool
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.runner_parts import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)

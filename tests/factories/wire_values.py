@@ -20,7 +20,7 @@ from baton.kv import PROTOCOL_VERSION
 from baton.messages import TO_GATEWAY, TO_WORKER
 from baton.sampling import SamplingParams
 from baton.wire import unpack
-from engine.rank_messages import FROM_RANK, TO_RANK
+from engine.ranks.messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
 

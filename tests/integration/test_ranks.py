@@ -21,9 +21,9 @@ from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
 from decode_worker import DecodeWorker
 from engine.loop import EngineLoop
-from engine.rank_messages import Loaded
-from engine.rank_start import EXIT_ALONE
-from engine.ranks import OtherRanks
+from engine.ranks.entry import EXIT_ALONE
+from engine.ranks.messages import Loaded
+from engine.ranks.start import OtherRanks
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.orders import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
 from tests.factories.engine import make_core
@@ -278,7 +278,7 @@ def test_a_rank_that_is_still_importing_hears_no_terminal_and_ends_with_rank_0(t
         ours,
         theirs,
         subprocess.Popen(
-            [sys.executable, "-m", "engine.rank_start", str(theirs.fileno())],
+            [sys.executable, "-m", "engine.ranks.entry", str(theirs.fileno())],
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=(theirs.fileno(),),

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 import tests.kernels
 
-triton.knobs.language.default_fp_fusion = True  # as engine/device_parts.py says it
+triton.knobs.language.default_fp_fusion = True  # as engine/gpu/device_parts.py says it
 
 ARCHITECTURES = (90, 80, 100)
 FIRST_WITH_FLOAT8 = 89

@@ -25,11 +25,11 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.core import EngineCore
-from engine.device_parts import DeviceParts, make_device_parts
-from engine.graphs import Repeats
+from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from engine.step_limits import StepLimits

@@ -16,11 +16,11 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.core import EngineCore
-from engine.device_parts import make_device_parts
-from engine.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
+from engine.gpu.device_parts import make_device_parts
+from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
@@ -37,21 +37,24 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 4
-PROMPTS = [[(7 * i + length) % 300 for i in range(length)] for length in (1, 5, 11)]
+VOCAB = 80
+PROMPTS = [[(7 * i + length) % VOCAB for i in range(length)] for length in (1, 5, 11)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2),
-    SamplingParams(temperature=0.9, top_k=40, top_p=0.9, seed=5, max_tokens=NUM_TOKENS),
+    SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=5, max_tokens=NUM_TOKENS),
     SamplingParams(
         temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
     ),
 ]
 SMALL: dict[str, Any] = {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
+    "vocab_size": VOCAB,
 }
+"""An interpreter takes its time by the program: only the first test has several layers and a whole vocabulary."""
 FLOAT32 = ModelConfig(dtype="float32")
 
 Answers = dict[str, tuple[list[int], list[Any]]]
@@ -130,7 +133,7 @@ def assert_same(device: Answers, cpu: Answers) -> None:
 @pytest.mark.parametrize(
     ("architecture", "overrides", "block_size", "uses_graphs"),
     [
-        ("llama", {}, 32, True),
+        ("llama", {"num_hidden_layers": 2, "vocab_size": 300}, 32, True),
         ("llama", {"attention_bias": True, "mlp_bias": True}, 16, False),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}, 32, True),
         ("mistral", {"sliding_window": 7}, 16, True),
@@ -145,7 +148,7 @@ def test_the_same_tokens_as_on_a_cpu(
     block_size: int,
     uses_graphs: bool,
 ) -> None:
-    path = make_model_dir(tmp_path / "model", architecture, **SMALL, **overrides)
+    path = make_model_dir(tmp_path / "model", architecture, **(SMALL | overrides))
     config = make_config(block_size, 16)
     assert_same(on_device(path, device, config, uses_graphs=uses_graphs), on_cpu(path, config))
 

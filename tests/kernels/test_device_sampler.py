@@ -14,7 +14,8 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.step import NewRequestData
 from engine.batch import RequestState
 from engine.counter_rng import keys_at, row_keys, seed_states
-from engine.device_sampler import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
+from engine.gpu.logit_edits import list_edits
 from engine.grammar import Matcher
 from engine.sampler import sample
 
@@ -26,6 +27,10 @@ class AllowsSome:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         return np.array([token_id % 3 == 0 for token_id in range(VOCAB)])
+
+    def allowed_words(self) -> npt.NDArray[np.int32]:
+        bits = np.packbits(self.allowed(), bitorder="little")
+        return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
 
 
 def request(
@@ -180,3 +185,25 @@ def test_keys_of_all_rows_at_once_are_those_of_each() -> None:
     expected = [row_keys(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     keys_R2 = keys_at(seed_states(seeds), np.array(positions, dtype=np.uint64))
     assert [tuple(row) for row in keys_R2.view(np.uint32).tolist()] == expected
+
+
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.3])
+@pytest.mark.parametrize("frequency_penalty", [0.0, 0.4])
+def test_edits_of_a_request_that_grew_are_those_of_a_new_one(
+    repetition_penalty: float, frequency_penalty: float
+) -> None:
+    params: dict[str, Any] = {
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": {3: 1.0, 20: -1.0},
+        "min_tokens": 6,
+    }
+    tokens = (9, 3, 9, 40, 7, 1)
+    old = request(outputs=(), **params)
+    for num_outputs, token_id in enumerate(tokens, 1):
+        list_edits([old], [0], VOCAB)
+        old.append_token(token_id)
+        grown = list_edits([old], [0], VOCAB)
+        new = list_edits([request(outputs=tokens[:num_outputs], **params)], [0], VOCAB)
+        assert grown.edits_EF.tolist() == new.edits_EF.tolist()
+        assert sorted(set(grown.edits_EF[:, 1].tolist())) == grown.edits_EF[:, 1].tolist()

@@ -2,7 +2,9 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
+from engine import capacity
 from engine.capacity import reckon, with_defaults_of
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from tests.factories.models import make_model_dir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -62,6 +65,17 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
     config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7))
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (7, 8192, 64)
     assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
+
+
+@pytest.mark.parametrize(("chunk", "budget"), [(512, 1024), (2048, 2048), (8192, 8192)])
+def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, chunk: int, budget: int
+) -> None:
+    monkeypatch.setattr(capacity, "_measure", lambda *_: SimpleNamespace(chunk=chunk))
+    asked = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 1024, "num_blocks": 9}})
+    reckoned = reckon(asked, replace(model, device=CUDA), free_at_start=0)
+    assert reckoned.scheduler_config.max_num_batched_tokens == budget
+    assert reckoned.max_num_batched_tokens == 8192
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from baton.config import ModelConfig
 from baton.errors import ModelError
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import FP8, saturate
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver

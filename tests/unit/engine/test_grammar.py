@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from engine.core import EngineCore
 from engine.grammar import MAX_GRAMMARS, GrammarCompiler
 from engine.kv_cache import KVPool
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler
@@ -74,6 +75,9 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
     assert [matcher.consume(token_id) for token_id in token_ids] == [None] * len(token_ids)
     assert matcher.allowed().nonzero()[0].tolist() == [EOS_TOKEN_ID]
     assert matcher.allowed().shape == (compiler.vocab_size,)
+    bits = np.unpackbits(matcher.allowed_words().view(np.uint8), bitorder="little")
+    assert len(bits) == -(-compiler.vocab_size // 32) * 32
+    assert bits[: compiler.vocab_size].astype(np.bool_).tolist() == matcher.allowed().tolist()
     matcher.rewind(0)
     assert {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]} == first
     assert "cannot go on with token" in (matcher.consume(EOS_TOKEN_ID) or "")

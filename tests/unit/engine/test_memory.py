@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import ConfigError
-from engine.memory import GIB, DeviceMemory
+from engine.gpu.memory import GIB, DeviceMemory
 
 
 def memory(**sizes: int) -> DeviceMemory:

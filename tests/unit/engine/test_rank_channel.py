@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import WireError
-from engine import rank_channel
-from engine.rank_channel import RankChannel, frame_of
-from engine.rank_messages import (
+from engine.ranks import channel as rank_channel
+from engine.ranks.channel import RankChannel, frame_of
+from engine.ranks.messages import (
     FROM_RANK,
     MAX_PLAN_BYTES,
     TO_RANK,

@@ -4,8 +4,8 @@ from typing import cast
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StreamPipeline
-from engine.rank_group import RankGroup
-from engine.remote_ranks import RankedPipeline
+from engine.ranks.group import RankGroup
+from engine.ranks.remote import RankedPipeline
 from tests.unit.engine.test_pipeline import make_plan
 
 

@@ -10,7 +10,7 @@ from baton.sampling import SamplingParams
 from engine.forward import TorchForward
 from engine.kv_cache import HostBlocks
 from engine.layers.paged_attention import PagedAttention
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array

@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import ModelError
 from engine.layers.torch_backend import TorchBackend
-from engine.loader import takes_of
+from engine.loading.loader import takes_of
+from engine.loading.streamed_weights import StreamedWeights
+from engine.loading.weight_stream import CudaCopies, HostCopies
+from engine.loading.weights import CheckpointWeights, Shard, Take, WeightSource
 from engine.model_config import read_architecture
 from engine.models.llama import LlamaForCausalLM
-from engine.streamed_weights import StreamedWeights
-from engine.weight_stream import CudaCopies, HostCopies
-from engine.weights import CheckpointWeights, Shard, Take, WeightSource
 from tests.factories.models import make_model_dir
 
 

@@ -10,7 +10,7 @@ from baton.config import ModelConfig
 from baton.errors import ConfigError, ModelError
 from baton.sampling import SamplingParams
 from engine.collectives import Collectives
-from engine.loader import load_model
+from engine.loading.loader import load_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks

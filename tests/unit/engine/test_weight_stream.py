@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.errors import ModelError
-from engine.weight_stream import FilePart, HostCopies, WeightStream
+from engine.loading.weight_stream import FilePart, HostCopies, WeightStream
 
 
 class LateCopy:

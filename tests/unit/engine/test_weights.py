@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from baton.config import ModelConfig
 from baton.errors import ModelError
 from engine.layers.fp8 import quantize_rows
-from engine.loader import LoadedModel, load_model
-from engine.weights import DummyWeights, Shard, model_digest
+from engine.loading.loader import LoadedModel, load_model
+from engine.loading.weights import DummyWeights, Shard, model_digest
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
@@ -194,7 +194,7 @@ def test_loading_does_not_import_pytorchs_compiler(tmp_path: Path) -> None:
     """It would take every worker a second to start."""
     program = (
         "import sys; from pathlib import Path; import torch\n"
-        "from baton.config import ModelConfig; from engine.loader import load_model\n"
+        "from baton.config import ModelConfig; from engine.loading.loader import load_model\n"
         "load_model(ModelConfig(dtype='float32'), Path(sys.argv[1]), torch.device('cpu'))\n"
         "print('torch._dynamo' in sys.modules)"
     )

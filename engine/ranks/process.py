@@ -1,6 +1,6 @@
-"""One tensor-parallel rank of a worker as a process: `python -m engine.rank_start FD`, started by rank 0 alone.
+"""One tensor-parallel rank of a worker as a process: `python -m engine.ranks.entry FD`, started by rank 0 alone.
 
-FD is its end of the line to rank 0 (engine/rank_channel.py), over which it learns what it is to be, computes the same
+FD is its end of the line to rank 0 (engine/ranks/channel.py), over which it learns what it is to be, computes the same
 plans as rank 0 in the same order, and gives its connector the same orders. It ends with the line, so that it never
 outlives rank 0.
 
@@ -30,9 +30,10 @@ from baton.step import SchedulerOutput
 from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
 from engine.pipeline import Pipeline
-from engine.rank_channel import RankChannel
-from engine.rank_group import STOP_TIMEOUT_S
-from engine.rank_messages import (
+from engine.ranks.channel import RankChannel
+from engine.ranks.entry import EXIT_ALONE
+from engine.ranks.group import STOP_TIMEOUT_S
+from engine.ranks.messages import (
     FROM_RANK,
     TO_RANK,
     FromRank,
@@ -50,8 +51,7 @@ from engine.rank_messages import (
     Stop,
     ToRank,
 )
-from engine.rank_parts import build_rank
-from engine.rank_start import EXIT_ALONE
+from engine.ranks.parts import build_rank
 from kv_transfer import RankConnector
 
 logger = logging.getLogger(__name__)

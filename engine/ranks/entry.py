@@ -1,4 +1,4 @@
-"""Where a rank's process begins: `python -m engine.rank_start FD`. Knows of its rank only the line to rank 0.
+"""Where a rank's process begins: `python -m engine.ranks.entry FD`. Knows of its rank only the line to rank 0.
 
 What a rank is made of takes seconds to import. Meanwhile it must not hear a terminal's signals, which are rank 0's
 matter, nor go on without rank 0.
@@ -36,7 +36,7 @@ def _end_with(line: int) -> None:
 
 
 def _serve() -> None:
-    from engine.rank_process import main as serve
+    from engine.ranks.process import main as serve
 
     serve()
 

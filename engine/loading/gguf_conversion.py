@@ -1,6 +1,6 @@
 """GGUF -> Hugging Face folder, as a command of its own so that nobody else pays for importing transformers.
 
-    python -m engine.gguf_conversion MODEL.gguf FOLDER
+    python -m engine.loading.gguf_conversion MODEL.gguf FOLDER
 
 Prints one line per step. Weights are dequantised to bf16; tokenizer and chat template come out of the GGUF too.
 """

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import torch
 
 from baton.errors import ModelError
-from engine.safetensors_index import CheckpointIndex, open_safetensors, weight_files
+from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, weight_files
 
 DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from engine.batch import StepBatch
-from engine.graphs import Recorder, Replay
+from engine.gpu.graphs import Recorder, Replay
+from engine.gpu.staging import ALIGNMENT, Section, StepStaging
 from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention
 from engine.models.llama import LlamaForCausalLM
 from engine.request_table import IntArray
-from engine.staging import ALIGNMENT, Section, StepStaging
 from engine.step_limits import StepLimits
 
 NO_SLOT = -1

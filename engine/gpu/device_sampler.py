@@ -20,6 +20,7 @@ from engine.batch import RequestState
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
 from engine.device import mark
+from engine.gpu.logit_edits import list_edits
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.process_logits import process_logits
 from engine.kernels.sample import sample
@@ -35,7 +36,6 @@ from engine.kernels.sampling_parts import (
     TOP_P,
     allocate_workspace,
 )
-from engine.logit_edits import list_edits
 from engine.sampler import MIN_TEMPERATURE, SampledToken, is_processed
 
 

@@ -13,16 +13,16 @@ from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RequestState
 from engine.device import mark
-from engine.device_sampler import DeviceSampler
+from engine.gpu.device_sampler import DeviceSampler
+from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
+from engine.gpu.staged_forward import StagedForward
 from engine.grammar import GrammarCompiler
-from engine.graphs import Recorder, decode_sizes, mixed_sizes
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
 from engine.layers.triton_attention import TritonAttention
-from engine.loader import LoadedModel
+from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
-from engine.staged_forward import StagedForward
 from engine.step_limits import StepLimits
 
 MIN_COPY_BYTES = 512 * 1024

@@ -65,9 +65,9 @@ class _View:
 
 
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of tokens, of steps with prompts in them, to record. Beyond, the GPU takes longer to compute a step than Python
-to queue it (some 10 ms for 8 billion parameters); up to some 200, weights are most of what a step moves, and padding is
-free."""
+"""Numbers of tokens, of steps with prompts in them, to record. Beyond, the GPU takes longer to compute a step than
+Python to queue it (some 10 ms for 8 billion parameters); up to some 200, weights are most of what a step moves, and
+padding is free."""
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:

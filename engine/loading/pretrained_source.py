@@ -48,7 +48,7 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None
         progress(f"converting {gguf.name}: {line.strip()}", steps / _CONVERSION_STEPS)
         steps += 1
 
-    error = _run([sys.executable, "-m", "engine.gguf_conversion", str(gguf), str(folder)], read)
+    error = _run([sys.executable, "-m", "engine.loading.gguf_conversion", str(gguf), str(folder)], read)
     if error is not None:
         raise ModelError(f"could not convert {gguf.name}: {error}")
     progress(f"converting {gguf.name}: done", 1.0)

@@ -15,11 +15,18 @@ from engine.kv_cache import KVBlockShape
 from engine.layers.backend import Backend, MakeLinear
 from engine.layers.fp8 import FP8
 from engine.layers.torch_backend import TorchBackend
+from engine.loading.streamed_weights import StreamedWeights
+from engine.loading.weight_stream import CudaCopies
+from engine.loading.weights import (
+    CheckpointWeights,
+    DummyWeights,
+    OnProgress,
+    Take,
+    TakeRecorder,
+    model_digest,
+)
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
-from engine.streamed_weights import StreamedWeights
-from engine.weight_stream import CudaCopies
-from engine.weights import CheckpointWeights, DummyWeights, OnProgress, Take, TakeRecorder, model_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from engine.pipeline import Pipeline, StepResult
-from engine.rank_group import RankGroup, RankLink
-from engine.rank_messages import Orders, Plan
+from engine.ranks.group import RankGroup, RankLink
+from engine.ranks.messages import Orders, Plan
 from kv_transfer import KVConnectorMetadata
 
 

@@ -38,9 +38,7 @@ def list_edits(requests: Sequence[RequestState], rows: Sequence[int], vocab_size
         matcher = requests[row].matcher
         mask_rows.append(-1 if matcher is None else len(masks))
         if matcher is not None:
-            is_allowed = np.zeros(32 * num_words, dtype=np.bool_)
-            is_allowed[:vocab_size] = matcher.allowed()
-            masks.append(np.packbits(is_allowed, bitorder="little").view(np.int32))
+            masks.append(matcher.allowed_words())
     return LogitEdits(
         rows_P=np.array(rows, dtype=np.int32),
         mask_rows_P=np.array(mask_rows, dtype=np.int32),
@@ -53,15 +51,18 @@ def _edits(request: RequestState, processed_row: int, vocab_size: int) -> Int32A
     """E x F, each token once. Token ids outside the vocabulary name nothing."""
     p = request.sampling_params
     bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
-    seen = np.unique(request.token_ids) if p.repetition_penalty != 1.0 else _NO_TOKENS
-    outputs, counts = _NO_TOKENS, _NO_TOKENS
+    seen, outputs, counts = _NO_TOKENS, _NO_TOKENS, _NO_TOKENS
+    if p.repetition_penalty != 1.0:
+        request.token_counts.follow(request.token_ids)
+        seen = request.token_counts.tokens
     if p.presence_penalty or p.frequency_penalty:
-        outputs, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
+        request.output_counts.follow(request.token_ids[request.num_prompt_tokens :])
+        outputs, counts = request.output_counts.tokens, request.output_counts.counts
     forbidden = _NO_TOKENS
     if request.num_output_tokens < p.min_tokens:
         forbidden = np.array([t for t in request.stop_token_ids if t < vocab_size], dtype=np.int64)
     biased = np.array(list(bias), dtype=np.int64)
-    tokens = np.unique(np.concatenate([biased, seen, outputs, forbidden]))
+    tokens = _union(seen, outputs, biased, forbidden)
     edits_EF = np.zeros((len(tokens), NUM_EDIT_FIELDS), dtype=np.int32)
     floats_EF = edits_EF.view(np.float32)
     edits_EF[:, 0] = processed_row
@@ -74,6 +75,17 @@ def _edits(request: RequestState, processed_row: int, vocab_size: int) -> Int32A
     floats_EF[np.searchsorted(tokens, outputs), 4] = off
     edits_EF[np.searchsorted(tokens, forbidden), 5] = 1
     return edits_EF
+
+
+def _union(seen: IntArray, outputs: IntArray, *others: IntArray) -> IntArray:
+    """Each token once, in order. The first two are so themselves, and mostly all there is: they are not sorted."""
+    largest = seen if len(seen) else outputs
+    rest = np.concatenate([*others, outputs]) if len(seen) else np.concatenate(others)
+    if len(largest) == 0:
+        return np.unique(rest)
+    places = np.minimum(np.searchsorted(largest, rest), len(largest) - 1)
+    missing = rest[largest[places] != rest]
+    return np.unique(np.concatenate([largest, missing])) if len(missing) else largest
 
 
 _NO_TOKENS: IntArray = np.empty(0, dtype=np.int64)

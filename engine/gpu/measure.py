@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.device_parts import DeviceParts, make_device_parts
-from engine.graphs import CudaGraphs, decode_sizes, mixed_sizes
+from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.gpu.graphs import CudaGraphs, decode_sizes, mixed_sizes
+from engine.gpu.memory import DeviceMemory
 from engine.kv_cache import KVPool
-from engine.loader import LoadedModel
-from engine.memory import DeviceMemory
+from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
 NUM_MEASURED_GRAPHS = 2

@@ -9,9 +9,9 @@ from typing import Self
 
 import torch
 
-from engine.safetensors_index import CheckpointIndex, StoredTensor
-from engine.weight_stream import Copies, FilePart, WeightStream
-from engine.weights import OnProgress, Shard, Take
+from engine.loading.safetensors_index import CheckpointIndex, StoredTensor
+from engine.loading.weight_stream import Copies, FilePart, WeightStream
+from engine.loading.weights import OnProgress, Shard, Take
 
 
 class StreamedWeights:

@@ -17,11 +17,12 @@ from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, reckon
 from engine.collectives import Collectives
 from engine.device import rank_device
-from engine.fail_stop import FailStop, StepRunner
+from engine.gpu.fail_settled import FailSettled
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
-from engine.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.ranks.fail_stop import FailStop, StepRunner
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
 from kv_transfer import CudaMemory, KVConnectorWorker, SharedMemory
@@ -64,7 +65,12 @@ class RankParts:
             host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
             steps = self._fail_stop(make_runner(self.model, self.pool, host_blocks, grammars))
             return make_pipeline(steps, async_scheduling=is_async)
-        steps = self._fail_stop(self._make_device_runner(grammars))
+        runner: StepRunner = self._make_device_runner(grammars)
+        device = self.model.device
+        # Of several ranks none goes on after a failure, and to wait for the device might be to wait for another rank.
+        if self.model.collectives.size == 1:
+            runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
+        steps = self._fail_stop(runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)
 
     def free(self) -> None:
@@ -73,8 +79,8 @@ class RankParts:
             self.memory.free()
 
     def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
-        from engine.device_parts import make_device_parts  # Triton need not be there where no GPU is
-        from engine.graphs import CudaGraphs
+        from engine.gpu.device_parts import make_device_parts  # Triton need not be there where no GPU is
+        from engine.gpu.graphs import CudaGraphs
 
         scheduler = self.scheduler_config
         assert scheduler.max_model_len is not None

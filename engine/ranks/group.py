@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, ClusterError, ConfigError, ModelError, WireError
 from baton.step import KVConnectorOutput
-from engine.rank_channel import RankChannel, frame_of
-from engine.rank_messages import (
+from engine.ranks.channel import RankChannel, frame_of
+from engine.ranks.messages import (
     FROM_RANK,
     TO_RANK,
     FromRank,
@@ -106,7 +106,7 @@ class RankGroup:
         setups: Sequence[Setup],
         on_news: Callable[[], None],
         on_failure: Callable[[], None],
-        module: str = "engine.rank_start",
+        module: str = "engine.ranks.entry",
     ) -> None:
         """Starts a process for each, as `python -m module`. On threads of the group, `on_news` is called after `serve`
         when there is something to ask for, and `on_failure` when a rank has failed, to end a wait for it."""

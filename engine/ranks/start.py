@@ -1,7 +1,7 @@
 """start_ranks: a worker's tensor-parallel ranks, of which this process is the first, as one pipeline and one connector.
 
 process of rank 0    scheduler, engine loop, request plane; its part of the model       engine/host.py
-process of rank r    its part of the model, the same steps; its own device, KV pool     engine/rank_process.py
+process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
                      and transfer thread
 """
 
@@ -18,10 +18,10 @@ from engine.core import ConnectorWorker
 from engine.device import rank_device
 from engine.grammar import GrammarCompiler
 from engine.pipeline import Pipeline
-from engine.rank_group import RankGroup
-from engine.rank_messages import Join, Loaded, Setup
-from engine.rank_parts import OnProgress, RankParts, build_rank
-from engine.remote_ranks import RankedPipeline, RemoteConnector
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import Join, Loaded, Setup
+from engine.ranks.parts import OnProgress, RankParts, build_rank
+from engine.ranks.remote import RankedPipeline, RemoteConnector
 from kv_transfer import RankConnector, RankedConnector
 
 
@@ -36,7 +36,7 @@ class OtherRanks:
         model_path: Path,
         incarnation: str,
         on_news: Callable[[], None],
-        module: str = "engine.rank_start",
+        module: str = "engine.ranks.entry",
     ) -> None:
         """Starts their processes, which begin to load at once. `stop` must follow."""
         self._start_timeout_s = config.cluster.start_timeout_s

@@ -1,0 +1,51 @@
+"""FailSettled: a runner that reports a failed step only when its device is done with it, and says when it is lost.
+
+A GPU goes on with what it was told before the failure. Whoever hears of one gives the step's blocks away, to transfers
+too, which no stream orders behind it. After some errors CUDA refuses every call until the process ends.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from baton.step import ModelRunnerOutput, SchedulerOutput
+from engine.pipeline import DeviceLostError, Launched
+from engine.ranks.fail_stop import StepRunner
+
+T = TypeVar("T")
+
+
+class FailSettled:
+    """Raises what the runner raises, or DeviceLostError where no other step can follow."""
+
+    def __init__(self, runner: StepRunner, settle: Callable[[], None]) -> None:
+        """`settle` waits until the device has done all that it was told, and raises if it cannot."""
+        self._runner = runner
+        self._settle = settle
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.settled(lambda: self._runner.execute(plan))
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        return _Step(self.settled(lambda: self._runner.launch(plan)), self)
+
+    def settled(self, call: Callable[[], T]) -> T:
+        """What the call gives."""
+        try:
+            return call()
+        except Exception as error:
+            try:
+                self._settle()
+            except Exception as lost:
+                raise DeviceLostError(f"the device is lost: {lost}") from error
+            raise
+
+
+class _Step:
+    """One under way."""
+
+    def __init__(self, step: Launched, runner: FailSettled) -> None:
+        self._step = step
+        self._runner = runner
+
+    def wait(self) -> ModelRunnerOutput:
+        return self._runner.settled(self._step.wait)

@@ -1,0 +1,48 @@
+"""TokenCounts: which tokens a growing sequence has, and how often; knows neither requests nor what it is for."""
+
+import numpy as np
+
+from engine.request_table import IntArray
+
+FEW = 8
+"""New tokens up to which each is put in its place; more are counted together."""
+
+
+class TokenCounts:
+    """Follows a sequence from step to step: sorting a long one for each of its tokens takes longer than a step."""
+
+    __slots__ = ("_num_counted", "counts", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: IntArray = np.empty(0, np.int64)
+        """Each once, in order."""
+        self.counts: IntArray = np.empty(0, np.int64)
+        """How often each is there."""
+        self._num_counted = 0
+
+    def follow(self, token_ids: IntArray) -> None:
+        """The sequence as it is now: as it was last time, and what came since; or shorter, and then counted anew."""
+        if len(token_ids) < self._num_counted:
+            self.tokens, self.counts, self._num_counted = self.tokens[:0], self.counts[:0], 0
+        new = token_ids[self._num_counted :]
+        self._num_counted = len(token_ids)
+        if len(new) > FEW:
+            self._count(new)
+        else:
+            for token_id in new:
+                self._add(token_id)
+
+    def _count(self, new: IntArray) -> None:
+        tokens, inverse = np.unique(np.concatenate([self.tokens, new]), return_inverse=True)
+        ones = np.ones(len(new), np.int64)
+        counts = np.zeros(len(tokens), np.int64)
+        np.add.at(counts, inverse, np.concatenate([self.counts, ones]))
+        self.tokens, self.counts = tokens, counts
+
+    def _add(self, token_id: np.int64) -> None:
+        place = int(np.searchsorted(self.tokens, token_id))
+        if place < len(self.tokens) and self.tokens[place] == token_id:
+            self.counts[place] += 1
+        else:
+            self.tokens = np.insert(self.tokens, place, token_id)
+            self.counts = np.insert(self.counts, place, 1)
