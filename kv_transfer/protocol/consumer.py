@@ -146,7 +146,7 @@ class Consumer:
             return []
         transfer = self._transfers.get(message.key)
         if transfer is not None:
-            self._silence.heard(message.key.producer, now)
+            self._silence.heard(message.key, now)
         if transfer is None or transfer.state in (State.LOST, State.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
@@ -179,7 +179,7 @@ class Consumer:
         if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
-        self._silence.heard(message.key.producer, now)
+        self._silence.heard(message.key, now)
         num_bad = transfer.num_bad
         wanted = transfer.claim(message.indices, message.version, now)
         self._counters["kv_checksum_failures"] += transfer.num_bad - num_bad

@@ -6,7 +6,7 @@ from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.step import KVConnectorOutput
 from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
-from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.endpoints import CONFIG, LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 
 NUM_TOKENS = 80
 RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
@@ -151,3 +151,15 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
     finish(fabric, prefill)
     assert prefill.news().finished_sending == ("r",)
     fabric.assert_at_rest()
+
+
+def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
+    """As when a prefill worker loses a rank: the engine ends, and rank 0's transfer thread goes on."""
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
+    start(fabric, prefill, decode)
+    fabric.cut("p0/1")
+    fabric.advance(2 * CONFIG.peer_timeout_s)
+    assert 2 * CONFIG.peer_timeout_s < LOAD_TIMEOUT_S
+    (failed,) = decode.news().failed_recving
+    assert "silent" in failed.reason
