@@ -24,6 +24,12 @@ os.environ[SECRET_VARIABLE] = SECRET.text
 # Tensors of tests only lose by threads, and lose much where other tests run beside them. Read when PyTorch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch  # noqa: E402
+
+# Where no GPU is, kernels are interpreted. Read when a kernel is declared, so before any test imports one.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # How long an example takes is no property of the code, least of all on a busy machine.
 hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")

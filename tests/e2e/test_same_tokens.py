@@ -140,12 +140,13 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
 def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(
     smollm2: Path, prompts: list[list[int]]
 ) -> None:
-    # Prompts and answers take 35 blocks, and there are 17; each answer needs a block that its prompt did not.
+    # Prompts and answers take 35 blocks, and there are 11; each answer needs a block that its prompt did not. So even
+    # where prompts come slowly, since other tests keep the cores busy, there is no room for two longer ones.
     short = [prompt for prompt in prompts if 15 <= len(prompt) <= 97][::3]
     expected = reference(smollm2, short, NUM_TO_PREEMPT)
 
     async def run() -> None:
-        async with local_cluster(make_config(num_blocks=18), smollm2) as cluster:
+        async with local_cluster(make_config(num_blocks=12), smollm2) as cluster:
             for mode in MODES:
                 answers = await ask_all(cluster, short, mode, mode, 12, max_tokens=NUM_TO_PREEMPT)
                 assert answers == expected, mode

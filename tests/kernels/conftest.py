@@ -1,12 +1,7 @@
-"""Decides once where kernels run: on the GPU if there is one, else in Triton's interpreter on the CPU."""
-
-import os
+"""Where kernels run: on the GPU if there is one, else in Triton's interpreter on the CPU (tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before any is imported
 
 collect_ignore_glob: list[str] = []
 try:
