@@ -75,14 +75,22 @@ class EngineConfig(Section):
     trace_max_mib: int = Field(64, ge=1)
     """A worker's trace ends when its file is this large; the worker goes on."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("gpu_memory_utilization", "cuda_graphs"):
+            if self.device == "cpu" and key in self.model_fields_set:
+                raise ValueError(f"{key} ({getattr(self, key)}) needs device 'cuda', not 'cpu'")
+        return self
+
 
 class SchedulerConfig(Section):
     """What one step may hold, and who goes first. Units are tokens, requests or blocks."""
 
     max_num_seqs: int = Field(64, ge=1)
-    """Requests that may run at once."""
+    """Requests that may run at once. On a GPU, unless set: 256."""
     max_num_batched_tokens: int = Field(512, ge=1)
-    """Tokens one step may compute. A prompt is handed over in pieces of this size, while the next is computed."""
+    """Tokens one step may compute. A prompt is handed over in pieces of this size, while the next is computed. On a
+    GPU, unless set: up to 8192, as few as keep it busy."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request; None takes the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)
@@ -108,7 +116,7 @@ class SchedulerConfig(Section):
     watermark: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of the blocks that admissions leave free while requests run, so that these need not be preempted soon."""
     block_size: int = Field(16, ge=1)
-    """Tokens in one KV block."""
+    """Tokens in one KV block. On a GPU, unless set: 64."""
     num_blocks: int | None = Field(None, ge=2)
     """Blocks of the pool, the null block included; None: as many as the engine has memory for."""
 

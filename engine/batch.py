@@ -64,6 +64,7 @@ class RequestState:
     def truncate(self, num_tokens: int) -> None:
         """Back from preemption, with so many tokens."""
         self._tokens.truncate(num_tokens)
+        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # what they counted may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
 

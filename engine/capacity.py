@@ -32,8 +32,8 @@ class Capacity:
 def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capacity:
     """ConfigError names the key that asks for more than there is.
 
-    On a GPU the largest step is run to see what it takes; `free_at_start` is what was free of its memory before the
-    model was loaded.
+    On a GPU the largest step is run to see what it takes, unless nobody asks; `free_at_start` is what was free of its
+    memory before the model was loaded.
     """
     asked = with_defaults_of(model.device, config.scheduler)
     max_model_len = _max_model_len(asked, model)
@@ -42,14 +42,16 @@ def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capac
         "num_blocks": asked.num_blocks,
         "num_swap_blocks": _num_swap_blocks(config, asked.block_size, model),
     }
-    if model.device.type == "cuda":
+    is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
+    wants_chunk = is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set
+    wants_memory = asked.num_blocks is None and config.engine.kv_cache_memory_mib is None
+    if model.device.type == "cuda" and (wants_chunk or wants_memory):
         measured = _measure(config, asked, model, max_model_len, free_at_start)
-        is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
-        if is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set:
+        if wants_chunk:
             # A step of decodes alone must not be cut for that.
             wanted = max(measured.chunk, asked.max_num_seqs)
             values["max_num_batched_tokens"] = min(wanted, asked.max_num_batched_tokens)
-        if asked.num_blocks is None and config.engine.kv_cache_memory_mib is None:
+        if wants_memory:
             size_bytes = model.kv_block_shape(asked.block_size).size_bytes
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
     values["num_blocks"] = values["num_blocks"] or _num_blocks(config, asked.block_size, model)

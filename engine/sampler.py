@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from baton.request import TokenLogprobs
@@ -134,13 +133,15 @@ def _process_(logits_V: torch.Tensor, request: RequestState) -> None:
         bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
         logits_V[list(bias)] += torch.tensor(list(bias.values()), device=logits_V.device)
     if p.repetition_penalty != 1.0:
-        seen = _on_device(np.unique(request.token_ids), logits_V)
+        request.token_counts.follow(request.token_ids)
+        seen = _on_device(request.token_counts.tokens, logits_V)
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if p.presence_penalty or p.frequency_penalty:
-        ids, counts = np.unique(request.token_ids[request.num_prompt_tokens :], return_counts=True)
-        penalties = p.presence_penalty + p.frequency_penalty * _on_device(counts, logits_V)
-        logits_V[_on_device(ids, logits_V)] -= penalties
+        outputs = request.output_counts
+        outputs.follow(request.token_ids[request.num_prompt_tokens :])
+        penalties = p.presence_penalty + p.frequency_penalty * _on_device(outputs.counts, logits_V)
+        logits_V[_on_device(outputs.tokens, logits_V)] -= penalties
     if request.num_output_tokens < p.min_tokens:
         logits_V[[token_id for token_id in request.stop_token_ids if token_id < vocab_size]] = -math.inf
     if request.matcher is not None:

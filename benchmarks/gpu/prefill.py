@@ -17,6 +17,7 @@ from benchmarks.gpu.build import (
 )
 from benchmarks.gpu.decode import ceilings_row
 from benchmarks.gpu.measure import (
+    MAX_ERROR,
     Ceilings,
     measure_ceilings,
     relative_error,
@@ -30,8 +31,6 @@ from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
 from engine.step_limits import StepLimits
 
 PART = "prefill"
-MAX_ERROR = 8e-2
-"""Of bfloat16 logits after some 35 layers, each side rounding in its own places; what is wrong is off by far more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
     overrides = overrides_from(parse(flag, text))
     number = {"7": 7, "0.5": 0.5}.get(text)
     assert overrides == {section: {key: text if number is None else number}}
+    if key == "gpu_memory_utilization":
+        overrides["engine"]["device"] = "cuda"
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert str(getattr(section_of_config, key)) == text
 
