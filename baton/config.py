@@ -78,7 +78,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for key in ("gpu_memory_utilization", "cuda_graphs"):
-            if self.device == "cpu" and key in self.model_fields_set:
+            if self.device == "cpu" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} ({getattr(self, key)}) needs device 'cuda', not 'cpu'")
         return self
 
