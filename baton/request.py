@@ -29,6 +29,17 @@ class ErrorKind(Enum):
     """This worker failed; another one may not."""
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is well."""
+    GIVEN_BACK = "given_back"
+    """This worker is well, but drains, changes its role or ran out of blocks: the request goes on elsewhere."""
+
+
+class OnPreemption(Enum):
+    """What a worker does with a request that has to give up its blocks to others."""
+
+    RESUME = "resume"
+    """It stays here, and goes on when there is room again."""
+    GIVE_BACK = "give_back"
+    """It ends with ErrorKind.GIVEN_BACK: whoever sent it knows where there is room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,10 @@ class EngineRequest:
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
     """None: the worker computes the prompt and decodes, all by itself."""
+    output_token_ids: tuple[int, ...] = ()
+    """What other workers sampled of the answer already. The request goes on behind it as if it had never moved: the
+    first token from here has position `len(output_token_ids)`, and `sampling_params` still count from position 0."""
+    on_preemption: OnPreemption = OnPreemption.RESUME
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,20 @@ class RequestCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """How busy a worker is, measured by itself over its last steps; a rate of 0 was not measured yet."""
+
+    num_queued_prompt_tokens: int = 0
+    """Not computed yet, of requests that wait here for their prompt's computation or are in the midst of it."""
+    oldest_waiting_s: float = 0.0
+    """Since the arrival of the request that has waited longest for its first step."""
+    prefill_tokens_per_s: float = 0.0
+    """In steps that computed prompts."""
+    decode_step_s: float = 0.0
+    """Time of a step that only decoded: about what lies between two tokens of a request."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A heartbeat: sent at a fixed pace by a thread of its own, however long a step takes."""
 
@@ -126,3 +140,4 @@ class WorkerStatus:
     kv_peers: tuple[KVPeerCounts, ...] = ()
     failure: str = ""
     """What ended its engine, if that ended by itself."""
+    load: WorkerLoad = WorkerLoad()

@@ -134,13 +134,13 @@ def _serve(options: argparse.Namespace) -> int:
         config = BatonConfig.from_mapping(overrides, "baton serve")
     config = with_absolute_paths(config, Path.cwd())
     _prepare_ray(config)
-    from cluster import serve
+    from cluster.commands import serve
 
     return serve.run(config, as_json=options.json)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from cluster import generate
+    from cluster.commands import generate
     from gateway import GatewayError
 
     try:
@@ -150,7 +150,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from cluster import status
+    from cluster.commands import status
     from gateway import GatewayError
 
     try:
@@ -162,13 +162,13 @@ def _status(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     config = BatonConfig.from_mapping(_DEMO)
     _prepare_ray(config)
-    from cluster import demo
+    from cluster.commands import demo
 
     return demo.run(config, options.prompt)
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from cluster import trace
+    from cluster.commands import trace
 
     try:
         return trace.run(options)
@@ -177,7 +177,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _prepare_ray(config: BatonConfig) -> None:
-    from cluster.ray_session import prepare_environment
+    from cluster.on_ray.session import prepare_environment
 
     prepare_environment(config.cluster, os.environ, Path.home())
 

@@ -12,13 +12,13 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
 from baton.worker import WorkerEndpoint
-from cluster.fleet import served_model, worker_names
+from cluster.fleet.spec import served_model, worker_names
 from cluster.loading import Loading
-from cluster.ray_session import connect
+from cluster.on_ray.session import connect
+from cluster.on_ray.supervisor import OnProgress, Supervisor
 from cluster.screen import Screen
 from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
-from cluster.supervisor import OnProgress, Supervisor
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Gateway, Tokenizer
 

@@ -2,7 +2,7 @@
 
 Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines of one's own:
 
-    python -m cluster.worker_process --role prefill --name p0 --config FILE
+    python -m cluster.worker_process --role prefill --name w0 --config FILE
 
 prints the worker's endpoint as one line of JSON once it serves, and stops cleanly on SIGTERM, SIGINT or when its
 stdin closes, so that it never outlives whoever holds the other end. It takes the cluster's secret from

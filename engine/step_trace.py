@@ -1,6 +1,6 @@
 """StepTrace: what a worker's scheduler decided, step by step, as lines of JSON for people and programs to read.
 
-    {"baton_trace":1,"worker":"p0", ...}              TraceHeader: whose steps these are
+    {"baton_trace":1,"worker":"w0", ...}              TraceHeader: whose steps these are
     {"step":1,"planned_s":0.0012,"scheduled": ...}    StepTrace, in ascending order; what is empty is left out, and so
                                                       are steps in which nothing happened
     {"end":"closed"}                                  TraceEnd; absent while the worker runs, and after kill -9

@@ -42,7 +42,7 @@ class Picture:
     name: str
     scheduler: dict[str, Any]
     questions: tuple[Question, ...]
-    workers: tuple[str, ...] = ("d0",)
+    workers: tuple[str, ...] = ("w0",)
 
 
 PICTURES = (
@@ -69,7 +69,7 @@ PICTURES = (
             Question(300, 6, "disaggregated", after=0, num_tokens=2),
             Question(40, 8, "disaggregated", after=0, num_tokens=4),
         ),
-        ("p0", "d0"),
+        ("w0", "w1"),
     ),
 )
 
@@ -102,7 +102,7 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
             "engine": {"trace_dir": trace_dir},
             "scheduler": picture.scheduler,
             "gateway": {"grpc_port": 0},
-            "cluster": {"prefill": picture.workers.count("p0")},
+            "cluster": {"prefill": len(picture.workers) - 1},
         }
     )
     async with child_processes(config, model) as cluster:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.transfer import TransferRecord
-from gateway.router import Mode, Placement
+from gateway.routing.placement import Mode, Placement
 from gateway.text import TextStream
 
 

@@ -12,7 +12,7 @@ from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import KVPeerCounts
 from gateway.client_request import Delta, Finish, SeenTransfer
-from gateway.router import Mode
+from gateway.routing.placement import Mode
 from gateway.text import ChatMessage
 from gateway.worker_client import WorkerClient
 

@@ -19,10 +19,11 @@ from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestErro
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import MAX_SEED, SamplingParams
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import WorkerEndpoint, WorkerStatus
 from gateway.client_request import ClientRequest, Delta
 from gateway.fleet import Fleet
-from gateway.router import Mode, Placement, Router
+from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.router import Router
 from gateway.text import TextStream
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Dispatcher:
         self._load_failure_policy = load_failure_policy
         self._clock = clock
         self._router = Router(config.routing_policy, Mode(config.routing_mode))
-        self._fleet = Fleet(network, keys, self._on_outputs, self._on_lost)
+        self._fleet = Fleet(network, keys, self)
         self._requests: dict[str, asyncio.Queue[_Event]] = {}
         self._attempts: dict[str, _Attempt] = {}
         self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)
@@ -126,6 +127,10 @@ class Dispatcher:
     @property
     def fleet(self) -> Fleet:
         return self._fleet
+
+    @property
+    def router(self) -> Router:
+        return self._router
 
     @property
     def num_in_flight(self) -> int:
@@ -168,6 +173,24 @@ class Dispatcher:
     async def stop(self) -> None:
         await self._fleet.stop()
 
+    # what the fleet says: WorkerListener
+
+    def heard(self, status: WorkerStatus) -> None:
+        self._router.heard(status)
+
+    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+        for output in outputs:
+            attempt = self._attempts.get(output.request_id)
+            if attempt is not None:
+                attempt.events.put_nowait((worker, output))
+
+    def lost(self, worker: str, reason: str) -> None:
+        logger.warning("what worker %s had is lost: %s", worker, reason)
+        self._router.gone(worker)
+        for attempt in self._attempts.values():
+            if worker in attempt.open_legs:
+                attempt.events.put_nowait((worker, _Lost(reason)))
+
     def _admit(self, generation: Generation) -> None:
         if generation.request_id in self._requests:
             raise InvalidRequest("request_id", f"{generation.request_id!r} is in use by a running request")
@@ -208,10 +231,14 @@ class Dispatcher:
     ) -> AsyncGenerator[Delta, None]:
         is_last = request.num_attempts + 1 == MAX_ATTEMPTS and generation.mode is not Mode.DISAGGREGATED
         placement = self._router.route(
-            [] if is_last else self._fleet.candidates(WorkerRole.PREFILL),
-            self._fleet.candidates(WorkerRole.DECODE),
-            generation.mode,
-            failed,
+            Ask(
+                token_ids=generation.prompt_token_ids,
+                max_new_tokens=request.sampling_params.max_tokens,
+                cache_salt=generation.cache_salt,
+                mode=generation.mode,
+                excluded=failed,
+                without_prefill=is_last,
+            )
         )
         attempt = _Attempt(secrets.token_hex(16), self._requests[generation.request_id])
         self._attempts[attempt.engine_request_id] = attempt
@@ -264,7 +291,7 @@ class Dispatcher:
         if client is None:
             raise _AttemptFailed(worker, "lost before the request was sent")
         attempt.open_legs.add(worker)
-        self._fleet.num_legs[worker] += 1
+        self._router.sent(worker)
         await client.submit(leg)
 
     def _take(
@@ -317,18 +344,7 @@ class Dispatcher:
     def _close_leg(self, worker: str, attempt: _Attempt) -> None:
         if worker in attempt.open_legs:
             attempt.open_legs.remove(worker)
-            self._fleet.num_legs[worker] -= 1
-
-    def _on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
-        for output in outputs:
-            attempt = self._attempts.get(output.request_id)
-            if attempt is not None:
-                attempt.events.put_nowait((worker, output))
-
-    def _on_lost(self, worker: str, reason: str) -> None:
-        for attempt in self._attempts.values():
-            if worker in attempt.open_legs:
-                attempt.events.put_nowait((worker, _Lost(reason)))
+            self._router.ended(worker)
 
     def _on_load_failure(self, generation: Generation) -> OnLoadFailure:
         """A request that requires disaggregation is never computed by the decode worker in silence."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -23,6 +23,20 @@ logger = logging.getLogger(__name__)
 REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
 
 
+class WorkerListener(Protocol):
+    """Who wants to know what workers say and what becomes of them: the dispatcher."""
+
+    def heard(self, status: WorkerStatus) -> None:
+        """A worker that is alive says how it stands."""
+        ...
+
+    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
+
+    def lost(self, worker: str, reason: str) -> None:
+        """What the worker had cannot be waited for. It may go on, and be heard again."""
+        ...
+
+
 class WorkerClient:
     """Talks to one life of one worker until that is over: `run` returns why."""
 
@@ -33,10 +47,8 @@ class WorkerClient:
         identity: bytes,
         network: NetworkConfig,
         keys: PlaneKeys | None,
-        on_outputs: Callable[[str, tuple[RequestOutput, ...]], None],
-        on_lost: Callable[[str, str], None],
+        listener: WorkerListener,
     ) -> None:
-        """`on_lost` is told, with the reason, when what the worker had cannot be waited for; the worker may go on."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
@@ -46,8 +58,7 @@ class WorkerClient:
         """It ended our handshakes: one of us has another secret. Only a new life of either can heal that."""
         self.num_bad_messages = 0
         self._network = network
-        self._on_outputs = on_outputs
-        self._on_lost = on_lost
+        self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
         """Nothing was heard for `peer_timeout_s`: it gets no requests, until it is heard again."""
@@ -124,14 +135,14 @@ class WorkerClient:
                 continue
             if isinstance(message, Outputs):
                 self._session.note_outputs()
-                self._on_outputs(self.name, message.outputs)
+                self._listener.outputs(self.name, message.outputs)
             elif reason := self._take_heartbeat(message):
                 return reason
 
     def _fall_silent(self, reason: str) -> None:
         self.is_silent = True
         self.first_sign.set()
-        self._on_lost(self.name, reason)
+        self._listener.lost(self.name, reason)
 
     async def _has_news(self) -> bool:
         """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""
@@ -148,12 +159,13 @@ class WorkerClient:
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return "restarted"
         if loss := self._session.note_heartbeat(message):
-            self._on_lost(self.name, loss)
+            self._listener.lost(self.name, loss)
         self.status = message.status
         self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             reason = f"its engine is {message.status.state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
+        self._listener.heard(message.status)
         return None
 
     async def _order(self, order: SubmitRequest | AbortRequests) -> None:

@@ -113,7 +113,7 @@ def test_only_actors_knows_ray_remote() -> None:
     users = [
         relative(file) for file in modules(*PACKAGES) if re.search(r"\bray\.remote\b\(", file.read_text())
     ]
-    assert users == ["cluster/actors.py"]
+    assert users == ["cluster/on_ray/actors.py"]
 
 
 def test_nothing_is_pickled_but_by_ray() -> None:

@@ -67,7 +67,7 @@ def test_killing_clients_in_mid_stream_leaves_nothing_behind(folder: Path) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("victim", ["w0", "w1"])
 def test_c52_a_killed_worker_costs_no_request_and_no_token(folder: Path, victim: str) -> None:
     """Two of each role; the victim goes while many requests are in every stage."""
 

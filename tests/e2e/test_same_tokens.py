@@ -132,7 +132,7 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
             description = await cluster.at_rest()
             assert description["gateway"]["in_flight"] == 0
             num_disaggregated = len(prompts) + len(prompts[::ALONE_EVERY]) + len(short)
-            assert (await cluster.counters("d0"))["kv_loads_received"] == num_disaggregated
+            assert (await cluster.counters("w1"))["kv_loads_received"] == num_disaggregated
 
     asyncio.run(run())
 
@@ -151,7 +151,7 @@ def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(
                 answers = await ask_all(cluster, short, mode, mode, 12, max_tokens=NUM_TO_PREEMPT)
                 assert answers == expected, mode
                 await cluster.at_rest()
-            assert (await cluster.counters("d0"))["preemptions"] > 0
+            assert (await cluster.counters("w1"))["preemptions"] > 0
 
     asyncio.run(run())
 

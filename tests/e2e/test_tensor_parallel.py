@@ -58,10 +58,10 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     async def run() -> None:
         config = make_config(num_prefill_ranks, num_decode_ranks)
         async with local_cluster(config, make_model_dir(tmp_path)) as cluster:
-            ranks = [child for name in ("p0", "d0") for child in rank_processes(cluster, name)]
+            ranks = [child for name in ("w0", "w1") for child in rank_processes(cluster, name)]
             assert len(ranks) == num_prefill_ranks + num_decode_ranks - 2
             assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
-            counters = await cluster.counters("d0")
+            counters = await cluster.counters("w1")
             assert counters["kv_prompt_loads_done"] == len(PROMPTS)
         assert not any(child.is_running() for child in ranks)
 
@@ -73,13 +73,13 @@ def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
 ) -> None:
     async def run() -> None:
         async with local_cluster(make_config(2, 1), make_model_dir(tmp_path)) as cluster:
-            (rank,) = rank_processes(cluster, "p0")
+            (rank,) = rank_processes(cluster, "w0")
             rank.send_signal(signal.SIGKILL)
             async with asyncio.timeout(10.0):
-                while "p0" in await alive(cluster):
+                while "w0" in await alive(cluster):
                     await asyncio.sleep(0.05)
             why = f"rank 1 (pid {rank.pid}) was killed by SIGKILL"
-            assert f"worker p0 is lost: its engine is dead: {why}" in caplog.messages
+            assert f"worker w0 is lost: its engine is dead: {why}" in caplog.messages
             answer = await cluster.answer(PROMPTS[2], max_tokens=2, temperature=0.0)
             assert len(answer.token_ids) == 2
 

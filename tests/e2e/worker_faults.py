@@ -162,7 +162,7 @@ async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> N
 
 
 FAULTS = {"kill": kill, "stop": stop, "restart": restart}
-ROLES = {"prefill": ("p0", "p1"), "decode": ("d0", "d1")}
+ROLES = {"prefill": ("w0", "w1"), "decode": ("w2", "w3")}
 STORM = ("any", "each")
 """A fault of any kind on each side at the same time."""
 
@@ -229,7 +229,7 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway sees {name} {state}" for name, state in seen.items() if state != "ready"]
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     dispatcher = cluster.gateway._dispatcher
-    legs = {name: number for name, number in dispatcher.fleet.num_legs.items() if number}
+    legs = {name: number for name, number in dispatcher.router.num_legs.items() if number}
     if legs or dispatcher.num_in_flight or dispatcher._attempts:
         found.append(f"the gateway has {dispatcher.num_in_flight} requests and legs {legs}")
     return found

@@ -56,7 +56,7 @@ def config_file(model: Path, **network: str) -> Path:
 
 def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
     secret = ClusterSecret("a secret that only this child gets")
-    worker = WorkerProcess(config_file(model), secret, WorkerRole.DECODE, "d0")
+    worker = WorkerProcess(config_file(model), secret, WorkerRole.DECODE, "w0")
     try:
         endpoint = worker.wait_until_ready()
         arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
@@ -69,7 +69,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
 
 
 def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
-    worker = WorkerProcess(config_file(model, security="none"), None, WorkerRole.DECODE, "d0")
+    worker = WorkerProcess(config_file(model, security="none"), None, WorkerRole.DECODE, "w0")
     try:
         assert answers(worker.wait_until_ready(), None)
     finally:
@@ -79,7 +79,7 @@ def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
 def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
     path = config_file(model, secret_file=str(model.parent / "cluster.secret"))
-    command = [sys.executable, "-m", "cluster.worker_process", "--role", "decode", "--name", "d0"]
+    command = [sys.executable, "-m", "cluster.worker_process", "--role", "decode", "--name", "w0"]
     done = subprocess.run(
         [*command, "--config", str(path)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -53,8 +53,8 @@ def test_the_ready_text_shows_how_to_talk_to_it(
     for expected in (
         f"baton generate --target {target}",
         "grpcurl -plaintext",
-        "p0 (prefill, pid",
-        "d0 (decode, pid",
+        "w0 (prefill, pid",
+        "w1 (decode, pid",
     ):
         serve.wait_for_text(expected)  # which may come a moment after the line on stdout
 
@@ -92,18 +92,18 @@ def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
     assert 0 < timing["ttft_s"] < timing["total_s"]
     assert timing["transfer_bytes"] > 0
     check_transfers(timing)
-    assert answer["placement"] == {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1}
+    assert answer["placement"] == {"mode": "disaggregated", "prefill": "w0", "decode": "w1", "attempts": 1}
 
 
 def check_transfers(timing: dict[str, Any]) -> None:
     """Both ends tell of the one hand-over, in order, and within the request's own time."""
     transfers = {transfer["worker"]: transfer for transfer in timing["transfers"]}
     assert [(name, end["role"], end["peer"]) for name, end in sorted(transfers.items())] == [
-        ("d0", "consumer", "p0"),
-        ("p0", "producer", "d0"),
+        ("w0", "producer", "w1"),
+        ("w1", "consumer", "w0"),
     ]
-    names = {"d0": ["begun", "asked", "first_piece", "verified"]}
-    names["p0"] = ["begun", "prefilled", "released", "first_piece"]
+    names = {"w1": ["begun", "asked", "first_piece", "verified"]}
+    names["w0"] = ["begun", "prefilled", "released", "first_piece"]
     for worker, transfer in transfers.items():
         assert sorted(event["name"] for event in transfer["events"]) == sorted(names[worker])
         times = [event["at_s"] for event in transfer["events"]]
@@ -111,7 +111,7 @@ def check_transfers(timing: dict[str, Any]) -> None:
         assert 0 <= times[0] < times[-1] < timing["total_s"]
         assert transfer["bytes"] == timing["transfer_bytes"]
         assert (transfer["attempt"], transfer["transport"]) == (1, timing["transport"])
-    assert transfers["p0"]["exposed_s"] > 0
+    assert transfers["w0"]["exposed_s"] > 0
 
 
 def test_the_mode_is_the_users_and_the_tokens_are_the_same(target: str) -> None:
@@ -130,7 +130,7 @@ def test_the_mode_is_the_users_and_the_tokens_are_the_same(target: str) -> None:
         mode: json.loads(baton("generate", "--target", target, "--mode", mode, *arguments).stdout)
         for mode in ("disaggregated", "local")
     }
-    assert answers["local"]["placement"] == {"mode": "local", "prefill": None, "decode": "d0", "attempts": 1}
+    assert answers["local"]["placement"] == {"mode": "local", "prefill": None, "decode": "w1", "attempts": 1}
     assert answers["local"]["token_ids"] == answers["disaggregated"]["token_ids"]
 
 
@@ -169,8 +169,8 @@ def test_status_is_a_table_for_people(target: str) -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[:3] for row in rows if "ready" in row] == [
-        ["d0", "decode", "ready"],
-        ["p0", "prefill", "ready"],
+        ["w0", "prefill", "ready"],
+        ["w1", "decode", "ready"],
     ]
 
 
@@ -193,15 +193,15 @@ def test_a_dead_worker_is_reported_and_others_take_over(model: str) -> None:
     with serving("--model", model, *SMALL) as serve:
         ready = serve.wait_ready()
         target, pids = ready["target"], {worker["name"]: worker["pid"] for worker in ready["workers"]}
-        os.kill(pids["p0"], signal.SIGKILL)
+        os.kill(pids["w0"], signal.SIGKILL)
         done = baton("generate", "--target", target, "--json", "--max-tokens", "5", "--ignore-eos", "hello")
         assert done.returncode == 0, done.stderr
         assert len(json.loads(done.stdout)["token_ids"]) == 5
         done = baton("generate", "--target", target, "--mode", "disaggregated", "hello")
         assert done.returncode == 1
         assert "UNAVAILABLE" in done.stderr
-        assert [worker["name"] for worker in status_of(target)["workers"]] == ["d0"]
-        assert "worker p0 (prefill) died" in serve.stderr
+        assert [worker["name"] for worker in status_of(target)["workers"]] == ["w1"]
+        assert "worker w0 (prefill) died" in serve.stderr
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait_gone() == 0
 

@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Path:
 
 def start(*arguments: str) -> Process:
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster.worker_process", "--name", "p0", *arguments],
+        [sys.executable, "-m", "cluster.worker_process", "--name", "w0", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,7 +50,7 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
     with start("--role", "prefill", "--config", str(config)) as process:
         assert process.stdout is not None
         endpoint = endpoint_from_json(process.stdout.readline())
-        assert endpoint.ref.name == "p0"
+        assert endpoint.ref.name == "w0"
         assert endpoint.role is WorkerRole.PREFILL
         assert endpoint.pid == process.pid
         assert endpoint.request_address.startswith("tcp://127.0.0.1:")

@@ -21,6 +21,7 @@ from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.errors import WorkerUnavailable
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
 from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.request import RequestOutput
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
@@ -220,19 +221,37 @@ def endpoint_at(address: str) -> WorkerEndpoint:
     return WorkerEndpoint(STATUS.ref, WorkerRole.PREFILL, address, "here", 1)
 
 
+class Losses:
+    """A listener that only wants to know what was lost, and when a worker was heard."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.names: set[str] = set()
+
+    def heard(self, status: WorkerStatus) -> None:
+        self.names.add(status.ref.name)
+
+    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+        raise AssertionError("nobody asked for anything")
+
+    def lost(self, worker: str, reason: str) -> None:
+        assert worker == "p0"
+        self.reasons.append(reason)
+
+
 async def join(gateway_keys: Keys, address: str, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
     """Adds the worker at this address to a fleet and waits for it; what the fleet was told to be lost."""
-    lost: list[str] = []
-    fleet = Fleet(NETWORK, gateway_keys, lambda *_: None, lambda _, why: lost.append(why))
+    losses = Losses()
+    fleet = Fleet(NETWORK, gateway_keys, losses)
     try:
         fleet.add(endpoint_at(address))
         waiting = asyncio.create_task(fleet.wait_for("p0"))
         await asyncio.to_thread(meanwhile)
         await asyncio.wait_for(waiting, TIMEOUT_S)
-        assert [candidate.name for candidate in fleet.candidates(WorkerRole.PREFILL)] == ["p0"]
+        assert losses.names == {"p0"}
     finally:
         await fleet.stop()
-    return lost
+    return losses.reasons
 
 
 @pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)

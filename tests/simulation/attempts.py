@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.request import ErrorKind, RequestOutput
-from gateway.router import Placement
+from gateway.routing.placement import Placement
 from tests.simulation.device import answer
 from tests.simulation.scenario import MAX_MODEL_LEN, RequestSpec
 

@@ -15,9 +15,9 @@ from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.session import GatewaySession
-from baton.worker import WorkerRole
 from gateway.dispatcher import MAX_ATTEMPTS
-from gateway.router import Candidate, Mode, Router
+from gateway.routing.placement import Ask, Mode
+from gateway.routing.router import Router
 from tests.simulation.attempts import Attempt, AttemptFailed, ClientRequest, End, RequestFailed, failure
 from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import CLIENT_ID, Worker
@@ -53,19 +53,25 @@ class SimGateway:
         self._silent.discard(worker.name)
         session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
         worker.hear(session.hello())
-        session.note_heartbeat(worker.heartbeat())
+        heartbeat = worker.heartbeat()
+        session.note_heartbeat(heartbeat)
+        self._router.heard(heartbeat.status)
 
     def lose(self, name: str, reason: str) -> None:
         if self._workers.pop(name, None) is not None:
+            self._router.gone(name)
             self._on_lost(name, reason)
 
     def note_silence(self, name: str) -> None:
         if name in self._workers and name not in self._silent:
             self._silent.add(name)
+            self._router.gone(name)
             self._on_lost(name, "silent")
 
     def hear_again(self, name: str) -> None:
         self._silent.discard(name)
+        if worker := self._workers.get(name):
+            self._router.heard(worker.heartbeat().status)
 
     def cut_off(self, name: str) -> None:
         """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
@@ -170,10 +176,13 @@ class SimGateway:
         spec = request.spec
         is_last = request.num_attempts + 1 == MAX_ATTEMPTS and spec.mode is not Mode.DISAGGREGATED
         placement = self._router.route(
-            [] if is_last else self._candidates(WorkerRole.PREFILL),
-            self._candidates(WorkerRole.DECODE),
-            spec.mode,
-            [worker for worker, failure in request.failed.items() if not failure.may_ask_again],
+            Ask(
+                token_ids=spec.prompt,
+                max_new_tokens=spec.max_tokens,
+                mode=spec.mode,
+                excluded=[worker for worker, failed in request.failed.items() if not failed.may_ask_again],
+                without_prefill=is_last,
+            )
         )
         request.num_attempts += 1
         request.num_tokens_at_end = None
@@ -325,13 +334,6 @@ class SimGateway:
     def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:
             action()
-
-    def _candidates(self, role: WorkerRole) -> list[Candidate]:
-        return [
-            Candidate(worker.name, 0)
-            for worker in self._workers.values()
-            if worker.kind is role and worker.name not in self._silent
-        ]
 
     def _time_left(self, request: ClientRequest) -> float | None:
         timeout_s = request.spec.timeout_s

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.config import KVTransferConfig, SchedulerConfig
-from gateway.router import Mode
+from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
 from tests.simulation.device import random_prompt
 from tests.simulation.network import NetworkFaults

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from baton.config import BatonConfig
-from cluster.actors import Latest, on_node
+from cluster.on_ray.actors import Latest, on_node
 
 
 @pytest.mark.parametrize(

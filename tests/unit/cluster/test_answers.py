@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.demo import show_timeline
-from cluster.generate import Answer, to_json
-from cluster.status import show
+from cluster.commands.demo import show_timeline
+from cluster.commands.generate import Answer, to_json
+from cluster.commands.status import show
 from gateway.client import Completion
 
 TIMING: dict[str, Any] = {

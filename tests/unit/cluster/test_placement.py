@@ -8,7 +8,7 @@ import ray
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.worker import WorkerRole
-from cluster.placement import Bundle, bundle_of, fits, reserve
+from cluster.on_ray.placement import Bundle, bundle_of, fits, reserve
 
 
 def test_a_cpu_worker_asks_for_its_cpus() -> None:

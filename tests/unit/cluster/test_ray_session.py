@@ -7,7 +7,7 @@ import pytest
 
 from baton.config import ClusterConfig
 from baton.errors import ClusterError
-from cluster.ray_session import _probe, _root_cause, _short_folder, prepare_environment
+from cluster.on_ray.session import _probe, _root_cause, _short_folder, prepare_environment
 
 JOINED = ClusterConfig(ray_address="head:6379")
 

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from baton.clock import VirtualClock
 from baton.request import FinishReason
-from cluster.step_chart import Chart, Piece, PieceKind, make_chart
-from cluster.step_chart_text import text_of
-from cluster.step_chart_words import explain, time_text, time_unit
-from cluster.step_columns import StepRange
+from cluster.chart.columns import StepRange
+from cluster.chart.steps import Chart, Piece, PieceKind, make_chart
+from cluster.chart.text import text_of
+from cluster.chart.words import explain, time_text, time_unit
 from engine.step_trace import StepTrace, Trace, read_trace
 from engine.step_trace_writer import Standing, open_step_trace
 from tests.factories.scheduling import FakeRunner, make_request, make_scheduler

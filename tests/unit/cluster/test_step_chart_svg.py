@@ -8,9 +8,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from baton.request import FinishReason
-from cluster.step_chart import Chart, make_chart
-from cluster.step_chart_shapes import COLOURS, STYLE
-from cluster.step_chart_svg import svg_of
+from cluster.chart.shapes import COLOURS, STYLE
+from cluster.chart.steps import Chart, make_chart
+from cluster.chart.svg import svg_of
 from engine.step_trace import Trace
 from tests.factories.traces import CHUNKED, HANDED_OVER, PREEMPTED, make_header, make_step, make_trace
 

@@ -6,9 +6,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from baton.config import BatonConfig
+from cluster.chart.columns import StepRange
 from cluster.cli import DONE, REFUSED, USAGE, main, with_absolute_paths
-from cluster.step_columns import StepRange
-from cluster.trace import parse_steps
+from cluster.commands.trace import parse_steps
 from engine.step_trace import Trace, encode_end, encode_header, encode_step
 from tests.factories.traces import CHUNKED, HANDED_OVER, make_trace
 

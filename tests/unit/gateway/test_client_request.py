@@ -9,7 +9,7 @@ from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway.client_request import ClientRequest, Delta
-from gateway.router import Mode, Placement
+from gateway.routing.placement import Mode, Placement
 from gateway.text import TextStream
 from tests.factories.models import make_tokenizer
 

@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import sampling_pb2
 from gateway import convert
-from gateway.router import Mode
+from gateway.routing.placement import Mode
 from gateway.text import ChatMessage
 
 LIMITS = convert.ModelLimits(max_model_len=100, vocab_size=50)

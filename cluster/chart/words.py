@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from enum import Enum
 
 from baton.request import FinishReason
-from cluster.step_chart import Chart, Panel, Piece, PieceKind, Row
-from cluster.step_columns import Column
+from cluster.chart.columns import Column
+from cluster.chart.steps import Chart, Panel, Piece, PieceKind, Row
 from engine.step_trace import TraceEnd
 
 END_WORDS = {

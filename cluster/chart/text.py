@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from baton.request import FinishReason
-from cluster.step_chart import Chart, Panel, Piece, PieceKind, Row, Usage
-from cluster.step_chart_words import (
+from cluster.chart.steps import Chart, Panel, Piece, PieceKind, Row, Usage
+from cluster.chart.words import (
     END_WORDS,
     TRACE_ENDS,
     Sign,

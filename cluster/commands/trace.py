@@ -6,10 +6,10 @@ import re
 from rich.console import Console
 
 from baton.errors import ConfigError, TraceError
-from cluster.step_chart import make_chart
-from cluster.step_chart_svg import svg_of
-from cluster.step_chart_text import text_of
-from cluster.step_columns import StepRange
+from cluster.chart.columns import StepRange
+from cluster.chart.steps import make_chart
+from cluster.chart.svg import svg_of
+from cluster.chart.text import text_of
 from engine.step_trace import Trace, read_trace
 
 _WIDTH_OF_FILES = 160

@@ -42,7 +42,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parent.parent.parent
 
 # What a joined cluster's workers need of our code; a private Ray runs in this very environment.
 _PACKAGES = ("baton", "cluster", "decode_worker", "engine", "kv_transfer", "prefill_worker", "scheduler")

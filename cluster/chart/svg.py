@@ -9,10 +9,10 @@ from itertools import accumulate
 from xml.etree.ElementTree import Element, tostring
 
 from baton.request import FinishReason
-from cluster import step_chart_shapes as shapes
-from cluster.step_chart import Chart, Panel, Piece, PieceKind, Row, Usage
-from cluster.step_chart_shapes import ICON, TIMES, add, write
-from cluster.step_chart_words import (
+from cluster.chart import shapes
+from cluster.chart.shapes import ICON, TIMES, add, write
+from cluster.chart.steps import Chart, Panel, Piece, PieceKind, Row, Usage
+from cluster.chart.words import (
     END_WORDS,
     TRACE_ENDS,
     Sign,

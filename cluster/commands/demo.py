@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 
 from baton.config import BatonConfig
+from cluster.commands.generate import Answer, Question, ask
 from cluster.deployment import Service, run_deployment
-from cluster.generate import Answer, Question, ask
 from cluster.screen import Screen
 
 _BAR_WIDTH = 40

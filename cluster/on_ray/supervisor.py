@@ -12,9 +12,9 @@ from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
 from baton.worker import StartProgress, WorkerEndpoint
-from cluster.actors import WorkerHandle
-from cluster.fleet import worker_names
-from cluster.placement import bundle_of, reserve
+from cluster.fleet.spec import worker_names
+from cluster.on_ray.actors import WorkerHandle
+from cluster.on_ray.placement import bundle_of, reserve
 from cluster.signals import unless
 
 logger = logging.getLogger(__name__)

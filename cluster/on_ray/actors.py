@@ -20,7 +20,7 @@ from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
-from cluster.placement import Bundle
+from cluster.on_ray.placement import Bundle
 
 T = TypeVar("T")
 

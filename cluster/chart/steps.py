@@ -1,7 +1,7 @@
 """A step chart: what to draw where, from the traces of one or several workers; knows neither terminal nor SVG.
 
 One panel for each worker, one row for each request in the order of arrival, one column for each step. Pieces lie in
-rows and stretch over columns. Panels share their columns (cluster/step_columns.py).
+rows and stretch over columns. Panels share their columns (cluster/chart/columns.py).
 """
 
 from bisect import bisect_left
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.request import FinishReason
-from cluster.step_columns import EVERYTHING, Column, StepRange, columns_of, is_decode
+from cluster.chart.columns import EVERYTHING, Column, StepRange, columns_of, is_decode
 from engine.step_trace import StepTrace, Trace, TraceEnd, TraceHeader
 
 _MIN_LABEL = 4

@@ -10,10 +10,10 @@ from gateway import ServedModel
 
 
 def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
-    """The fleet by name: p0, p1, ... prefill; d0, d1, ... decode."""
-    prefill = [(f"p{index}", WorkerRole.PREFILL) for index in range(config.cluster.prefill)]
-    decode = [(f"d{index}", WorkerRole.DECODE) for index in range(config.cluster.decode)]
-    return prefill + decode
+    """The fleet by name: w0, w1, ..., prefill workers first. A name says nothing of a role: roles may change."""
+    prefill, decode = config.cluster.prefill, config.cluster.decode
+    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
+    return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
 def served_model(config: BatonConfig, model_path: Path) -> ServedModel:

@@ -1,0 +1,111 @@
+"""The fleet as its controller sees it: which workers there are to be, what became of them, and on which nodes."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+
+
+class SlotState(Enum):
+    """Where a worker stands in the eyes of the controller; a slot outlives the processes that fill it.
+
+    PLACING -> STARTING -> SERVING -> DRAINING -> (gone)
+       ^          |           |
+       |          v           v
+       +------ BACKING_OFF <--+       it died; the next life waits longer each time
+                  |
+                  v
+             CRASH_LOOP               it died too often in too short a time; tried again at the longest interval
+    """
+
+    PLACING = "placing"
+    """No node has room for it yet."""
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    BACKING_OFF = "backing_off"
+    CRASH_LOOP = "crash_loop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDescription:
+    """One worker that there is to be."""
+
+    name: str
+    role: WorkerRole
+    """What it is to do; while it changes its role, what it is to become."""
+    state: SlotState
+    node: str = ""
+    """Where it is placed; empty if nowhere."""
+    num_starts: int = 0
+    """Lives so far."""
+    last_failure: str = ""
+    """What ended the life before this one, if it did not end as asked."""
+    next_start_in_s: float | None = None
+    """While it backs off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDescription:
+    """One machine of the cluster."""
+
+    name: str
+    address: str
+    is_alive: bool
+    is_head: bool = False
+    resources: tuple[tuple[str, float], ...] = ()
+    """What it has, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`, by name."""
+    workers: tuple[str, ...] = ()
+    """Names of the workers that are placed there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetDescription:
+    """Everything the controller knows."""
+
+    slots: tuple[SlotDescription, ...]
+    nodes: tuple[NodeDescription, ...]
+    controller_incarnation: str
+    """The controller's own life; another one means that it was restarted and adopted what it found."""
+    decisions: tuple[str, ...] = ()
+    """The autoscaler's latest, a sentence each, oldest first; what it would do, in a dry run."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What gateways follow: who serves, as of `version`. A version is comparable within one life of a controller."""
+
+    controller_incarnation: str
+    version: int
+    endpoints: tuple[WorkerEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStep:
+    """Progress of a rollout: this worker's new life serves."""
+
+    worker: str
+    incarnation: str
+    done: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayReport:
+    """What a gateway saw lately, for whoever decides how many workers there are to be. Times are in seconds."""
+
+    gateway: str
+    """Its own life; another one knows nothing of what this one saw."""
+    window_s: float
+    """The report covers requests that ended, and tokens that came, so long before it."""
+    num_queued: int
+    """Requests that wait at the gateway for a worker with room."""
+    oldest_queued_s: float
+    num_in_flight: int
+    num_finished: int
+    ttft_s: tuple[float, float]
+    """Median and 99th percentile; zeros if nothing came."""
+    itl_s: tuple[float, float]
+    """Likewise, between one token of a request and the next."""
+    workers: tuple[WorkerStatus, ...]
+    """As of their last heartbeats."""
