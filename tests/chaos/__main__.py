@@ -15,26 +15,20 @@ import os
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from gateway.client import GatewayClient, GatewayError
+from gateway.client import GatewayClient
 from tests.chaos.clients import Clients, Tally
 from tests.chaos.faults import Faults
+from tests.chaos.fleet import actors_left, serve_flags, until_healed
 from tests.chaos.machines import Machines, prepare
 from tests.chaos.questions import answer_all, make_questions
 from tests.factories.serving import serving
 
 NUM_QUESTIONS = 24
 NUM_NODES = 3
-HEAL_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 15.0
-OUR_ACTORS = ("ray::Worker", "ray::Controller")
-"""How Ray names their processes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,12 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(os.environ)
     machines = Machines(NUM_NODES, cpus_per_node=2)
     try:
-        with serving(*_serve_arguments(options, machines.address)) as serve:
+        flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
+        with serving(*flags) as serve:
             target = serve.wait_ready()["target"]
             report = asyncio.run(_run(options, machines, target))
             serve.interrupt()
             report["exit_code"] = serve.wait_gone()
-            report["left_behind"] = _actors_left(machines)
+            report["left_behind"] = actors_left(machines)
             report["stderr"] = serve.stderr
     finally:
         machines.shut_down()
@@ -67,20 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
     return parser
-
-
-def _serve_arguments(options: argparse.Namespace, address: str) -> list[str]:
-    """float32, since in bfloat16 the tokens depend on who else is in the batch."""
-    flags = {
-        "--ray-address": address,
-        "--model": options.model,
-        "--dtype": "float32",
-        "--prefill": options.prefill,
-        "--decode": options.decode,
-        "--num-threads": 1,
-        "--num-blocks": 600,
-    }
-    return [str(part) for flag in flags.items() for part in flag]
 
 
 async def _run(options: argparse.Namespace, machines: Machines, target: str) -> dict[str, Any]:
@@ -108,7 +89,7 @@ async def _run(options: argparse.Namespace, machines: Machines, target: str) -> 
         except TimeoutError:
             clients.tally.note_wrong(f"streams had not ended {END_TIMEOUT_S:g} s after the last fault")
         num_workers = options.prefill + options.decode
-        healed_after_s, unrest = await _until_healed(client, num_workers)
+        healed_after_s, unrest = await until_healed(client, num_workers)
         if not is_disturbed:
             unrest.append(f"the faults ended by themselves: {disturbing.exception()!r}")
         return {
@@ -120,37 +101,6 @@ async def _run(options: argparse.Namespace, machines: Machines, target: str) -> 
             "gateway": (await client.describe())["gateway"],
             **_figures(clients.tally),
         }
-
-
-async def _until_healed(client: GatewayClient, num_workers: int) -> tuple[float, list[str]]:
-    """How long it took after the last stream until everything was whole and at rest, and what never was."""
-    began = time.monotonic()
-    while True:
-        try:
-            unrest = _unrest(await client.describe(), num_workers)
-        except GatewayError as error:
-            unrest = [str(error)]
-        elapsed_s = time.monotonic() - began
-        if not unrest or elapsed_s > HEAL_TIMEOUT_S:
-            return elapsed_s, unrest
-        await asyncio.sleep(0.25)
-
-
-def _unrest(description: dict[str, Any], num_workers: int) -> list[str]:
-    """What is not as it should be in a whole cluster with nothing to do."""
-    workers = description["workers"]
-    found = [f"{worker['name']} is {worker['state']}" for worker in workers if worker["state"] != "ready"]
-    if len(workers) != num_workers:
-        found.append(f"{len(workers)} workers instead of {num_workers}")
-    for worker in workers:
-        blocks, requests = worker["kv_blocks"], worker["requests"]
-        if blocks["free"] != blocks["total"] or blocks["leased"] or blocks["quarantined"]:
-            found.append(f"{worker['name']} holds blocks: {blocks}")
-        if any(requests.values()):
-            found.append(f"{worker['name']} has requests: {requests}")
-    if description["gateway"]["in_flight"] or description["gateway"]["queued"]:
-        found.append(f"the gateway is busy: {description['gateway']}")
-    return found
 
 
 def _figures(tally: Tally) -> dict[str, Any]:
@@ -168,20 +118,6 @@ def _figures(tally: Tally) -> dict[str, Any]:
             "longest": gaps[-1],
         },
     }
-
-
-def _actors_left(machines: Machines) -> list[str]:
-    """Processes of ours that are still there after `baton serve` has ended."""
-    actors = [process for process in machines.processes() if _title(process).startswith(OUR_ACTORS)]
-    _, alive = psutil.wait_procs(actors, timeout=STOP_TIMEOUT_S)
-    return [_title(process) for process in alive]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def _judge(report: dict[str, Any]) -> int:
