@@ -17,6 +17,7 @@ from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import PlaneKeys
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.messages import KVEvents
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import MAX_SEED, SamplingParams
 from baton.worker import WorkerEndpoint, WorkerStatus
@@ -183,6 +184,9 @@ class Dispatcher:
             attempt = self._attempts.get(output.request_id)
             if attempt is not None:
                 attempt.events.put_nowait((worker, output))
+
+    def kv_events(self, worker: str, events: KVEvents) -> None:
+        """No policy follows them."""
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
