@@ -1,4 +1,4 @@
-"""Controller: keeps as many workers as there are to be, tells gateways which of them serve, and takes operators' orders.
+"""Controller: keeps as many workers as there are to be, tells gateways which of them serve, takes operators' orders.
 
 Plain asyncio: what runs workers is a Launcher, and what survives this process is a Store. It is on no request's path.
 """
@@ -139,9 +139,10 @@ class Controller:
         )
 
     async def drain(self, worker: str) -> None:
-        """Returns once the worker has given away what it had, and is gone for good. FleetError for the last that decodes.
+        """Returns once the worker has given away what it had, and is gone for good.
 
-        Asked of a worker that was drained before, it returns at once: whoever asks again may have missed the answer.
+        FleetError for the last that decodes. Asked of a worker that was drained before, it returns at once: whoever
+        asks again may have missed the answer.
         """
         if self._desired.was_there(worker):
             return
@@ -237,7 +238,7 @@ class Controller:
     async def orphaned(self, timeout_s: float) -> None:
         """Returns once no gateway has asked for so long."""
         while (left_s := self._last_asked + timeout_s - self._clock.now()) > 0 or self._num_asking:
-            await asyncio.sleep(timeout_s if self._num_asking else left_s)
+            await asyncio.sleep(timeout_s if self._num_asking else left_s)  # noqa: ASYNC110: a deadline that moves
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers at once, after they were drained if they may; then nothing of the fleet is left."""
