@@ -9,7 +9,12 @@ from cluster.commands import status
 from tests.factories.descriptions import description, loaded_from, missing, node, worker
 
 FLEET = description(
-    worker("w0", "prefill", kv_blocks={"free": 60, "leased": 15, "quarantined": 3}, requests={"running": 2}),
+    worker(
+        "w0",
+        "prefill",
+        kv_blocks={"free": 60, "leased": 15, "quarantined": 3},
+        requests={"running": 2, "waiting": 4, "waiting_for_remote_kvs": 5},
+    ),
     worker("w1", kv_peers=[loaded_from("w0", 3.0, 2, failed=1)], slot={"starts": 3}),
     missing("w2", "crash_loop", starts=9, next_start_in_s=58.2, last_failure="exit code 1:\nno [memory]"),
     nodes=[
@@ -37,7 +42,7 @@ def test_every_node_and_every_worker_has_a_row(width: int) -> None:
     assert "n1 10.0.0.2 alive 8 CPU, 1 prefill w0, w1" in lines
     assert "n2 10.0.0.2 gone 8 CPU -" in lines
     pid = " 4000" if width == 160 else ""
-    assert f"w0 prefill ready n1{pid} 60/100 15 3 2 0 0 1" in lines
+    assert f"w0 prefill ready n1{pid} 60/100 15 3 2 4 5 1" in lines
     assert f"w1 decode ready n1{pid} 100/100 0 0 0 0 0 3" in lines
     missing_pid = " -" if width == 160 else ""
     assert f"w2 decode crash loop 58 s n1{missing_pid} 9" in lines
