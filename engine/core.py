@@ -135,6 +135,16 @@ class EngineCore:
         self._grammars.keep_only(self._scheduler.wanted_grammars())
         return outputs
 
+    def give_back_requests(
+        self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
+    ) -> ClientOutputs:
+        """Ends these requests (None: all) with ErrorKind.GIVEN_BACK, in whatever state they are: they go on elsewhere.
+
+        Nothing is told of them after that. What a step under way samples for them, others will sample again.
+        """
+        request_ids = self._scheduler.request_ids if request_ids is None else request_ids
+        return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
+
     def request_counts(self) -> RequestCounts:
         return self._scheduler.request_counts()
 

@@ -42,6 +42,8 @@ class TransferRequest(Protocol):
     @property
     def is_failed(self) -> bool: ...
     @property
+    def is_given_back(self) -> bool: ...
+    @property
     def first_token(self) -> FirstToken | None: ...
 
 
@@ -147,9 +149,8 @@ class KVConnectorScheduler:
         del self._sending[request.request_id]
         self._computing.discard(request.request_id)
         if not request.is_handed_over:
-            reason = "the prefill failed" if request.is_failed else "the request ended on the prefill worker"
-            is_held = bool(block_ids)
-            self._orders.append(AbortSend(request.request_id, reason, not request.is_failed, is_held))
+            is_held, is_cancelled = bool(block_ids), not (request.is_failed or request.is_given_back)
+            self._orders.append(AbortSend(request.request_id, _why_aborted(request), is_cancelled, is_held))
             return is_held
         assert request.first_token is not None
         num_full = request.num_prompt_tokens // self._block_size
@@ -202,3 +203,10 @@ class KVConnectorScheduler:
             return None
         sending.num_sent = num_full
         return SendBlocks(request_id, first, tuple(sending.block_ids[first:num_full]))
+
+
+def _why_aborted(request: TransferRequest) -> str:
+    """A producer that hands nothing over, in the consumer's words."""
+    if request.is_given_back:
+        return "the prefill worker gave the request back"
+    return "the prefill failed" if request.is_failed else "the request ended on the prefill worker"

@@ -1,8 +1,8 @@
 """ContextLimits: how long a request may be and become on this engine; knows nobody's progress."""
 
+from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
-from scheduler.block_hash import MAX_TOKEN_ID
 from scheduler.request import Request
 
 

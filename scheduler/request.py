@@ -6,8 +6,8 @@
             |      ^                                          STOPPED        EOS or a stop token
             |      | received, put off, or failed             LENGTH_CAPPED  max_tokens, max_model_len
   blocks    |      | and to be recomputed                     HANDED_OVER    token 0 sampled; D goes on
-  reserved  v      |                                          ABORTED, ERROR (from every state above too)
-          WAITING_FOR_REMOTE_KVS
+  reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state
+          WAITING_FOR_REMOTE_KVS                                              above too)
 
 (add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING
 """
@@ -36,6 +36,7 @@ class RequestStatus(Enum):
     FINISHED_HANDED_OVER = auto()
     FINISHED_ABORTED = auto()
     FINISHED_ERROR = auto()
+    FINISHED_GIVEN_BACK = auto()
 
 
 FINISH_REASONS = {
@@ -44,9 +45,14 @@ FINISH_REASONS = {
     RequestStatus.FINISHED_HANDED_OVER: FinishReason.HANDED_OVER,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_GIVEN_BACK: FinishReason.ERROR,
 }
 
-_ENDS_ANYWHERE = {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR}
+_ENDS_ANYWHERE = {
+    RequestStatus.FINISHED_ABORTED,
+    RequestStatus.FINISHED_ERROR,
+    RequestStatus.FINISHED_GIVEN_BACK,
+}
 
 _ENDS_WITH_A_TOKEN = {
     RequestStatus.FINISHED_STOPPED,
@@ -179,6 +185,10 @@ class Request:
     @property
     def is_failed(self) -> bool:
         return self.status is RequestStatus.FINISHED_ERROR
+
+    @property
+    def is_given_back(self) -> bool:
+        return self.status is RequestStatus.FINISHED_GIVEN_BACK
 
     @property
     def is_producer(self) -> bool:

@@ -175,7 +175,11 @@ class Scheduler:
         status: RequestStatus,
         error: str | None = None,
     ) -> dict[str, EngineCoreOutputs]:
-        """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated."""
+        """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated.
+
+        What steps under way sample for them is not told any more: whoever goes on with a request that was given back
+        samples the same tokens.
+        """
         outputs = OutputsByClient()
         self._finish(request_ids, status, outputs, error)
         return outputs.by_client()
@@ -334,6 +338,9 @@ class Scheduler:
     ) -> None:
         """Ends a request without a new token; it stands in no queue any more, except that it may be running."""
         self._release(request, status)
+        if request.is_given_back:
+            error_kind = ErrorKind.GIVEN_BACK
+            self._counters["requests_given_back"] += 1
         output = RequestOutput(
             request_id=request.request_id,
             first_position=request.num_output_tokens,
