@@ -21,7 +21,8 @@ class AutoscalingConfig(Section):
     max_decode: int | None = Field(None, ge=1)
     """Never more; None: `cluster.decode`."""
     may_change_roles: bool = True
-    """A role that is short gets a worker of the other one, if that has one to spare, rather than a new one."""
+    """A role that is short gets a worker of the other one, if that has one to spare, rather than a new one.
+    Workers of unequal numbers of ranks keep their roles."""
     target_queue_time_s: float | None = Field(1.0, gt=0.0)
     """Prompts should not wait longer than this for their computation, nor requests for a worker with room; None: this
     is not watched. The same goes for the other targets."""

@@ -44,7 +44,12 @@ class Autoscaler:
         self._config: AutoscalingConfig = config.autoscaling
         self._fleet = fleet
         self._clock = clock
-        self._planner = Planner(config.autoscaling, {role: config.worker_bounds(role) for role in WorkerRole})
+        is_alike = len({config.num_ranks(role) for role in WorkerRole}) == 1
+        self._planner = Planner(
+            config.autoscaling,
+            {role: config.worker_bounds(role) for role in WorkerRole},
+            may_change_roles=config.autoscaling.may_change_roles and is_alike,
+        )
         self._reports: dict[str, tuple[float, GatewayReport]] = {}
         self._decisions: deque[str] = deque(maxlen=_MAX_DECISIONS)
         self._last: tuple[Reason | None, WorkerRole | None] | None = None

@@ -118,9 +118,10 @@ class _Role:
 class Planner:
     """Fed with observations at a fixed pace; remembers how long things have lasted, and nothing else."""
 
-    def __init__(self, config: AutoscalingConfig, bounds: Bounds) -> None:
+    def __init__(self, config: AutoscalingConfig, bounds: Bounds, may_change_roles: bool) -> None:
         """`bounds`: how few and how many workers of each role there may be."""
         self._config = config
+        self._may_change_roles = may_change_roles
         self._roles = [_Role(role, *bounds[role], RoleWatch(config, role)) for role in WorkerRole]
         self._refused_at = float("-inf")
 
@@ -209,7 +210,7 @@ class Planner:
         """A worker of the other role, if that can do without: sooner there than a new one, and costs nothing."""
         config, giver = self._config, next(role for role in self._roles if role is not short)
         has_waited = now - max(giver.changed_at, self._refused_at) >= config.grow_cooldown_s
-        if not config.may_change_roles or not has_waited or giver.changing:
+        if not self._may_change_roles or not has_waited or giver.changing:
             return None
         if len(giver.serving) <= giver.low or giver.count <= giver.low:
             return None

@@ -15,7 +15,7 @@ from baton.fleet import SlotState
 from baton.worker import WorkerRole
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.fleet.planner import RoleChange, Scale
-from tests.factories.fleets import autoscaling_config
+from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}
 QUICK = Timing(start_s=10.0, role_change_s=2.0)

@@ -11,13 +11,14 @@ from baton.fleet import SlotState
 from baton.worker import WorkerRole
 from cluster.fleet.observation import Observation
 from cluster.fleet.planner import Decision, Planner, Reason, RoleChange, Scale
-from tests.factories.fleets import autoscaling_config, fleet, worker
+from tests.factories.observed_fleet import autoscaling_config, fleet, worker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
 def make_planner(config: BatonConfig) -> Planner:
-    return Planner(config.autoscaling, {role: config.worker_bounds(role) for role in WorkerRole})
+    bounds = {role: config.worker_bounds(role) for role in WorkerRole}
+    return Planner(config.autoscaling, bounds, config.autoscaling.may_change_roles)
 
 
 def look(

@@ -13,7 +13,7 @@ from baton.worker import WorkerRole
 from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.observation import merge
 from cluster.fleet.planner import Reason
-from tests.factories.fleets import autoscaling_config, gateway_report, worker_status
+from tests.factories.observed_fleet import autoscaling_config, gateway_report, worker_status
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 
