@@ -100,7 +100,7 @@ class EngineHost:
             self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
         )
         return EngineCore(
-            Scheduler(config, KVConnectorScheduler(config.block_size)),
+            Scheduler(config, KVConnectorScheduler(config.block_size), self._keys.prefix),
             self._ranks.make_pipeline(grammars),
             self._ranks.connector,
             grammars,

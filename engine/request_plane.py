@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.config import NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys
 from baton.errors import WireError
-from baton.messages import TO_GATEWAY, TO_WORKER, Hello, Outputs, SubmitRequest
+from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Hello, Outputs, SubmitRequest
 from baton.request import EngineRequest, RequestOutput
 from baton.session import WorkerSessions
 from baton.wakeup import WakeUp
@@ -138,7 +138,7 @@ class RequestServer:
         self._sessions.take(peer, message)
         if isinstance(message, SubmitRequest):
             sink.submit(_client_id(peer), message.request)
-        else:
+        elif isinstance(message, AbortRequests):
             sink.abort(_client_id(peer), message.request_ids)
 
     def _beat(self, sink: RequestSink) -> None:

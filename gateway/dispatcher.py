@@ -17,6 +17,7 @@ from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import PlaneKeys
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.messages import KVEvents
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import MAX_SEED, SamplingParams
 from baton.worker import WorkerEndpoint, WorkerStatus
@@ -70,6 +71,7 @@ class _Attempt:
     """One try at a request: its legs, by worker, and what they report."""
 
     engine_request_id: str
+    placement: Placement
     events: "asyncio.Queue[_Event]"
     open_legs: set[str] = field(default_factory=set)
     decoder_copes: bool = False
@@ -117,7 +119,7 @@ class Dispatcher:
         self._config = config
         self._load_failure_policy = load_failure_policy
         self._clock = clock
-        self._router = Router(config.routing_policy, Mode(config.routing_mode))
+        self._router = Router(config)
         self._fleet = Fleet(network, keys, self)
         self._requests: dict[str, asyncio.Queue[_Event]] = {}
         self._attempts: dict[str, _Attempt] = {}
@@ -184,6 +186,9 @@ class Dispatcher:
             if attempt is not None:
                 attempt.events.put_nowait((worker, output))
 
+    def kv_events(self, worker: str, events: KVEvents) -> None:
+        """No policy follows them."""
+
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
         self._router.gone(worker)
@@ -240,7 +245,7 @@ class Dispatcher:
                 without_prefill=is_last,
             )
         )
-        attempt = _Attempt(secrets.token_hex(16), self._requests[generation.request_id])
+        attempt = _Attempt(secrets.token_hex(16), placement, self._requests[generation.request_id])
         self._attempts[attempt.engine_request_id] = attempt
         request.begin_attempt(placement, self._clock.now())
         try:
@@ -291,7 +296,7 @@ class Dispatcher:
         if client is None:
             raise _AttemptFailed(worker, "lost before the request was sent")
         attempt.open_legs.add(worker)
-        self._router.sent(worker)
+        self._router.sent(worker, attempt.placement)
         await client.submit(leg)
 
     def _take(
@@ -326,8 +331,10 @@ class Dispatcher:
                 return None
             raise _failure(placement, is_prefill, news)
         has_decoded = not is_prefill and placement.prefill is not None and news.stage_times is not None
-        if has_decoded and news.stage_times and not news.stage_times.transfer_bytes:
-            request.fell_back()
+        if has_decoded and news.stage_times:
+            self._router.measured(placement, news.stage_times)
+            if not news.stage_times.transfer_bytes:
+                request.fell_back()
         delta = request.accept(worker, news, self._clock.now())
         if not attempt.open_legs and (delta is None or delta.finish is None):
             raise _AttemptFailed(placement.decode, "no worker goes on with it")
@@ -344,7 +351,7 @@ class Dispatcher:
     def _close_leg(self, worker: str, attempt: _Attempt) -> None:
         if worker in attempt.open_legs:
             attempt.open_legs.remove(worker)
-            self._router.ended(worker)
+            self._router.ended(worker, attempt.placement)
 
     def _on_load_failure(self, generation: Generation) -> OnLoadFailure:
         """A request that requires disaggregation is never computed by the decode worker in silence."""

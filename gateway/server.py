@@ -19,6 +19,7 @@ from baton.v1 import (
 from baton.worker import WorkerEndpoint
 from gateway.cluster_service import ClusterService
 from gateway.dispatcher import Dispatcher, LoadFailurePolicy
+from gateway.fleet_control import FleetControl
 from gateway.generation_service import GenerationService, ServedModel
 from gateway.text import Tokenizer
 
@@ -40,8 +41,12 @@ class Gateway:
         model: ServedModel,
         tokenizer: Tokenizer,
         clock: Clock,
+        fleet_control: FleetControl | None = None,
     ) -> None:
-        """`keys` of the request plane, which its workers have too; None where `network.security` is `none`."""
+        """`keys` of the request plane, which its workers have too; None where `network.security` is `none`.
+
+        Operators' orders go to `fleet_control`; without one they are refused.
+        """
         assert (keys is None) == (network.security == "none")
         self._config = config
         self._dispatcher = Dispatcher(config, network, keys, load_failure_policy, clock)
@@ -58,7 +63,7 @@ class Gateway:
             GenerationService(self._dispatcher, tokenizer, model), self._server
         )
         cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterService(self._dispatcher, model), self._server
+            ClusterService(self._dispatcher, model, fleet_control), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
-from scheduler.block_hash import MAX_TOKEN_ID
 from scheduler.request import Request
 from scheduler.stop import end_of_initial_output
 

@@ -16,6 +16,7 @@ from baton.worker import (
     KVBlockCounts,
     RequestCounts,
     WorkerEndpoint,
+    WorkerLoad,
     WorkerRole,
     WorkerState,
     WorkerStatus,
@@ -23,6 +24,7 @@ from baton.worker import (
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.dispatcher import LoadFailurePolicy
+from gateway.fleet_control import FleetControl
 from tests.factories.security import KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
@@ -82,7 +84,13 @@ class ScriptedWorker:
         assert self.goes_on.wait(30)
         counts = RequestCounts(0, 0, 0)
         return WorkerStatus(
-            self._ref, self._role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {"preemptions": 0}
+            self._ref,
+            self._role,
+            WorkerState.READY,
+            KVBlockCounts(9, 9, 0, 0),
+            counts,
+            {"preemptions": 0},
+            load=WorkerLoad(7, 0.25, 1500.0, 0.03),
         )
 
 
@@ -140,13 +148,23 @@ async def gateway_with(
     decode: Mapping[str, Script],
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
+    fleet_control: FleetControl | None = None,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
     settings = GatewayConfig(grpc_port=0, **config)  # type: ignore[arg-type]
-    gateway = Gateway(settings, NETWORK, KEYS.request, load_failure_policy, model, tokenizer, SystemClock())
+    gateway = Gateway(
+        settings,
+        NETWORK,
+        KEYS.request,
+        load_failure_policy,
+        model,
+        tokenizer,
+        SystemClock(),
+        fleet_control,
+    )
     workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
     workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
     try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
@@ -32,7 +33,7 @@ class SimGateway:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy
-        self._router = Router("round_robin", Mode.DISAGGREGATED)
+        self._router = Router(GatewayConfig(routing_policy="round_robin"))
         self._workers: dict[str, Worker] = {}
         self._silent: set[str] = set()
         self._cut_off: set[str] = set()
@@ -217,6 +218,7 @@ class SimGateway:
 
     def _send_leg(self, worker: Worker, leg: EngineRequest, attempt: Attempt) -> None:
         attempt.open_legs.add(worker.name)
+        self._router.sent(worker.name, attempt.placement)
         self._order(worker, self._sessions[worker.name].submit(leg))
 
     def _take_loss(self, request: ClientRequest, worker: str, reason: str) -> None:
@@ -225,7 +227,7 @@ class SimGateway:
         is_prefill = worker == attempt.placement.prefill
         is_decoding = attempt.open_legs != {worker}
         if is_prefill and attempt.decoder_copes and is_decoding:
-            attempt.open_legs.discard(worker)
+            self._end_leg(worker, attempt)
             return
         raise AttemptFailed(worker, f"lost: {reason}", is_prompt_lost=is_prefill, may_ask_again=True)
 
@@ -237,7 +239,7 @@ class SimGateway:
         placement = attempt.placement
         is_prefill = worker == placement.prefill
         if news.finish_reason is not None:
-            attempt.open_legs.discard(worker)
+            self._end_leg(worker, attempt)
         if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
             return
         if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
@@ -284,6 +286,7 @@ class SimGateway:
             self._world.counts["path ended with token 0"] += 1
         if news.stage_times is None or placement is None or placement.prefill is None or is_prefill:
             return
+        self._router.measured(placement, news.stage_times)
         kind = "handed over" if news.stage_times.transfer_bytes else "recomputed on decode"
         self._world.counts[f"path {kind}"] += 1
 
@@ -305,9 +308,14 @@ class SimGateway:
             return
         self._by_attempt.pop(attempt.engine_request_id, None)
         for name in sorted(attempt.open_legs):
+            self._end_leg(name, attempt)
             if worker := self._workers.get(name):
                 self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
-        attempt.open_legs.clear()
+
+    def _end_leg(self, worker: str, attempt: Attempt) -> None:
+        if worker in attempt.open_legs:
+            attempt.open_legs.remove(worker)
+            self._router.ended(worker, attempt.placement)
 
     # the request plane: in order and reliable, except that it can be cut
 

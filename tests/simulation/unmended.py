@@ -27,7 +27,7 @@ def go_on_without_any_leg() -> Patch:
         assert attempt is not None
         is_prefill = worker == attempt.placement.prefill
         if is_prefill and attempt.decoder_copes:
-            attempt.open_legs.discard(worker)
+            self._end_leg(worker, attempt)
             return
         raise AttemptFailed(worker, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
 
