@@ -1,4 +1,4 @@
-"""A real small engine changes its role under load, over the real request plane: no restart, and nothing is forgotten."""
+"""A real small engine changes its role under load, over the real request plane: no restart, nothing is forgotten."""
 
 import asyncio
 from collections.abc import AsyncIterator
