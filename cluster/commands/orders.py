@@ -1,6 +1,7 @@
 """What `baton drain`, `role` and `rollout` share: an order to the fleet, and how it stands while it is carried out."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,18 @@ LOOK_INTERVAL_S = 1.0
 
 @contextmanager
 def ordering(command: str, doing: str, as_json: bool) -> Iterator[Stage]:
-    """Shows the order while it is carried out, and its outcome as the last line; on stderr if stdout is for JSON."""
+    """Shows the order while it is carried out, and its outcome as the last line; on stderr if stdout is for JSON.
+
+    Ctrl-C ends the wait, not the order.
+    """
     screen = Screen(Console(stderr=as_json))
-    with screen.stage(command, doing) as stage:
-        yield stage
+    try:
+        with screen.stage(command, doing) as stage:
+            yield stage
+    except KeyboardInterrupt:
+        left = f"baton {command}: no longer waited for; the fleet goes on with it, see `baton status`"
+        print(left, file=sys.stderr)
+        raise
 
 
 async def carry_out(
