@@ -48,7 +48,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             model=self._model.name,
             model_path=self._model.path,
             workers=fleet_messages.workers_to_messages(clients, fleet.slots if fleet else ()),
-            gateway=fleet_messages.gateway_to_message(self._dispatcher.num_in_flight, self._dispatcher.paths),
+            gateway=fleet_messages.gateway_to_message(
+                self._dispatcher.num_in_flight, self._dispatcher.num_queued, self._dispatcher.tally
+            ),
             nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
             controller=controller,
         )
