@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 
-from cluster.commands.orders import carry_out, ordering
+from cluster.commands.orders import carry_out, of_worker, ordering
 from gateway.client import GatewayClient
 
 
@@ -20,4 +20,4 @@ def run(target: str, worker: str, as_json: bool) -> int:
 
 async def _drain(target: str, worker: str, say: Callable[[str], None]) -> float:
     async with GatewayClient(target) as client:
-        return await carry_out(client.drain(worker), client, worker, say)
+        return await carry_out(client.drain(worker), client, of_worker(worker), say)

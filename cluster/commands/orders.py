@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.screen import Screen, Stage
+from cluster.view import words
 from gateway.client import GatewayClient, GatewayError
 
 LOOK_INTERVAL_S = 1.0
@@ -33,11 +34,14 @@ def ordering(command: str, doing: str, as_json: bool) -> Iterator[Stage]:
 
 
 async def carry_out(
-    order: Coroutine[Any, Any, None], client: GatewayClient, worker: str, say: Callable[[str], None]
+    order: Coroutine[Any, Any, None],
+    client: GatewayClient,
+    describe: Callable[[list[dict[str, Any]]], str],
+    say: Callable[[str], None],
 ) -> float:
-    """Waits for the order's end, and says meanwhile what the worker still has; seconds it took."""
+    """Waits for the order's end, and says meanwhile how the workers stand, in words of `describe`; seconds it took."""
     started = time.monotonic()
-    looking = asyncio.create_task(_look(client, worker, say))
+    looking = asyncio.create_task(_look(client, describe, say))
     try:
         await order
     finally:
@@ -46,20 +50,32 @@ async def carry_out(
     return time.monotonic() - started
 
 
-async def _look(client: GatewayClient, worker: str, say: Callable[[str], None]) -> None:
+async def _look(
+    client: GatewayClient, describe: Callable[[list[dict[str, Any]]], str], say: Callable[[str], None]
+) -> None:
     while True:
         await asyncio.sleep(LOOK_INTERVAL_S)
         try:
-            workers = (await client.describe())["workers"]
+            say(describe((await client.describe())["workers"]))
         except GatewayError:
             continue  # the order itself says what is wrong
-        say("; ".join(what_it_has(found) for found in workers if found["name"] == worker) or "it is gone")
+
+
+def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
+    """How this worker stands."""
+    return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
+
+
+def of_absent(workers: list[dict[str, Any]]) -> str:
+    """How those stand that do not serve."""
+    absent = [worker for worker in workers if worker["state"] != "ready"]
+    return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
 
 
 def what_it_has(worker: dict[str, Any]) -> str:
     """What stands between a worker and its leave: requests, and blocks that others may still read or write."""
-    requests, blocks = worker["requests"], worker["kv_blocks"]
-    return (
-        f"{worker['state'].replace('_', ' ')}, {sum(requests.values())} requests, {blocks['leased']} blocks leased, "
-        f"{blocks['quarantined']} quarantined"
-    )
+    state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
+    if not blocks["total"]:
+        return state
+    held = f"{blocks['leased']} blocks leased, {blocks['quarantined']} quarantined"
+    return f"{state}, {sum(requests.values())} requests, {held}"
