@@ -10,7 +10,7 @@ from gateway.client import GatewayClient
 
 def run(target: str, worker: str, as_json: bool) -> int:
     """Returns once the worker is gone. GatewayError says why it is not."""
-    with ordering("drain", f"{worker}: what it has ends or goes on elsewhere", as_json) as stage:
+    with ordering("drain", f"{worker} leaves", as_json) as stage:
         total_s = asyncio.run(_drain(target, worker, stage.say))
         stage(f"{worker} is gone")
     if as_json:

@@ -77,5 +77,5 @@ def what_it_has(worker: dict[str, Any]) -> str:
     state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
     if not blocks["total"]:
         return state
-    held = f"{blocks['leased']} blocks leased, {blocks['quarantined']} quarantined"
-    return f"{state}, {sum(requests.values())} requests, {held}"
+    kinds = (f", {blocks[kind]} blocks {kind}" for kind in ("leased", "quarantined") if blocks[kind])
+    return f"{state}, {sum(requests.values())} requests{''.join(kinds)}"

@@ -17,7 +17,7 @@ def run(target: str, as_json: bool) -> int:
         steps.append(step)
         stage.note(f"{step.worker} serves anew, {step.done} of {step.count}")
 
-    with ordering("rollout", "every worker is restarted, one after the other", as_json) as stage:
+    with ordering("rollout", "one worker after the other", as_json) as stage:
         try:
             total_s = asyncio.run(_follow(target, on_step, stage.say))
         except GatewayError as error:

@@ -149,7 +149,7 @@ def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> No
             shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
             try:
                 await under_test.until(lambda: fake.orders == [("drain", "w0")])
-                await asyncio.to_thread(shown.wait_for, b"ready, 0 requests, 0 blocks leased")
+                await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
                 shown.process.send_signal(signal.SIGINT)
                 assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
                 await asyncio.to_thread(shown.wait_for, b"the fleet goes on with it, see `baton status`")
