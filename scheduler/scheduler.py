@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.config import SchedulerConfig
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
@@ -35,7 +35,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
-from scheduler.swap import SwapSpace
+from scheduler.swap import SwapSpace, num_swap_blocks
 
 _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
 
@@ -61,7 +61,7 @@ class Scheduler:
         self._counters: Counter[str] = Counter()
         hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
         self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
-        self._swap = SwapSpace(_num_swap_blocks(config))
+        self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
         waiting, order = WaitingQueue(), make_order(config)
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
@@ -393,11 +393,3 @@ class Scheduler:
         if self._has_ended_running:
             self._running.drop_gone()
             self._has_ended_running = False
-
-
-def _num_swap_blocks(config: SchedulerConfig) -> int:
-    if config.preemption == "recompute":
-        return 0
-    if config.num_swap_blocks is None:
-        raise ConfigError(f"scheduler: preemption '{config.preemption}' needs num_swap_blocks")
-    return config.num_swap_blocks
