@@ -76,7 +76,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
     import ray
 
     if config.ray_address != "local":
-        with _joined(ray, config.ray_address):
+        with _joined(ray, config):
             yield
         return
     folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
@@ -110,6 +110,7 @@ def _private(
         _init(
             ray,
             address="local",
+            namespace=config.name,
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
             num_gpus=None if device == "cuda" else 0,  # None: those the machine has
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -123,12 +124,13 @@ def _private(
 
 
 @contextmanager
-def _joined(ray: ModuleType, address: str) -> Iterator[None]:
-    _probe(address)
+def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
+    _probe(config.ray_address)
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     try:
-        _init(ray, address=address, runtime_env={"py_modules": modules})
+        environment = {"py_modules": modules}
+        _init(ray, address=config.ray_address, namespace=config.name, runtime_env=environment)
         yield
     finally:
         ray.shutdown()
