@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
+from baton.errors import InvalidRequest
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
@@ -108,6 +109,8 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
+        self._check_vocabulary("prompt", request.prompt_token_ids)
+        self._check_vocabulary("output_token_ids", request.output_token_ids)
         self._scheduler.add_request(
             Request(
                 request.request_id,
@@ -119,6 +122,7 @@ class EngineCore:
                 client_id=client_id,
                 cache_salt=request.cache_salt,
                 kv_transfer=request.kv_transfer,
+                output_token_ids=request.output_token_ids,
             )
         )
         if request.sampling_params.structured_output is not None:
@@ -163,6 +167,13 @@ class EngineCore:
         self._grammars.close()
         if self._trace is not None:
             self._trace.close()
+
+    def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """The model has no embedding for others: the step would fail, and everybody's request with it."""
+        vocab_size = self._grammars.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(name, f"token ids are 0 to {vocab_size - 1}, got {wrong}")
 
     def _take_news(self, outputs: ClientOutputs) -> None:
         """What happened outside since the last step: transfers that ended, grammars that were compiled."""

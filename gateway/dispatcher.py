@@ -23,6 +23,7 @@ from gateway.attempt import Attempt, AttemptFailed, legs
 from gateway.client_request import ClientRequest, Delta
 from gateway.fleet import Fleet
 from gateway.journey import Errand, Journey, LoadFailurePolicy
+from gateway.latency_window import LatencyWindow
 from gateway.roster import Roster
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
@@ -57,6 +58,7 @@ class Dispatcher:
         self._room: WaitingRoom[Run] = WaitingRoom(config.max_queued, self._try_to_place)
         self._is_sweep_due = False
         self.tally = Tally()
+        self.latencies = LatencyWindow()
 
     @property
     def fleet(self) -> Fleet:
@@ -131,9 +133,11 @@ class Dispatcher:
         self._note_room()
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+        now = self._clock.now()
         for output in outputs:
             run = self._by_attempt.get(output.request_id)
             if run is not None:
+                run.latency.tokens(output.first_position, len(output.token_ids), now)
                 run.events.put_nowait((worker, output))
 
     def kv_events(self, worker: str, events: KVEvents) -> None:
@@ -162,7 +166,8 @@ class Dispatcher:
             mode=generation.mode,
         )
         request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, now)
-        run = Run(generation, request, Journey(errand, self._load_failure_policy, self._roster, now))
+        journey = Journey(errand, self._load_failure_policy, self._roster, now)
+        run = Run(generation, request, journey, self.latencies.stream(now))
         self._runs[generation.request_id] = run
         return run
 
@@ -262,6 +267,7 @@ class Dispatcher:
     def _finish(self, run: Run) -> None:
         run.is_finished = True
         self.tally.finished(run.request.path, run.request.path_reason)
+        self.latencies.finished(self._clock.now())
 
     async def _attempt(self, run: Run, attempt: Attempt) -> AsyncGenerator[Delta, None]:
         try:

@@ -9,7 +9,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 class PrefillWorker:
     """Takes only the producing leg of a hand-over, and is drained once its last block was read.
 
-    When to hand over is not decided here: a producing request ends with token 0 by definition (scheduler/).
+    When to hand over is not decided here: a producing request ends with its first new token by definition (scheduler/).
     """
 
     kind = WorkerRole.PREFILL

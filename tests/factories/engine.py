@@ -23,6 +23,9 @@ from kv_transfer.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 
+VOCAB_SIZE = 100_000
+"""The fake model says anything up to 50,100."""
+
 
 @dataclass
 class FakeConnectorWorker:
@@ -65,7 +68,7 @@ class StepHook:
 
 def make_grammars() -> GrammarCompiler:
     """For requests without a structured output; it has no tokenizer."""
-    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), on_news=lambda: None)
 
 
 def make_core(
@@ -89,9 +92,8 @@ def make_core(
 
 def make_engine_request(request_id: str = "r", num_tokens: int = 10, **options: Any) -> EngineRequest:
     params = SamplingParams(max_tokens=options.pop("max_tokens", 4))
-    return EngineRequest(
-        request_id=request_id, prompt_token_ids=(7,) * num_tokens, sampling_params=params, **options
-    )
+    prompt = options.pop("prompt_token_ids", (7,) * num_tokens)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, **options)
 
 
 class RunningLoop:

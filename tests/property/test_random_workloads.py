@@ -21,6 +21,7 @@ from tests.factories.scheduling import (
 from tests.property.workloads import (
     MODES,
     Mode,
+    Options,
     check,
     expected_tokens,
     make_workload,
@@ -63,7 +64,7 @@ class RandomTransfers:
             return KVConnectorOutput(quiesced=(request.request_id,))
         if self._rng.random() < 0.3:
             return failed(request, num_valid_blocks=self._rng.randrange(2))
-        return received(request, next_token(request.request_id, 0))
+        return received(request, next_token(request.request_id, request.num_output_tokens))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
@@ -80,7 +81,10 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
     roles = {
         options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload.requests
     }
-    requests = {o["request_id"]: make_request(**o, role=roles[o["request_id"]]) for o in workload.requests}
+    requests = {
+        o["request_id"]: make_request(**o, role=roles[o["request_id"]], output_token_ids=some_outputs(o, rng))
+        for o in workload.requests
+    }
     transfers = RandomTransfers(rng, connector, requests)
     aborted: set[str] = set()
     arrivals = list(requests.values())
@@ -105,6 +109,12 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
         got = driver.tokens[request_id]
         assert got == expected[: len(got)], f"seed {seed}: {request_id}"
         assert request_id in aborted or got == expected, f"seed {seed}: {request_id}"
+
+
+def some_outputs(options: Options, rng: random.Random) -> list[int]:
+    """Of every second request, what another worker sampled of it before it moved here."""
+    expected = expected_tokens(options)
+    return expected[: rng.choice([0, rng.randrange(len(expected))])]
 
 
 def test_a_workload_can_be_replayed() -> None:

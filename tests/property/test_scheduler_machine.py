@@ -37,6 +37,11 @@ PREEMPTIONS: list[dict[str, object]] = [
 GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no", "[0-9]+")]
 
 
+def next_token(request: Request) -> int:
+    """What comes along with all that the request came with."""
+    return token_at(request.request_id, request.num_output_tokens)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """One small engine. The runner reads back every slot; the connector scribbles wherever it may still write."""
 
@@ -90,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stem_length=st.integers(0, 60),
         tail_length=st.integers(1, 50),
         max_tokens=st.integers(1, 20),
+        num_outputs=st.just(0) | st.integers(0, 19),
         priority=st.integers(0, 2),
         role=st.sampled_from([None, None, TransferRole.CONSUMER, TransferRole.PRODUCER]),
         cache_salt=st.sampled_from([None, None, "a", "b"]),
@@ -102,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stem_length: int,
         tail_length: int,
         max_tokens: int,
+        num_outputs: int,
         priority: int,
         role: TransferRole | None,
         cache_salt: str | None,
@@ -119,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             on_failure=on_failure,
             cache_salt=cache_salt,
             structured_output=grammar,
+            output_token_ids=[token_at(f"r{number}", i) for i in range(min(num_outputs, max_tokens - 1))],
         )
         self.requests[request.request_id] = request
         self.driver.add(request)
@@ -150,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, data: st.DataObject, num_valid_blocks: int | None, is_cancelled: bool, is_repeated: bool
     ) -> None:
         request = data.draw(st.sampled_from(list(self.connector.loading.values())))
-        news = received(request, token_at(request.request_id, 0))
+        news = received(request, next_token(request))
         if request.is_finished:
             news = KVConnectorOutput(quiesced=(request.request_id,))
         elif num_valid_blocks is not None:
@@ -217,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def good_end(self, request: Request) -> KVConnectorOutput:
         if request.is_finished:
             return KVConnectorOutput(quiesced=(request.request_id,))
-        return received(request, token_at(request.request_id, 0))
+        return received(request, next_token(request))
 
     def release_aborted_producers(self) -> None:
         for request in self.connector.finished:

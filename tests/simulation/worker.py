@@ -270,7 +270,7 @@ class Worker(Process):
 
 def _grammars() -> GrammarCompiler:
     """Nobody asks for a structured output."""
-    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:
