@@ -16,7 +16,7 @@ from baton.errors import ClusterError
 from baton.worker import WorkerEndpoint
 from cluster.fleet.desired import worker_names
 from cluster.fleet.first_start import OnProgress, first_start
-from cluster.fleet.follower import Follower
+from cluster.fleet.follower import Follower, keep_reporting
 from cluster.fleet.spec import served_model
 from cluster.loading import Loading
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
@@ -105,7 +105,7 @@ class _Deployment:
         self._loading = loading
         self._fleet: ControllerHandle | None = None
         self._gateway: Gateway | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_progress: OnProgress) -> Service:
         """Opens the door once the workers serve and the tokenizer is there."""
@@ -132,7 +132,11 @@ class _Deployment:
         follower = Follower(fleet, gateway)
         endpoints = await follower.catch_up(0.0)
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
-        self._following = asyncio.create_task(follower.run(), name="follow the fleet")
+        self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
+        scaling = self._config.autoscaling
+        if scaling.mode != "off":
+            reporting = keep_reporting(fleet, gateway.report, scaling.interval_s)
+            self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -141,15 +145,15 @@ class _Deployment:
             grace_s = self._config.cluster.drain_timeout_s
             if not await unless(hurry, self._gateway.stop(grace_s)):
                 await self._gateway.stop(0.0)
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._fleet is not None:
             await self._end(self._fleet, hurry)
 
     async def _end(self, fleet: ControllerHandle, hurry: asyncio.Event) -> None:
         try:
-            if self._following is None or not await unless(hurry, fleet.shutdown(may_drain=True)):
+            if not self._tasks or not await unless(hurry, fleet.shutdown(may_drain=True)):
                 # A controller that never answered may have no process yet, and take minutes to get one.
                 async with asyncio.timeout(None if fleet.has_answered else _ABSENT_TIMEOUT_S):
                     await fleet.shutdown(may_drain=False)

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import ClusterError
-from baton.fleet import FleetView
+from baton.fleet import FleetView, GatewayReport
 from baton.worker import WorkerEndpoint
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,22 @@ class Registry(Protocol):
     def add_worker(self, endpoint: WorkerEndpoint) -> None: ...
 
     def remove_worker(self, name: str, reason: str) -> None: ...
+
+
+class ReportSink(Protocol):
+    """A controller, or a handle to one."""
+
+    async def report(self, report: GatewayReport) -> None: ...
+
+
+async def keep_reporting(sink: ReportSink, report: Callable[[], GatewayReport], interval_s: float) -> None:
+    """Tells what a gateway saw, at a fixed pace, until it is cancelled. A report that nobody takes is dropped."""
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await sink.report(report())
+        except ClusterError as error:
+            logger.debug("nobody takes a report: %s", error)
 
 
 class Follower:

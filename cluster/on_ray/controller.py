@@ -5,6 +5,7 @@ Its desired state lies in Ray's own key-value store, and its workers are actors 
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from baton.worker import WorkerRole
 from cluster.fleet.controller import Controller, StartReport
 from cluster.fleet.desired import differences
 from cluster.fleet.follower import POLL_S
-from cluster.on_ray.calls import answer, as_actor
+from cluster.on_ray.calls import answer, as_actor, kill_process
 from cluster.on_ray.launcher import RayLauncher
 from cluster.on_ray.lives import give_room_back, parse_title
 
@@ -74,6 +75,9 @@ class ControllerActor:
         if keys != self._keys:
             found.append("its cluster secret is another one")
         return found
+
+    async def process(self) -> tuple[int, str]:
+        return os.getpid(), ray.get_runtime_context().get_node_id()
 
     async def is_followed(self, within_s: float) -> bool:
         return await self._controller.is_followed(within_s)
@@ -159,13 +163,26 @@ class ControllerHandle:
         leave_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
         self._order_s = 2 * leave_s
         self._renew_s = self._order_s + 2 * cluster.start_timeout_s
+        self._unresponsive_s = cluster.unresponsive_timeout_s
+        self._process: tuple[int, str] | None = None
+        """The controller's process and node, in the life that answered last."""
         self.has_answered = False
         """Before its first answer, it may not even have a process."""
 
     async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        view: FleetView = await self._call(
-            timeout_s, self._actor.next_view, controller_incarnation, version, timeout_s
-        )
+        """A controller whose process hangs, as one that was stopped by a signal, is killed here: Ray restarts it."""
+        patience_s = timeout_s + self._unresponsive_s
+        try:
+            async with asyncio.timeout(patience_s):
+                view: FleetView = await self._call(
+                    timeout_s, self._actor.next_view, controller_incarnation, version, timeout_s
+                )
+        except TimeoutError:
+            if self._process is not None:
+                await kill_process(*self._process)
+            raise ClusterError(f"the fleet's controller did not answer for {patience_s:g} s") from None
+        if self._process is None or view.controller_incarnation != controller_incarnation:
+            self._process = await self._call(0.0, self._actor.process)
         return view
 
     async def next_start(self, version: int, timeout_s: float) -> StartReport:

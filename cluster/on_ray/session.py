@@ -55,6 +55,8 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     is joined by its address Ray would not look for a token by itself.
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would print each lost worker and each repeated call to a driver's stdout, which is ours for JSON.
+    environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"

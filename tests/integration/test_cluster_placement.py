@@ -69,7 +69,7 @@ def config(tmp_path: Path) -> Path:
     sections = {
         "model": {"path": str(model), "load_format": "dummy", "dtype": "float32"},
         "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
-        "cluster": {"start_timeout_s": 60.0},
+        "cluster": {"start_timeout_s": 180.0},
     }
     path.write_text(json.dumps(sections))
     return path
@@ -90,7 +90,7 @@ def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) 
 
 
 def test_a_fleet_that_lost_its_command_is_taken_over_or_ends(config: Path, short_tmp: Path) -> None:
-    config.write_text(config.read_text().replace("60.0", '60.0, "orphan_timeout_s": 20.0, "name": "blue"'))
+    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 20.0, "name": "blue"'))
     with foreign_ray(2, short_tmp) as address:
         arguments = (str(config), "--ray-address", address)
         with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
@@ -116,7 +116,7 @@ def test_a_fleet_that_lost_its_command_is_taken_over_or_ends(config: Path, short
 
 
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, short_tmp: Path) -> None:
-    text = config.read_text().replace("60.0", "2.0")
+    text = config.read_text().replace("180.0", "2.0")
     config.write_text(text)
     with (
         foreign_ray(1, short_tmp) as address,

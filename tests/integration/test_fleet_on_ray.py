@@ -96,7 +96,20 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     until_whole(target, not_among=frozenset({after["w1"]["incarnation"]}))
 
 
-def test_a_stopped_process_is_killed_and_replaced(target: str) -> None:
+def test_a_stopped_controller_is_killed_and_restarted(serve: ServeProcess, target: str) -> None:
+    before = until_whole(target)
+    former = controller_of(serve)
+    former.suspend()
+    ask(target)
+    former.wait(HEALING_TIMEOUT_S)
+    assert "there is no worker 'w9'" in baton("drain", "--target", target, "w9").stderr
+    after = until_whole(target)
+    assert {worker["incarnation"] for worker in after.values()} == {
+        worker["incarnation"] for worker in before.values()
+    }
+
+
+def test_a_stopped_worker_is_killed_and_replaced(target: str) -> None:
     stopped = until_whole(target)["w2"]
     process = psutil.Process(stopped["pid"])
     process.suspend()
