@@ -170,15 +170,16 @@ async def gateway_with(
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
     fleet_control: FleetControl | None = None,
+    network: NetworkConfig = NETWORK,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 0.5, **config})  # type: ignore[arg-type]
+    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
-        NETWORK,
+        network,
         KEYS.request,
         load_failure_policy,
         model,
