@@ -159,7 +159,8 @@ class _Deployment:
                     await fleet.shutdown(may_drain=False)
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)
-            fleet.kill()
+        finally:
+            fleet.end()
 
 
 def _resolve_model(config: BatonConfig, screen: Screen) -> Path:

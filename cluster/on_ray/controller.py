@@ -4,6 +4,7 @@ Its desired state lies in Ray's own key-value store, and its workers are actors 
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -159,6 +160,7 @@ class ControllerHandle:
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._actor = actor
+        self._store = RayStore(config.cluster.name)
         cluster = config.cluster
         leave_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
         self._order_s = 2 * leave_s
@@ -215,15 +217,14 @@ class ControllerHandle:
             index += 1
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends the fleet, and then the controller."""
-        try:
-            await self._call(self._order_s, self._actor.shutdown, may_drain)
-        finally:
-            self.kill()
+        """Ends the workers. `end` does the rest."""
+        await self._call(self._order_s, self._actor.shutdown, may_drain)
 
-    def kill(self) -> None:
-        """Ends the controller alone, for good."""
+    def end(self) -> None:
+        """Ends the controller, and whatever it has left, by force."""
         ray.kill(self._actor)
+        _remove_lives()
+        self._store.clear()
 
     async def differences(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> list[str]:
         found: list[str] = await self._call(0.0, self._actor.differences, config, keys, model_path)
@@ -248,9 +249,7 @@ class ControllerHandle:
 
 def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> ControllerHandle:
     """A new fleet in this driver's namespace, whose controller begins to start the workers."""
-    for title in [title for title in ray.util.list_named_actors() if parse_title(title)]:
-        ray.kill(ray.get_actor(title))  # of a fleet that was left without a controller
-        give_room_back(title)
+    _remove_lives()  # of a fleet that was left without a controller
     RayStore(config.cluster.name).clear()
     actor = as_actor(
         ControllerActor,
@@ -283,6 +282,14 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
             f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name"
         )
     return handle
+
+
+def _remove_lives() -> None:
+    """Of the fleet in whose namespace we are, and which has no controller."""
+    for title in [title for title in ray.util.list_named_actors() if parse_title(title)]:
+        with contextlib.suppress(ValueError):  # it has just ended by itself
+            ray.kill(ray.get_actor(title))
+        give_room_back(title)
 
 
 def _near_head() -> NodeAffinitySchedulingStrategy | None:
