@@ -216,6 +216,14 @@ class Scheduler:
         """What changed in the prefix cache since the last call. Nobody has to: what is not taken is bounded."""
         return self._kv.take_events()
 
+    def begin_kv_events(self) -> list[KVEvent]:
+        """An account of the prefix cache for a reader who knows nothing, from which `take_kv_events` goes on."""
+        return self._kv.begin_events()
+
+    def ignore_kv_events(self) -> None:
+        """Nobody will take events: none is kept until `begin_kv_events`."""
+        self._kv.ignore_events()
+
     def kv_block_counts(self) -> KVBlockCounts:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)
 

@@ -21,6 +21,7 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
+from engine.kv_events import KVChange
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.fleet_control import FleetControl
@@ -62,6 +63,13 @@ class ScriptedWorker:
 
     def abort_client(self, client_id: str) -> None:
         self.heard.put(f"client {client_id}")
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        """It has no prefix cache: its account is empty, and nothing follows."""
+        self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(f"failure {error}")
 
     def say(self, request: EngineRequest, outputs: list[RequestOutput]) -> None:
         if outputs:
