@@ -132,6 +132,7 @@ class EngineCore:
                 cache_salt=request.cache_salt,
                 kv_transfer=request.kv_transfer,
                 output_token_ids=request.output_token_ids,
+                on_preemption=request.on_preemption,
             )
         )
         if request.sampling_params.structured_output is not None:
