@@ -6,27 +6,16 @@ environment. An unknown key, a wrong type or a value that cannot work is a Confi
 
 import ipaddress
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from baton.addresses import WILDCARDS
+from baton.autoscaling_config import AutoscalingConfig
+from baton.config_section import Section, describe
 from baton.errors import ConfigError
 from baton.worker import WorkerRole
-
-
-class Section(BaseModel):
-    """A frozen group of keys; unknown ones are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    def with_values(self, source: str, **values: object) -> Self:
-        """A copy with other values, as strictly validated as the original; ConfigError calls it `source`."""
-        try:
-            return self.model_validate({**self.model_dump(exclude_unset=True), **values})
-        except ValidationError as error:
-            raise ConfigError(_describe(error, source)) from None
 
 
 class ModelConfig(Section):
@@ -180,7 +169,12 @@ class GatewayConfig(Section):
     routing_mode: Literal["disaggregated", "local"] = "disaggregated"
     """What a request gets that does not ask for a mode of its own."""
     max_in_flight: int = Field(256, ge=1)
-    """Requests accepted at once; one more is refused with a retry hint."""
+    """Requests that are with workers at once; one more waits."""
+    max_queued: int = Field(1024, ge=0)
+    """Requests that wait at once, because no worker has room, or there is none at present; one more is refused with a
+    retry hint. Requests that ran already, and lost their worker, wait beside these."""
+    placement_timeout_s: float = Field(30.0, gt=0.0)
+    """A request that has found no worker for so long is refused."""
     max_message_mib: int = Field(16, ge=1)
 
 
@@ -203,6 +197,9 @@ class NetworkConfig(Section):
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
+    reconnect_grace_s: float = Field(0.5, gt=0.0)
+    """A worker whose connection ended, as it does at once when its process is killed, and that could not be connected to
+    again for so long counts as dead, too."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod
@@ -233,6 +230,9 @@ class NetworkConfig(Section):
 class ClusterConfig(Section):
     """The fleet and where Ray finds it."""
 
+    name: str = Field("baton", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Of the fleet: two fleets on one Ray cluster need two names, and `baton serve` with the name of a fleet that was
+    left alone there takes it over."""
     prefill: int = Field(1, ge=0)
     """Prefill workers; with 0, decode workers compute every prompt themselves."""
     decode: int = Field(1, ge=1)
@@ -245,9 +245,34 @@ class ClusterConfig(Section):
     """`local` starts a private Ray for this command; anything else joins that cluster."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
     """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
+    prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
+    """Ray's custom resources that a worker started as a prefill worker asks of its node, e.g. `{prefill: 1}`."""
+    decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
+    """Likewise of decode workers."""
+    prefill_labels: dict[str, str] = Field(default_factory=dict)
+    """Ray's labels that the node of a worker started as a prefill worker must have, e.g. `{role: prefill}`; a value may
+    be a condition, as `!x` or `in(x,y)`."""
+    decode_labels: dict[str, str] = Field(default_factory=dict)
+    """Likewise of decode workers."""
     start_timeout_s: float = Field(300.0, gt=0.0)
+    """What a worker gets to load its model in, and the whole fleet when it starts for the first time."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
-    """What running requests get to finish in when the cluster stops."""
+    """What running requests get to end by themselves when their worker is drained or changes its role, or the cluster
+    stops. Where there is another worker, what is left then goes on there."""
+    unresponsive_timeout_s: float = Field(10.0, gt=0.0)
+    """A worker whose process does not answer for so long is killed and replaced."""
+    stable_after_s: float = Field(10.0, gt=0.0)
+    """A worker that served for so long before it died is replaced at once, whatever was before."""
+    restart_delay_s: float = Field(1.0, gt=0.0)
+    """What a worker waits for before it is started again, the second time that it dies early; twice as long each time
+    after."""
+    restart_delay_max_s: float = Field(30.0, gt=0.0)
+    """The longest of these waits, and that of a worker in a crash loop."""
+    crash_loop_deaths: int = Field(5, ge=2)
+    """Early deaths within `crash_loop_window_s` that are called a crash loop."""
+    crash_loop_window_s: float = Field(120.0, gt=0.0)
+    orphan_timeout_s: float = Field(60.0, gt=0.0)
+    """On a cluster that was joined: a fleet that no gateway has asked about for so long ends itself."""
 
 
 class BatonConfig(Section):
@@ -260,6 +285,7 @@ class BatonConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     network: NetworkConfig = NetworkConfig()
     cluster: ClusterConfig = ClusterConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -269,7 +295,23 @@ class BatonConfig(Section):
                 f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}: one of "
                 "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
             )
+        if self.autoscaling.mode != "off":
+            self._check_bounds()
         return self
+
+    def _check_bounds(self) -> None:
+        for role in WorkerRole:
+            (low, high), start = self.worker_bounds(role), getattr(self.cluster, role.value)
+            if not low <= start <= high:
+                raise ValueError(
+                    f"cluster.{role.value} ({start}) must be between autoscaling.min_{role.value} ({low}) and "
+                    f"autoscaling.max_{role.value} ({high})"
+                )
+        if all(low == high for low, high in map(self.worker_bounds, WorkerRole)):
+            raise ValueError(
+                f"autoscaling.mode '{self.autoscaling.mode}' may change nothing: give it room with "
+                "autoscaling.max_decode, or another bound"
+            )
 
     def num_ranks(self, role: WorkerRole) -> int:
         """Tensor-parallel ranks of a worker that is started in this role."""
@@ -279,13 +321,19 @@ class BatonConfig(Section):
         )
         return own or self.engine.tensor_parallel
 
+    def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
+        """How few and how many workers of this role autoscaling may leave."""
+        start, bounds = getattr(self.cluster, role.value), self.autoscaling
+        low, high = getattr(bounds, f"min_{role.value}"), getattr(bounds, f"max_{role.value}")
+        return start if low is None else low, start if high is None else high
+
     @classmethod
     def from_mapping(cls, values: dict[str, Any], source: str = "configuration") -> Self:
         """Validates a nested mapping; ConfigError lists every offending key with its value."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(_describe(error, source)) from None
+            raise ConfigError(describe(error, source)) from None
 
     @classmethod
     def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
@@ -324,16 +372,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _describe(error: ValidationError, source: str) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ": ".join(filter(None, [source, ".".join(str(part) for part in problem["loc"])]))
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key")
-        elif problem["type"] == "value_error":
-            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-        else:
-            lines.append(f"{where}: got {problem['input']!r}; {problem['msg']}")
-    return "\n".join(lines)

@@ -8,7 +8,7 @@ nor the environment, nor what is said on a plane.
 import hashlib
 import logging
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -33,6 +33,8 @@ FAILED_HANDSHAKES: int = (
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27 gives the name; there is one in each zmq.Context
 _ZAP_VERSION = b"1.0"
 
+_PREFIX_KEY_WITHOUT_SECRET = b"baton: a cluster without secret"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlaneKeys:
@@ -50,6 +52,9 @@ class ClusterKeys:
 
     request: PlaneKeys | None
     kv: PlaneKeys | None
+    prefix: bytes = field(repr=False)
+    """Keys the hashes of KV blocks, so that workers and gateways of one cluster call a prefix the same, and nobody
+    outside can tell what one stands for."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,13 +77,17 @@ class ClusterSecret:
 def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
     """The same keys for the same secret, in every process; no keys for no secret."""
     if secret is None:
-        return ClusterKeys(request=None, kv=None)
+        return ClusterKeys(request=None, kv=None, prefix=_PREFIX_KEY_WITHOUT_SECRET)
     if not zmq.has("curve"):
         raise ConfigError(
             f"network.security: got 'curve', which libzmq {zmq.zmq_version()} was built without; install pyzmq "
             "from its wheel, or use 'none' on loopback"
         )
-    return ClusterKeys(request=_plane_keys(secret, "request"), kv=_plane_keys(secret, "kv"))
+    return ClusterKeys(
+        request=_plane_keys(secret, "request"),
+        kv=_plane_keys(secret, "kv"),
+        prefix=_derive(secret, "prefix"),
+    )
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
@@ -173,11 +182,15 @@ def _plane_keys(secret: ClusterSecret, plane: str) -> PlaneKeys:
 
 
 def _secret_key(secret: ClusterSecret, purpose: str) -> bytes:
-    """32 bytes of keyed BLAKE2b; any 32 bytes are a Curve25519 secret key (RFC 7748, section 5)."""
+    """As Z85 text; any 32 bytes are a Curve25519 secret key (RFC 7748, section 5)."""
+    return z85.encode(_derive(secret, purpose))
+
+
+def _derive(secret: ClusterSecret, purpose: str) -> bytes:
+    """32 bytes of keyed BLAKE2b, others for every purpose."""
     text = secret.text.encode("utf-8", "surrogateescape")  # the environment may hold any bytes
     key = hashlib.blake2b(text, person=b"baton-secret").digest()
-    digest = hashlib.blake2b(purpose.encode(), key=key, digest_size=32, person=b"baton-curve-1").digest()
-    return z85.encode(digest)
+    return hashlib.blake2b(purpose.encode(), key=key, digest_size=32, person=b"baton-curve-1").digest()
 
 
 def _make_room_for_overhead(socket: "zmq.Socket[Any]") -> None:

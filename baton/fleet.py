@@ -78,6 +78,8 @@ class FleetView:
     controller_incarnation: str
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
+    deaths: tuple[tuple[str, str], ...] = ()
+    """Incarnations that ended unasked not long ago, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

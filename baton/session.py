@@ -19,7 +19,7 @@ hears of another session, or misses outputs, waits no longer for anything that t
 from dataclasses import dataclass
 
 from baton.errors import WireError
-from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages import AbortRequests, Heartbeat, Hello, Order, SubmitRequest, SubscribeKVEvents
 from baton.request import EngineRequest
 from baton.worker import WorkerStatus
 
@@ -33,6 +33,11 @@ class GatewaySession:
         self._num_orders = 0
         self._num_outputs = 0
 
+    @property
+    def number(self) -> int | None:
+        """None while the worker has opened none."""
+        return self._number
+
     def hello(self) -> Hello:
         return Hello(self._incarnation, self._number, self._num_orders)
 
@@ -41,6 +46,9 @@ class GatewaySession:
 
     def abort(self, request_ids: tuple[str, ...]) -> AbortRequests:
         return AbortRequests(request_ids, self._number)
+
+    def subscribe_kv_events(self) -> SubscribeKVEvents:
+        return SubscribeKVEvents(self._number)
 
     def count_order(self) -> None:
         """One of these is about to be sent. Even if it then cannot be, the worker should have had it."""
@@ -67,6 +75,8 @@ class _Session:
     heard_at: float
     num_orders: int = 0
     num_outputs: int = 0
+    next_kv_number: int | None = None
+    """Of its next KVEvents; None before the first account."""
 
 
 class WorkerSessions:
@@ -90,7 +100,7 @@ class WorkerSessions:
         session.heard_at = now
         return reason
 
-    def take(self, peer: bytes, order: SubmitRequest | AbortRequests) -> None:
+    def take(self, peer: bytes, order: Order) -> None:
         """Counts an order; WireError if it belongs to no session, or to one that is over."""
         session = self._sessions.get(peer)
         if session is None:
@@ -106,6 +116,15 @@ class WorkerSessions:
             return False
         session.num_outputs += 1
         return True
+
+    def number_kv_events(self, peer: bytes, is_anew: bool) -> int | None:
+        """Of the message that follows; None if it is to go nowhere, since no account went before it."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return None
+        number = 0 if is_anew else session.next_kv_number
+        session.next_kv_number = None if number is None else number + 1
+        return number
 
     def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
         """For anybody, in a session or not."""

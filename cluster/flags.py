@@ -18,6 +18,8 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--prefill": ("cluster", "prefill"),
     "--decode": ("cluster", "decode"),
     "--ray-address": ("cluster", "ray_address"),
+    "--address": ("cluster", "ray_address"),  # as Ray's own commands call it
+    "--name": ("cluster", "name"),
     "--device": ("engine", "device"),
     "--tensor-parallel": ("engine", "tensor_parallel"),
     "--prefill-tensor-parallel": ("cluster", "prefill_tensor_parallel"),
@@ -32,6 +34,9 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--max-model-len": ("scheduler", "max_model_len"),
     "--block-size": ("scheduler", "block_size"),
     "--num-blocks": ("scheduler", "num_blocks"),
+    "--autoscaling": ("autoscaling", "mode"),
+    "--max-prefill": ("autoscaling", "max_prefill"),
+    "--max-decode": ("autoscaling", "max_decode"),
     "--secret-file": ("network", "secret_file"),
     "--host": ("gateway", "host"),
     "--grpc-port": ("gateway", "grpc_port"),

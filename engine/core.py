@@ -15,10 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
-from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
+from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerLoad
 from engine.grammar import GrammarCompiler
+from engine.load import LoadMeter
 from engine.pipeline import DeviceLostError, Pipeline
 from engine.stages import StageTimer
 from engine.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
@@ -53,12 +56,17 @@ class ConnectorWorker(Protocol):
 
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
+    def shutdown(self) -> None:
+        """Ends every hand-over, so that peers take them for lost soon; may be repeated."""
+        ...
+
 
 @dataclass(slots=True)
 class StepUnderWay:
     """A plan whose output is not known yet."""
 
     plan: SchedulerOutput
+    submitted_at: float
     lost: set[str] = field(default_factory=set)
     """Requests that were preempted since: the blocks that it fills for them belong to others."""
 
@@ -86,6 +94,8 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
+        self._meter = LoadMeter()
+        scheduler.ignore_kv_events()
         self.may_progress = False
         """Whether another step right now could do more; if not, only news from outside can change that."""
 
@@ -108,6 +118,8 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
+        self._check_vocabulary("prompt", request.prompt_token_ids)
+        self._check_vocabulary("output_token_ids", request.output_token_ids)
         self._scheduler.add_request(
             Request(
                 request.request_id,
@@ -119,6 +131,8 @@ class EngineCore:
                 client_id=client_id,
                 cache_salt=request.cache_salt,
                 kv_transfer=request.kv_transfer,
+                output_token_ids=request.output_token_ids,
+                on_preemption=request.on_preemption,
             )
         )
         if request.sampling_params.structured_output is not None:
@@ -135,11 +149,44 @@ class EngineCore:
         self._grammars.keep_only(self._scheduler.wanted_grammars())
         return outputs
 
+    def give_back_requests(
+        self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
+    ) -> ClientOutputs:
+        """Ends these requests (None: all) with ErrorKind.GIVEN_BACK, in whatever state they are: they go on elsewhere.
+
+        Nothing is told of them after that. What a step under way samples for them, others will sample again.
+        """
+        request_ids = self._scheduler.request_ids if request_ids is None else request_ids
+        return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
+
+    def begin_kv_events(self) -> list[KVEvent]:
+        """See Scheduler; until then events cost nothing."""
+        return self._scheduler.begin_kv_events()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Since the account, or the last call. There may be one reader."""
+        return self._scheduler.take_kv_events()
+
+    def ignore_kv_events(self) -> None:
+        self._scheduler.ignore_kv_events()
+
     def request_counts(self) -> RequestCounts:
         return self._scheduler.request_counts()
 
     def kv_block_counts(self) -> KVBlockCounts:
         return self._scheduler.kv_block_counts()
+
+    def load(self) -> tuple[WorkerLoad, float | None]:
+        """How busy it is, and since when the request waits that has waited longest, on the engine's clock. Looks at
+        every request, so not for each step."""
+        waiting, now = self._scheduler.waiting_load(), self._clock.now()
+        load = WorkerLoad(
+            num_queued_prompt_tokens=waiting.num_prompt_tokens,
+            oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+        )
+        return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
@@ -148,11 +195,20 @@ class EngineCore:
         return {**ours, **theirs}
 
     def close(self) -> None:
-        """Ends after the step under way, whose output nobody hears of any more."""
+        """Ends after the step under way, whose output nobody hears of any more, and with it all hand-overs: whoever
+        waits for one need not find out by its deadline."""
         self._pipeline.close()
+        self._connector.shutdown()
         self._grammars.close()
         if self._trace is not None:
             self._trace.close()
+
+    def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """The model has no embedding for others: the step would fail, and everybody's request with it."""
+        vocab_size = self._grammars.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(name, f"token ids are 0 to {vocab_size - 1}, got {wrong}")
 
     def _take_news(self, outputs: ClientOutputs) -> None:
         """What happened outside since the last step: transfers that ended, grammars that were compiled."""
@@ -171,7 +227,7 @@ class EngineCore:
             step.lost |= plan.preempted_req_ids
         if not self._under_way:
             self._connector.start_load_kv(plan.kv_connector_metadata)
-        self._under_way.append(StepUnderWay(plan))
+        self._under_way.append(StepUnderWay(plan, self._clock.now()))
         self._pipeline.submit(plan)
 
     def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
@@ -180,6 +236,7 @@ class EngineCore:
         step = self._under_way.popleft()
         if result.output is None:
             return self._fail(step.plan, result.error)
+        self._measure(step)
         self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
         if self._under_way:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
@@ -187,6 +244,12 @@ class EngineCore:
             self._num_failed_steps = 0
         news = self._scheduler.update_from_output(step.plan, result.output)
         return self._traced(step.plan, result.output, news)
+
+    def _measure(self, step: StepUnderWay) -> None:
+        counts = step.plan.num_scheduled_tokens
+        is_decoding = step.plan.total_num_scheduled_tokens == len(counts)
+        num_prompt_tokens = 0 if is_decoding else sum(count for count in counts.values() if count > 1)
+        self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
 
     def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""

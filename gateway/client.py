@@ -8,11 +8,13 @@ from typing import Any, Literal, Self
 import grpc
 import grpc.aio
 
+from baton.fleet import RolloutStep
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import generation_service_pb2_grpc as generation_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
+from baton.worker import WorkerRole
 
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,
@@ -28,6 +30,7 @@ class GatewayError(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,11 @@ class GatewayClient:
     """An async context manager around one channel to HOST:PORT."""
 
     def __init__(self, target: str, max_message_mib: int = 16) -> None:
-        options = [("grpc.max_receive_message_length", max_message_mib * 2**20)]
+        options = [
+            ("grpc.max_receive_message_length", max_message_mib * 2**20),
+            # Or a gateway that was restarted after a while is not found again for up to two minutes.
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+        ]
         self._target = target
         self._channel = grpc.aio.insecure_channel(target, options)
         self._generation = generation_grpc.GenerationServiceStub(self._channel)
@@ -120,15 +127,40 @@ class GatewayClient:
         return _as_dict(response)
 
     async def describe(self) -> dict[str, Any]:
-        """The fields of DescribeClusterResponse: model, model_path, workers, gateway."""
+        """The fields of DescribeClusterResponse: model, model_path, workers, gateway, nodes, controller."""
         try:
             response = await self._cluster.DescribeCluster(cluster_pb.DescribeClusterRequest())
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return _as_dict(response)
 
+    async def drain(self, worker: str) -> None:
+        """Returns once the worker has given away what it had, and is gone for good."""
+        try:
+            await self._cluster.DrainWorker(cluster_pb.DrainWorkerRequest(worker=worker))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def set_role(self, worker: str, role: WorkerRole) -> None:
+        """Returns once the worker serves in its new role; GatewayError if it goes on in its old one."""
+        try:
+            await self._cluster.SetWorkerRole(cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def rollout(self) -> AsyncIterator[RolloutStep]:
+        """Restarts every worker, one after the other; yields as each new life serves."""
+        call = self._cluster.RolloutFleet(cluster_pb.RolloutFleetRequest())
+        try:
+            async for step in call:
+                yield RolloutStep(step.worker, step.incarnation, step.done, step.count)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
     def _error(self, error: grpc.aio.AioRpcError) -> GatewayError:
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or ""):
             return GatewayError(
                 "UNAVAILABLE", f"no gateway answers at {self._target}; is `baton serve` running?"
             )
@@ -150,8 +182,13 @@ def _completion(finish: generation_pb.Finish) -> Completion:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """A message's fields by name, defaults included, messages as dicts and repeated ones as lists."""
-    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    """A message's fields by name, messages as dicts and repeated ones as lists; None for those that may be absent."""
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _value(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _value(field: Any, value: Any) -> Any:

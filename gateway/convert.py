@@ -1,20 +1,16 @@
-"""Protobuf <-> our own values: the only module that sees both."""
+"""Protobuf <-> our own values, for requests; `fleet_messages` does so for the fleet. No other module sees both."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
-from baton.worker import KVPeerCounts
 from gateway.client_request import Delta, Finish, SeenTransfer
 from gateway.routing.placement import Mode
 from gateway.text import ChatMessage
-from gateway.worker_client import WorkerClient
 
 Prompt = str | tuple[int, ...] | list[ChatMessage]
 
@@ -126,63 +122,6 @@ def delta_to_response(request_id: str, delta: Delta) -> generation_pb.GenerateRe
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
         finish=_finish_to_message(delta.finish) if delta.finish else None,
     )
-
-
-def worker_to_message(client: WorkerClient) -> cluster_pb.Worker:
-    """A worker as of its last heartbeat; before the first, `starting` and without numbers."""
-    endpoint, status = client.endpoint, client.status
-    message = cluster_pb.Worker(
-        name=endpoint.ref.name,
-        role=endpoint.role.value,
-        state="starting",
-        incarnation=endpoint.ref.incarnation,
-        node=endpoint.node,
-        pid=endpoint.pid,
-    )
-    if status is not None:
-        blocks, requests = status.kv_blocks, status.requests
-        message.role = status.role.value
-        message.state = "dead" if client.is_silent else status.state.value
-        message.kv_blocks.CopyFrom(
-            cluster_pb.KVBlocks(
-                total=blocks.total,
-                free=blocks.free,
-                quarantined=blocks.quarantined,
-                leased=blocks.leased,
-                host_total=blocks.host_total,
-                host_used=blocks.host_used,
-            )
-        )
-        message.requests.CopyFrom(
-            cluster_pb.Requests(
-                running=requests.running,
-                waiting=requests.waiting,
-                waiting_for_remote_kvs=requests.waiting_for_remote_kvs,
-            )
-        )
-        message.counters.update(status.counters)
-        message.kv_peers.extend(map(_kv_peer_to_message, status.kv_peers))
-    return message
-
-
-def _kv_peer_to_message(counts: KVPeerCounts) -> cluster_pb.KVPeer:
-    return cluster_pb.KVPeer(
-        role=counts.role.value,
-        peer=counts.peer,
-        transport=counts.transport,
-        done=counts.done,
-        failed=counts.failed,
-        not_needed=counts.not_needed,
-        bytes=counts.num_bytes,
-        queued_s=counts.queued_s,
-        moving_s=counts.moving_s,
-        exposed_s=counts.exposed_s,
-    )
-
-
-def gateway_to_message(num_in_flight: int, paths: Mapping[str, int]) -> cluster_pb.Gateway:
-    # Nothing queues at the gateway: a request is with a worker, or refused.
-    return cluster_pb.Gateway(in_flight=num_in_flight, queued=0, paths=paths)
 
 
 def _finish_to_message(finish: Finish) -> generation_pb.Finish:

@@ -10,7 +10,7 @@ from baton.config import NetworkConfig
 from baton.curve import PlaneKeys
 from baton.errors import WorkerUnavailable
 from baton.worker import WorkerEndpoint
-from gateway.worker_client import REFUSED, WorkerClient, WorkerListener
+from gateway.worker_client import WorkerClient, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,14 @@ class Fleet:
     async def wait_for(self, name: str) -> None:
         """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown.
 
-        WorkerUnavailable if it refuses the connection: unlike silence, that does not pass.
+        WorkerUnavailable if it cannot be talked to at all: unlike silence, that does not pass.
         """
         if client := self.client(name):
             await client.first_sign.wait()
-            if client.is_refused:
-                raise WorkerUnavailable(f"worker {name} at {client.endpoint.request_address}: {REFUSED}")
+            if client.refusal is not None:
+                raise WorkerUnavailable(
+                    f"worker {name} at {client.endpoint.request_address}: {client.refusal}"
+                )
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())

@@ -12,7 +12,17 @@ from baton.addresses import connect
 from baton.config import NetworkConfig
 from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
-from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Heartbeat, Outputs, SubmitRequest
+from baton.messages import (
+    REQUEST_PLANE_VERSION,
+    TO_GATEWAY,
+    TO_WORKER,
+    Heartbeat,
+    KVEvents,
+    Order,
+    Outputs,
+    ToGateway,
+    foreign_version,
+)
 from baton.request import EngineRequest, RequestOutput
 from baton.session import GatewaySession
 from baton.wire import MAX_MESSAGE_BYTES
@@ -31,6 +41,10 @@ class WorkerListener(Protocol):
         ...
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
+
+    def kv_events(self, worker: str, events: KVEvents) -> None:
+        """What its prefix cache holds, or what changed in it; only if that was subscribed to."""
+        ...
 
     def lost(self, worker: str, reason: str) -> None:
         """What the worker had cannot be waited for. It may go on, and be heard again."""
@@ -54,21 +68,28 @@ class WorkerClient:
         """As of the last heartbeat; None before the first."""
         self.first_sign = asyncio.Event()
         """Set with the first heartbeat, or when there will be none."""
-        self.is_refused = False
-        """It ended our handshakes: one of us has another secret. Only a new life of either can heal that."""
+        self.refusal: str | None = None
+        """Why one of us refuses the other: another secret, another version. Only a new life of either can heal that."""
         self.num_bad_messages = 0
         self._network = network
         self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """Nothing was heard for `peer_timeout_s`: it gets no requests, until it is heard again."""
+        """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard again."""
+        self._is_connected = True
+        """Or never was: then only silence tells."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Ends the time that a broken connection has to come back."""
+        self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_client(self._socket, keys)
         # Before `connect`: some refusals come once and are not tried again by libzmq.
-        self._handshakes = self._socket.get_monitor_socket(FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connection = self._socket.get_monitor_socket(
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         connect(self._socket, endpoint.request_address)
 
     @property
@@ -80,15 +101,16 @@ class WorkerClient:
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
-        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_handshakes())]
+        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_connection())]
         try:
             return await self._listen()
         finally:
             for task in tasks:
                 task.cancel()
+            self._end_grace()
             self.first_sign.set()
             self._socket.disable_monitor()
-            self._handshakes.close()
+            self._connection.close()
             self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
@@ -97,27 +119,55 @@ class WorkerClient:
     async def abort(self, request_ids: tuple[str, ...]) -> None:
         await self._order(self._session.abort(request_ids))
 
+    async def subscribe_kv_events(self) -> None:
+        """Asks for an account of the worker's prefix cache and what changes in it from then on; to be repeated after a
+        gap in what came. A new session is subscribed by itself."""
+        self._wants_kv_events = True
+        if self._session.number is not None:
+            await self._order(self._session.subscribe_kv_events())
+
     async def _greet(self) -> None:
         while True:
             await self._send(TO_WORKER.encode(self._session.hello()))
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
-    async def _watch_handshakes(self) -> None:
+    async def _watch_connection(self) -> None:
         num_unexplained = 0
         while True:
-            match (await recv_monitor_message(self._handshakes))["event"]:
+            match (await recv_monitor_message(self._connection))["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     num_unexplained = 0
-                    self.is_refused = False
+                    self.refusal = None
+                    self._is_connected = True
+                    self._end_grace()
+                    continue
+                case zmq.EVENT_DISCONNECTED:
+                    self._begin_grace()
                     continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                     # The usual answer to a wrong secret is none, but a worker that dies in mid-handshake does it once.
                     num_unexplained += 1
                     if num_unexplained == 1:
                         continue
-            if not self.is_refused:
-                self.is_refused = True
-                self._fall_silent(REFUSED)
+            self._refuse(REFUSED)
+
+    def _begin_grace(self) -> None:
+        """libzmq connects anew by itself, ten times a second. A process that was killed does not answer."""
+        if self._grace is None:
+            grace_s = self._network.reconnect_grace_s
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._note_disconnection)
+
+    def _end_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _note_disconnection(self) -> None:
+        self._grace = None
+        self._is_connected = False
+        if not self.is_silent:
+            grace_s = self._network.reconnect_grace_s
+            self._fall_silent(f"its connection broke, and did not come back within {grace_s:g} s")
 
     async def _listen(self) -> str:
         while True:
@@ -125,19 +175,37 @@ class WorkerClient:
                 if not self.is_silent:
                     self._fall_silent(f"silent for {self._network.peer_timeout_s:g} s")
                 continue
-            frame = await self._socket.recv()
-            self.is_silent = False
-            try:
-                message = TO_GATEWAY.decode(frame)
-            except WireError as error:
+            match self._decode(await self._socket.recv()):
+                case Outputs(outputs):
+                    self._session.note_outputs()
+                    self._listener.outputs(self.name, outputs)
+                case KVEvents() as events:
+                    self._listener.kv_events(self.name, events)
+                case Heartbeat() as heartbeat:
+                    if reason := await self._take_heartbeat(heartbeat):
+                        return reason
+
+    def _decode(self, frame: bytes) -> ToGateway | None:
+        """None if it is no message, or one of another version."""
+        try:
+            message = TO_GATEWAY.decode(frame)
+        except WireError as error:
+            if (version := foreign_version(frame)) is not None:
+                self._refuse(
+                    f"it speaks version {version} of the request plane, this gateway {REQUEST_PLANE_VERSION}; let "
+                    "both run the same version of Baton"
+                )
+            else:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message of worker %s: %s", self.name, error)
-                continue
-            if isinstance(message, Outputs):
-                self._session.note_outputs()
-                self._listener.outputs(self.name, message.outputs)
-            elif reason := self._take_heartbeat(message):
-                return reason
+            return None
+        self.is_silent = not self._is_connected  # what it said before its connection broke is no sign of life
+        return message
+
+    def _refuse(self, reason: str) -> None:
+        if self.refusal is None:
+            self.refusal = reason
+            self._fall_silent(reason)
 
     def _fall_silent(self, reason: str) -> None:
         self.is_silent = True
@@ -154,21 +222,25 @@ class WorkerClient:
             return bool(await self._socket.poll(0))
         return True
 
-    def _take_heartbeat(self, message: Heartbeat) -> str | None:
+    async def _take_heartbeat(self, message: Heartbeat) -> str | None:
         """Why the worker is lost, if this heartbeat says so."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return "restarted"
+        former = self._session.number
         if loss := self._session.note_heartbeat(message):
             self._listener.lost(self.name, loss)
+        if self._wants_kv_events and self._session.number not in (former, None):
+            await self._order(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             reason = f"its engine is {message.status.state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
-        self._listener.heard(message.status)
+        if not self.is_silent:
+            self._listener.heard(message.status)
         return None
 
-    async def _order(self, order: SubmitRequest | AbortRequests) -> None:
+    async def _order(self, order: Order) -> None:
         frame = TO_WORKER.encode(order)
         self._session.count_order()
         await self._send(frame)

@@ -30,7 +30,10 @@ class TransferRequest(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def num_initial_tokens(self) -> int:
+        """What it came with, prompt and output: all of that is handed over."""
+        ...
+
     @property
     def kv_transfer(self) -> KVTransferParams | None: ...
     @property
@@ -42,6 +45,8 @@ class TransferRequest(Protocol):
     @property
     def is_failed(self) -> bool: ...
     @property
+    def is_given_back(self) -> bool: ...
+    @property
     def first_token(self) -> FirstToken | None: ...
 
 
@@ -49,7 +54,7 @@ class TransferRequest(Protocol):
 class Sending:
     """A producer's progress: blocks before `num_sent` were ordered out."""
 
-    num_prompt_tokens: int
+    num_tokens: int
     block_ids: list[int]
     num_sent: int = 0
 
@@ -72,7 +77,7 @@ class KVConnectorScheduler:
 
     def request_added(self, request: TransferRequest) -> None:
         """Both ends announce themselves as soon as they are queued, so that neither takes the other for lost."""
-        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+        request_id, num_tokens = request.request_id, request.num_initial_tokens
         assert request.kv_transfer is not None
         if request.is_producer:
             self._sending[request_id] = Sending(num_tokens, [])
@@ -94,12 +99,12 @@ class KVConnectorScheduler:
             return None, False
         if request.request_id not in self._waiting_to_load:
             return 0, False
-        return request.num_prompt_tokens - num_computed_tokens, True
+        return request.num_initial_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        first_index = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+        first_index = (request.num_initial_tokens - num_external_tokens) // self._block_size
         self._waiting_to_load.remove(request.request_id)
         self._loading.add(request.request_id)
         self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
@@ -147,13 +152,12 @@ class KVConnectorScheduler:
         del self._sending[request.request_id]
         self._computing.discard(request.request_id)
         if not request.is_handed_over:
-            reason = "the prefill failed" if request.is_failed else "the request ended on the prefill worker"
-            is_held = bool(block_ids)
-            self._orders.append(AbortSend(request.request_id, reason, not request.is_failed, is_held))
+            is_held, is_cancelled = bool(block_ids), not (request.is_failed or request.is_given_back)
+            self._orders.append(AbortSend(request.request_id, _why_aborted(request), is_cancelled, is_held))
             return is_held
         assert request.first_token is not None
-        num_full = request.num_prompt_tokens // self._block_size
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        num_full = request.num_initial_tokens // self._block_size
+        num_blocks = -(-request.num_initial_tokens // self._block_size)
         tail = block_ids[num_full:num_blocks]
         self._orders.append(FinishSend(request.request_id, num_blocks, tail, request.first_token))
         return True
@@ -196,9 +200,16 @@ class KVConnectorScheduler:
             sending.block_ids = []
         sending.block_ids += block_ids
         self._computing.add(request_id)
-        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_prompt_tokens)
+        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_tokens)
         first, num_full = sending.num_sent, num_known // self._block_size
         if num_full <= first:
             return None
         sending.num_sent = num_full
         return SendBlocks(request_id, first, tuple(sending.block_ids[first:num_full]))
+
+
+def _why_aborted(request: TransferRequest) -> str:
+    """A producer that hands nothing over, in the consumer's words."""
+    if request.is_given_back:
+        return "the prefill worker gave the request back"
+    return "the prefill failed" if request.is_failed else "the request ended on the prefill worker"

@@ -1,20 +1,7 @@
-"""Content hashes of full blocks, chained so that equal hashes mean equal prefixes; knows no pool.
+"""BlockHasher: keeps a request's block hashes up to date with its tokens; baton/block_hash.py says what they are."""
 
-    hash_i = blake2b(hash_{i-1} + tokens_i [+ salt, in block 0], key)
-
-The hash is cryptographic and keyed because a hit serves one request's KV cache to another: with a cheap or predictable
-hash (Python's own included) a client could build a prompt that collides with someone else's. 32 bytes
-put an accidental collision out of reach, so a hit needs no second look at the tokens.
-"""
-
-from array import array
-from hashlib import blake2b
-
+from baton.block_hash import extend_block_hashes
 from scheduler.request import Request
-
-DIGEST_BYTES = 32
-BYTES_PER_TOKEN = array("I").itemsize
-MAX_TOKEN_ID = 2 ** (8 * BYTES_PER_TOKEN) - 1
 
 
 class BlockHasher:
@@ -29,16 +16,6 @@ class BlockHasher:
 
     def extend(self, request: Request) -> None:
         """Hashes the blocks that became full since the last call; costs nothing when none did."""
-        hashes, tokens, size = request.block_hashes, request.all_token_ids, self._block_size
-        content = array("I", tokens[len(hashes) * size : len(tokens) // size * size]).tobytes()
-        parent = hashes[-1] if hashes else _root(request.cache_salt)
-        for start in range(0, len(content), BYTES_PER_TOKEN * size):
-            block = parent + content[start : start + BYTES_PER_TOKEN * size]
-            parent = blake2b(block, digest_size=DIGEST_BYTES, key=self._key).digest()
-            hashes.append(parent)
+        hashes, size = request.block_hashes, self._block_size
+        extend_block_hashes(hashes, request.all_token_ids, size, self._key, request.cache_salt)
         request.next_hash_at = (len(hashes) + 1) * size
-
-
-def _root(cache_salt: str | None) -> bytes:
-    """The parent of block 0. No salt and the empty salt differ; every block below inherits the difference."""
-    return b"" if cache_salt is None else b"salt:" + blake2b(cache_salt.encode()).digest()

@@ -45,12 +45,20 @@ class DescribeClusterResponse(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    CONTROLLER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_path: _builtins.str
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
     @_builtins.property
     def gateway(self) -> Global___Gateway: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """Every machine of the cluster, as the controller sees it; none while it is away."""
+
+    @_builtins.property
+    def controller(self) -> Global___Controller: ...
     def __init__(
         self,
         *,
@@ -58,18 +66,247 @@ class DescribeClusterResponse(_message.Message):
         model_path: _builtins.str = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
         gateway: Global___Gateway | None = ...,
+        nodes: _abc.Iterable[Global___Node] | None = ...,
+        controller: Global___Controller | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "gateway", b"gateway"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "model", b"model", "model_path", b"model_path", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "gateway", b"gateway", "model", b"model", "model_path", b"model_path", "nodes", b"nodes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeClusterResponse: _TypeAlias = DescribeClusterResponse  # noqa: Y015
 
 @_typing.final
+class DrainWorkerRequest(_message.Message):
+    """See DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    """See DrainWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleRequest(_message.Message):
+    """See SetWorkerRole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    role: _builtins.str
+    """`prefill` or `decode`."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        role: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleRequest: _TypeAlias = SetWorkerRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleResponse(_message.Message):
+    """See SetWorkerRole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleResponse: _TypeAlias = SetWorkerRoleResponse  # noqa: Y015
+
+@_typing.final
+class RolloutFleetRequest(_message.Message):
+    """See RolloutFleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutFleetRequest: _TypeAlias = RolloutFleetRequest  # noqa: Y015
+
+@_typing.final
+class RolloutFleetResponse(_message.Message):
+    """See RolloutFleet: this worker's new life serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    incarnation: _builtins.str
+    done: _builtins.int
+    """Workers that were restarted so far, this one among them, of how many."""
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        done: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "done", b"done", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutFleetResponse: _TypeAlias = RolloutFleetResponse  # noqa: Y015
+
+@_typing.final
+class Controller(_message.Message):
+    """Whoever starts and replaces workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """`answering`, `away`, or `none` if this gateway's workers are nobody's to restart."""
+    incarnation: _builtins.str
+    """Its own life; another one means that it was restarted and adopted the workers that it found."""
+    failure: _builtins.str
+    """While it is away: how that showed."""
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the autoscaler decided lately, a sentence each, oldest first; in a dry run, what it would do."""
+
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        failure: _builtins.str = ...,
+        decisions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "failure", b"failure", "incarnation", b"incarnation", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Controller: _TypeAlias = Controller  # noqa: Y015
+
+@_typing.final
+class Node(_message.Message):
+    """One machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ResourcesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    IS_ALIVE_FIELD_NUMBER: _builtins.int
+    IS_HEAD_FIELD_NUMBER: _builtins.int
+    RESOURCES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    address: _builtins.str
+    is_alive: _builtins.bool
+    is_head: _builtins.bool
+    """The machine that the cluster itself is run from."""
+    @_builtins.property
+    def resources(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What it has, such as `CPU`, `GPU` or `prefill`."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the workers placed there."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        is_alive: _builtins.bool = ...,
+        is_head: _builtins.bool = ...,
+        resources: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_head", b"is_head", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
 class Worker(_message.Message):
-    """One worker process."""
+    """One worker: a process, or the want of one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -103,14 +340,21 @@ class Worker(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     KV_PEERS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """`prefill` or `decode`."""
     state: _builtins.str
-    """`starting`, `ready`, `draining`, `stopped` or `dead`."""
+    """What it says of itself: `starting`, `ready` or `draining`; `dead` if it fell silent. Of one without a process, what
+    its controller says: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
+    """
     incarnation: _builtins.str
     node: _builtins.str
     pid: _builtins.int
+    failure: _builtins.str
+    """What ended its engine, if that ended by itself."""
     @_builtins.property
     def kv_blocks(self) -> Global___KVBlocks: ...
     @_builtins.property
@@ -121,6 +365,12 @@ class Worker(_message.Message):
 
     @_builtins.property
     def kv_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVPeer]: ...
+    @_builtins.property
+    def load(self) -> Global___Load: ...
+    @_builtins.property
+    def slot(self) -> Global___Slot:
+        """Absent for workers that nobody supervises, and while the controller is away."""
+
     def __init__(
         self,
         *,
@@ -134,14 +384,95 @@ class Worker(_message.Message):
         requests: Global___Requests | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         kv_peers: _abc.Iterable[Global___KVPeer] | None = ...,
+        load: Global___Load | None = ...,
+        failure: _builtins.str = ...,
+        slot: Global___Slot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_blocks", b"kv_blocks", "requests", b"requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_blocks", b"kv_blocks", "load", b"load", "requests", b"requests", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "failure", b"failure", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "load", b"load", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "slot", b"slot", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Slot(_message.Message):
+    """A worker that there is to be, in the eyes of the controller; outlives the processes that fill it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
+    NEXT_START_IN_S_FIELD_NUMBER: _builtins.int
+    state: _builtins.str
+    """`placing`, `starting`, `serving`, `draining`, `backing_off` or `crash_loop`."""
+    role: _builtins.str
+    """What it is to do; while it changes its role, what it is to become."""
+    node: _builtins.str
+    """Where it is placed; empty if nowhere."""
+    starts: _builtins.int
+    """Lives so far."""
+    last_failure: _builtins.str
+    """What ended the life before this one, if it did not end as asked."""
+    next_start_in_s: _builtins.float
+    """While it backs off."""
+    def __init__(
+        self,
+        *,
+        state: _builtins.str = ...,
+        role: _builtins.str = ...,
+        node: _builtins.str = ...,
+        starts: _builtins.int = ...,
+        last_failure: _builtins.str = ...,
+        next_start_in_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_start_in_s", b"_next_start_in_s", "next_start_in_s", b"next_start_in_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_start_in_s", b"_next_start_in_s", "last_failure", b"last_failure", "next_start_in_s", b"next_start_in_s", "node", b"node", "role", b"role", "starts", b"starts", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_start_in_s: _TypeAlias = _typing.Literal["next_start_in_s"]  # noqa: Y015
+    _WhichOneofArgType__next_start_in_s: _TypeAlias = _typing.Literal["_next_start_in_s", b"_next_start_in_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_start_in_s) -> _WhichOneofReturnType__next_start_in_s | None: ...
+
+Global___Slot: _TypeAlias = Slot  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """How busy a worker is, measured by itself over its last steps; a rate of 0 was not measured yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAITING_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_S_FIELD_NUMBER: _builtins.int
+    queued_prompt_tokens: _builtins.int
+    """Not computed yet, of requests that wait here for their prompt's computation or are in the midst of it."""
+    oldest_waiting_s: _builtins.float
+    """Since the arrival of the request that has waited longest for its first step."""
+    prefill_tokens_per_s: _builtins.float
+    """In steps that computed prompts."""
+    decode_step_s: _builtins.float
+    """Time of a step that only decoded."""
+    def __init__(
+        self,
+        *,
+        queued_prompt_tokens: _builtins.int = ...,
+        oldest_waiting_s: _builtins.float = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        decode_step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "oldest_waiting_s", b"oldest_waiting_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_prompt_tokens", b"queued_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class KVPeer(_message.Message):
@@ -289,14 +620,43 @@ class Gateway(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     PATHS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
+    """Requests that are with workers, and those that wait for one."""
     queued: _builtins.int
     @_builtins.property
     def paths(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Finished requests by the path they took: `disaggregated`, `local`, `fallback`."""
+
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Monotonic counts since the gateway's start. `received` = `finished` + `failed` + `rejected` + `aborted` + in_flight +
+        queued; `migrated_...`, requests that went on elsewhere, by what ended the attempt before; `finished_PATH: REASON`,
+        finished requests by why they took their path.
+        """
 
     def __init__(
         self,
@@ -304,10 +664,11 @@ class Gateway(_message.Message):
         in_flight: _builtins.int = ...,
         queued: _builtins.int = ...,
         paths: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "paths", b"paths", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "in_flight", b"in_flight", "paths", b"paths", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

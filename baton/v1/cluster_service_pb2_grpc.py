@@ -40,6 +40,21 @@ class ClusterServiceStub:
                 request_serializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/baton.v1.ClusterService/DrainWorker',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.SetWorkerRole = channel.unary_unary(
+                '/baton.v1.ClusterService/SetWorkerRole',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
+        self.RolloutFleet = channel.unary_stream(
+                '/baton.v1.ClusterService/RolloutFleet',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.RolloutFleetRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.RolloutFleetResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -53,6 +68,29 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
+        Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetWorkerRole(self, request, context):
+        """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
+        new one. FAILED_PRECONDITION says why it goes on in the old one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RolloutFleet(self, request, context):
+        """Restarts every worker, one after the other, and says so as each new life serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +98,21 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.DescribeCluster,
                     request_deserializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorkerRole,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'RolloutFleet': grpc.unary_stream_rpc_method_handler(
+                    servicer.RolloutFleet,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.RolloutFleetRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.RolloutFleetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +143,87 @@ class ClusterService:
             '/baton.v1.ClusterService/DescribeCluster',
             baton_dot_v1_dot_cluster__service__pb2.DescribeClusterRequest.SerializeToString,
             baton_dot_v1_dot_cluster__service__pb2.DescribeClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/DrainWorker',
+            baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/SetWorkerRole',
+            baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RolloutFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.ClusterService/RolloutFleet',
+            baton_dot_v1_dot_cluster__service__pb2.RolloutFleetRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.RolloutFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,16 @@ class ClusterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]
     """How everything stands, as of each worker's last heartbeat."""
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]
+    """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
+    Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """
+    SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]
+    """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
+    new one. FAILED_PRECONDITION says why it goes on in the old one.
+    """
+    RolloutFleet: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]
+    """Restarts every worker, one after the other, and says so as each new life serves."""
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
@@ -43,6 +53,16 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
     """How everything stands, as of each worker's last heartbeat."""
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
+    Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """
+    SetWorkerRole: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
+    """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
+    new one. FAILED_PRECONDITION says why it goes on in the old one.
+    """
+    RolloutFleet: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]  # type: ignore[assignment]
+    """Restarts every worker, one after the other, and says so as each new life serves."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     """The fleet behind a gateway, for operators."""
@@ -54,5 +74,33 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.DescribeClusterResponse, _abc.Awaitable[_cluster_service_pb2.DescribeClusterResponse]]:
         """How everything stands, as of each worker's last heartbeat."""
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _cluster_service_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_service_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_service_pb2.DrainWorkerResponse]]:
+        """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
+        Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """
+
+    @_abc_1.abstractmethod
+    def SetWorkerRole(
+        self,
+        request: _cluster_service_pb2.SetWorkerRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_service_pb2.SetWorkerRoleResponse, _abc.Awaitable[_cluster_service_pb2.SetWorkerRoleResponse]]:
+        """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
+        new one. FAILED_PRECONDITION says why it goes on in the old one.
+        """
+
+    @_abc_1.abstractmethod
+    def RolloutFleet(
+        self,
+        request: _cluster_service_pb2.RolloutFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.RolloutFleetResponse], _abc.AsyncIterator[_cluster_service_pb2.RolloutFleetResponse]]:
+        """Restarts every worker, one after the other, and says so as each new life serves."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -40,7 +40,13 @@ class Placement:
     decode: str
     is_fallback: bool = False
     reason: str = ""
-    """Why the router chose this mode, in a word or two: `asked`, `short prompt`, `no prefill worker` ..."""
+    """Why the router chose this mode, in a few words: `asked for`, `short prompt`, `no prefill worker` ..."""
+    num_prefill_tokens: int = 0
+    """Those that whoever computes the prompt does not have yet, as far as the router knows."""
+    num_transfer_tokens: int = 0
+    """Those that the decode worker does not have yet and loads."""
+    num_decode_blocks: int = 0
+    """What the prompt and one token more take on the decode worker."""
 
 
 class NoRoom(RequestError):

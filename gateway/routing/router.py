@@ -7,19 +7,20 @@ Fed with what workers say of themselves (`heard`, `gone`) and with what the gate
 from collections import Counter
 from collections.abc import Collection
 from itertools import count
-from typing import Literal
 
+from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
+from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.placement import Ask, Mode, Placement
 
 
 class Router:
-    """Chooses pairs. `default_mode` applies to requests that do not ask for one."""
+    """Chooses pairs, as the keys `routing_*` of the gateway's configuration say."""
 
-    def __init__(self, policy: Literal["round_robin", "least_loaded"], default_mode: Mode) -> None:
-        self._policy = policy
-        self._default_mode = default_mode
+    def __init__(self, config: GatewayConfig) -> None:
+        self._policy = config.routing_policy
+        self._default_mode = Mode(config.routing_mode)
         self._turn = count()
         self._workers: dict[str, WorkerStatus] = {}
         self.num_legs: Counter[str] = Counter()
@@ -36,13 +37,16 @@ class Router:
         """Lost, silent or removed: it gets nothing until it is heard again. Unknown names are no error."""
         self._workers.pop(name, None)
 
-    def sent(self, worker: str) -> None:
-        """A leg was sent to it: known at once, unlike what it says of itself."""
+    def sent(self, worker: str, placement: Placement) -> None:
+        """A leg of a placement was sent to one of its workers: known at once, unlike what it says of itself."""
         self.num_legs[worker] += 1
 
-    def ended(self, worker: str) -> None:
-        """A leg that was sent to it is over."""
+    def ended(self, worker: str, placement: Placement) -> None:
+        """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
         self.num_legs[worker] -= 1
+
+    def measured(self, placement: Placement, times: StageTimes) -> None:
+        """What the decode leg of a placement tells at its end."""
 
     def route(self, ask: Ask) -> Placement:
         """A placement without excluded workers; NoRoom if all are full, WorkerUnavailable if there is none.

@@ -11,18 +11,21 @@ from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import ClusterKeys
 from baton.kv import TransferRole, WorkerRef
-from baton.request import EngineRequest, FinishReason, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
     WorkerEndpoint,
+    WorkerLoad,
     WorkerRole,
     WorkerState,
     WorkerStatus,
 )
+from engine.kv_events import KVChange
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
-from gateway.dispatcher import LoadFailurePolicy
+from gateway.fleet_control import FleetControl
+from gateway.journey import LoadFailurePolicy
 from tests.factories.security import KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
@@ -61,6 +64,13 @@ class ScriptedWorker:
     def abort_client(self, client_id: str) -> None:
         self.heard.put(f"client {client_id}")
 
+    def subscribe_kv_events(self, client_id: str) -> None:
+        """It has no prefix cache: its account is empty, and nothing follows."""
+        self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(f"failure {error}")
+
     def say(self, request: EngineRequest, outputs: list[RequestOutput]) -> None:
         if outputs:
             self._server.send(self._clients[request.request_id], outputs)
@@ -82,7 +92,13 @@ class ScriptedWorker:
         assert self.goes_on.wait(30)
         counts = RequestCounts(0, 0, 0)
         return WorkerStatus(
-            self._ref, self._role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {"preemptions": 0}
+            self._ref,
+            self._role,
+            WorkerState.READY,
+            KVBlockCounts(9, 9, 0, 0),
+            counts,
+            {"preemptions": 0},
+            load=WorkerLoad(7, 0.25, 1500.0, 0.03),
         )
 
 
@@ -111,14 +127,35 @@ def outputs_of(
 
 
 def answering(token_ids: list[int]) -> Script:
-    """A worker that knows the answer: token 0 if it only prefills, everything if it decodes."""
+    """A worker that knows the answer: one token if it only prefills, all the rest if it decodes."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
+        start = len(request.output_token_ids)
+        assert request.output_token_ids == tuple(token_ids[:start])
         if request.kv_transfer is not None and request.kv_transfer.role is TransferRole.PRODUCER:
-            return outputs_of(request, token_ids[:1], finish=FinishReason.HANDED_OVER)
-        return outputs_of(request, token_ids)
+            return outputs_of(request, token_ids[start : start + 1], start, FinishReason.HANDED_OVER)
+        return outputs_of(request, token_ids[start:], start)
 
     return script
+
+
+def failing(kind: ErrorKind, message: str) -> Script:
+    """A worker that ends every leg with an error."""
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        return [failure_of(request, kind, message)]
+
+    return script
+
+
+def failure_of(request: EngineRequest, kind: ErrorKind, message: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        first_position=len(request.output_token_ids),
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_kind=kind,
+    )
 
 
 class GatewayUnderTest:
@@ -140,13 +177,24 @@ async def gateway_with(
     decode: Mapping[str, Script],
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
+    fleet_control: FleetControl | None = None,
+    network: NetworkConfig = NETWORK,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(grpc_port=0, **config)  # type: ignore[arg-type]
-    gateway = Gateway(settings, NETWORK, KEYS.request, load_failure_policy, model, tokenizer, SystemClock())
+    settings = GatewayConfig(**{"grpc_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
+    gateway = Gateway(
+        settings,
+        network,
+        KEYS.request,
+        load_failure_policy,
+        model,
+        tokenizer,
+        SystemClock(),
+        fleet_control,
+    )
     workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
     workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
     try:

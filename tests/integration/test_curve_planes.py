@@ -20,7 +20,7 @@ from baton.config import KVTransferConfig, NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.errors import WorkerUnavailable
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
-from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
 from baton.request import RequestOutput
 from baton.worker import (
     KVBlockCounts,
@@ -87,6 +87,12 @@ class NoSink:
 
     def abort_client(self, client_id: str) -> None:
         self.heard.put(client_id)
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        self.heard.put(client_id)
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(error)
 
 
 @contextmanager
@@ -233,6 +239,9 @@ class Losses:
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         raise AssertionError("nobody asked for anything")
+
+    def kv_events(self, worker: str, events: KVEvents) -> None:
+        raise AssertionError("nobody asked for any")
 
     def lost(self, worker: str, reason: str) -> None:
         assert worker == "p0"

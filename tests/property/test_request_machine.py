@@ -47,4 +47,8 @@ def test_every_status_can_be_reached_and_every_unfinished_one_can_end() -> None:
             frontier.append(status)
     assert reached == set(RequestStatus)
     for moves in LEGAL_MOVES.values():
-        assert {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR} <= moves
+        assert {
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_ERROR,
+            RequestStatus.FINISHED_GIVEN_BACK,
+        } <= moves

@@ -57,6 +57,8 @@ class Invariants:
                 raise Violation("every request ends", f"{request.spec.request_id} has not")
             if self._is_crowded and request.end is not End.DONE:
                 raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
+        legs = {name: number for name, number in self._gateway.router.num_legs.items() if number}
+        expect("rest: no leg is counted", not legs, f"the router counts {legs}")
         for worker in self._fleet.workers.values():
             _check_scheduler(worker, is_dear=True)
             self._check_transfers(worker)
@@ -84,7 +86,7 @@ class Invariants:
 
     def _check_gateway(self) -> None:
         gateway = self._gateway
-        num_known = gateway.num_open + gateway.ended.total()
+        num_known = gateway.num_waiting + gateway.num_with_workers + gateway.ended.total()
         if num_known != len(gateway.requests):
             raise Violation(
                 "conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known"

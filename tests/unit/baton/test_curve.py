@@ -14,7 +14,11 @@ from tests.factories.security import KEYS, OTHER_KEYS, SECRET
 
 def every_key() -> list[bytes]:
     keys = [KEYS.request, KEYS.kv, OTHER_KEYS.request, OTHER_KEYS.kv]
-    return list(chain.from_iterable(astuple(plane) for plane in keys if plane is not None))
+    return [
+        *chain.from_iterable(astuple(plane) for plane in keys if plane is not None),
+        KEYS.prefix,
+        OTHER_KEYS.prefix,
+    ]
 
 
 def test_keys_are_what_every_other_process_derives() -> None:
@@ -23,12 +27,13 @@ def test_keys_are_what_every_other_process_derives() -> None:
     assert KEYS.kv is not None
     assert KEYS.request.server_public == b"F(pBMV0G-^?xP)9SC@Z.)=yQ-46:8sH.h94)[{oe"
     assert KEYS.kv.client_public == b"EA/mbg[4MOA1Ofprn>K=1-/@e?$8=Kx&pai5=Q5?"
+    assert KEYS.prefix.hex().startswith("bd3f6bab423beacf")
     assert derive_keys(ClusterSecret(SECRET.text)) == KEYS
 
 
 def test_every_plane_side_and_secret_has_a_key_of_its_own() -> None:
     keys = every_key()
-    assert len(set(keys)) == len(keys) == 16
+    assert len(set(keys)) == len(keys) == 18
 
 
 def test_a_public_key_belongs_to_its_secret_key() -> None:
@@ -40,7 +45,7 @@ def test_a_public_key_belongs_to_its_secret_key() -> None:
 
 @pytest.mark.parametrize("value", [SECRET, KEYS, KEYS.request], ids=["secret", "keys", "plane"])
 def test_no_text_of_a_value_shows_what_it_protects(value: object) -> None:
-    hidden = [SECRET.text, *[key.decode() for key in every_key()]]
+    hidden = [SECRET.text, *[key.decode("latin-1") for key in every_key()]]
     for text in (repr(value), str(value), f"{value}", f"{value!r}", repr([value])):
         assert not [secret for secret in hidden if secret in text or repr(secret)[1:-1] in text]
 
@@ -58,6 +63,9 @@ def test_a_short_secret_is_refused_without_being_shown() -> None:
 
 def test_no_secret_no_keys() -> None:
     assert [derive_keys(None).request, derive_keys(None).kv] == [None, None]
+    assert 16 <= len(derive_keys(None).prefix) <= 64, (
+        "what BLAKE2b takes: prefixes are called by name all the same"
+    )
 
 
 def test_a_libzmq_without_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

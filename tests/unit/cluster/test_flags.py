@@ -22,17 +22,22 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "path": "some/folder",
         "ray_address": "head:6379",
         "host": "0.0.0.0",
+        "name": "blue",
         "trace_dir": "some/folder",
         "secret_file": "some/file",
         "gpu_memory_utilization": "0.5",
     }
-    choices = [c for c in ("float32", "dummy", "cuda", "local", "fp8") if c in str(field.annotation)]
+    choices = [
+        c for c in ("float32", "dummy", "cuda", "local", "fp8", "dry_run") if c in str(field.annotation)
+    ]
     text = samples.get(key) or (choices[0] if choices else "7")
     overrides = overrides_from(parse(flag, text))
     number = {"7": 7, "0.5": 0.5}.get(text)
     assert overrides == {section: {key: text if number is None else number}}
     if key == "gpu_memory_utilization":
         overrides["engine"]["device"] = "cuda"
+    if place == ("autoscaling", "mode"):
+        overrides["autoscaling"]["max_decode"] = 2
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert str(getattr(section_of_config, key)) == text
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
@@ -18,7 +19,7 @@ def status(name: str, running: int = 0, state: WorkerState = WorkerState.READY) 
 
 
 def router_of(policy: Any, mode: Mode, *statuses: WorkerStatus) -> Router:
-    router = Router(policy, mode)
+    router = Router(GatewayConfig(routing_policy=policy, routing_mode=mode.value))
     for one in statuses:
         router.heard(one)
     return router
@@ -44,9 +45,10 @@ def test_least_loaded_takes_the_emptiest_and_ties_take_turns() -> None:
 
 def test_legs_count_before_the_worker_tells_of_them() -> None:
     router = router_of("least_loaded", Mode.LOCAL, *D)
-    router.sent("d0")
+    placement = Placement(Mode.LOCAL, None, "d0")
+    router.sent("d0", placement)
     assert {router.route(ask()).decode for _ in range(4)} == {"d1"}
-    router.ended("d0")
+    router.ended("d0", placement)
     assert {router.route(ask()).decode for _ in range(4)} == {"d0", "d1"}
 
 

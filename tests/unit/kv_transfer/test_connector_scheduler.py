@@ -122,6 +122,7 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
     for status, is_cancelled in (
         (RequestStatus.FINISHED_ABORTED, True),
         (RequestStatus.FINISHED_ERROR, False),
+        (RequestStatus.FINISHED_GIVEN_BACK, False),
     ):
         scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
         request = make_request(40, role=PRODUCER)

@@ -1,0 +1,43 @@
+"""Content hashes of full blocks, chained so that equal hashes mean equal prefixes; knows no pool and no request.
+
+    hash_i = blake2b(hash_{i-1} + tokens_i [+ salt, in block 0], key)
+
+The hash is cryptographic and keyed because a hit serves one request's KV cache to another: with a cheap or predictable
+hash (Python's own included) a client could build a prompt that collides with someone else's. 32 bytes
+put an accidental collision out of reach, so a hit needs no second look at the tokens.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_BYTES = 32
+SHORT_HASH_BYTES = 8
+"""What a router keeps of a hash: it picks a worker by it, and a collision costs no more than a worse pick."""
+MAX_TOKEN_ID = 2 ** (8 * array("I").itemsize) - 1
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, key: bytes, cache_salt: str | None = None
+) -> list[bytes]:
+    """The hash of each full block of `token_ids`, as every process with this `key` (16 to 64 bytes) computes it."""
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, block_size, key, cache_salt)
+    return hashes
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes, cache_salt: str | None
+) -> None:
+    """Appends the hashes of the blocks that are full and not in `hashes` yet; costs nothing when none is."""
+    content = array("I", token_ids[len(hashes) * block_size : len(token_ids) // block_size * block_size])
+    data, size = content.tobytes(), content.itemsize * block_size
+    parent = hashes[-1] if hashes else _root(cache_salt)
+    for start in range(0, len(data), size):
+        parent = blake2b(parent + data[start : start + size], digest_size=DIGEST_BYTES, key=key).digest()
+        hashes.append(parent)
+
+
+def _root(cache_salt: str | None) -> bytes:
+    """The parent of block 0. No salt and the empty salt differ; every block below inherits the difference."""
+    return b"" if cache_salt is None else b"salt:" + blake2b(cache_salt.encode()).digest()

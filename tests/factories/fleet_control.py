@@ -1,0 +1,68 @@
+"""A controller that has no processes: it describes what a test says, and does as it is told or refuses."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from baton.errors import BatonError, FleetError
+from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription, SlotState
+from baton.worker import WorkerRole
+
+
+def slot(
+    name: str, role: WorkerRole = WorkerRole.DECODE, state: SlotState = SlotState.SERVING, **fields: object
+) -> SlotDescription:
+    return SlotDescription(name=name, role=role, state=state, **fields)  # type: ignore[arg-type]
+
+
+def fleet_of(*slots: SlotDescription, nodes: tuple[NodeDescription, ...] = ()) -> FleetDescription:
+    return FleetDescription(
+        slots=slots, nodes=nodes, controller_incarnation="c-life", decisions=("Nothing to do.",)
+    )
+
+
+class FakeFleetControl:
+    """`refuses` is raised by orders, `is_away` by everything; while `answers` is clear, nothing is answered."""
+
+    def __init__(self, fleet: FleetDescription) -> None:
+        self.fleet = fleet
+        self.orders: list[tuple[str, ...]] = []
+        self.refuses: BatonError | None = None
+        self.is_away: BatonError | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.obeys = asyncio.Event()
+        """While it is clear, a drain or a change of role takes its time."""
+        self.obeys.set()
+
+    async def describe(self) -> FleetDescription:
+        await self.answers.wait()
+        if self.is_away:
+            raise self.is_away
+        return self.fleet
+
+    async def drain(self, worker: str) -> None:
+        await self._note("drain", worker)
+        self.fleet = replace(self.fleet, slots=tuple(s for s in self.fleet.slots if s.name != worker))
+
+    async def set_role(self, worker: str, role: WorkerRole) -> None:
+        await self._note("set_role", worker, role.value)
+
+    async def rollout(self) -> AsyncIterator[RolloutStep]:
+        """Refuses, if it does, after the first worker."""
+        self.orders.append(("rollout",))
+        count = len(self.fleet.slots)
+        for done, description in enumerate(self.fleet.slots, start=1):
+            yield RolloutStep(description.name, f"{description.name}-next-life", done, count)
+            if self.refuses:
+                raise self.refuses
+
+    async def _note(self, *order: str) -> None:
+        if self.is_away:
+            raise self.is_away
+        if order[1] not in {description.name for description in self.fleet.slots}:
+            raise FleetError(f"there is no worker {order[1]!r}")
+        self.orders.append(order)
+        await self.obeys.wait()
+        if self.refuses:
+            raise self.refuses
