@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
-from baton.request import FinishReason, FirstToken
+from baton.request import FinishReason, FirstToken, OnPreemption
 from baton.sampling import SamplingParams
 from scheduler.block_table import BlockTable
 
@@ -97,6 +97,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_at_preemption",
+        "on_preemption",
         "priority",
         "prompt_token_ids",
         "queue_key",
@@ -120,6 +121,7 @@ class Request:
         cache_salt: str | None = None,
         kv_transfer: KVTransferParams | None = None,
         output_token_ids: Iterable[int] = (),
+        on_preemption: OnPreemption = OnPreemption.RESUME,
     ) -> None:
         """`output_token_ids` were sampled elsewhere: the request goes on behind them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
@@ -133,6 +135,7 @@ class Request:
         self.client_id = client_id
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
+        self.on_preemption = on_preemption
 
         has_grammar = sampling_params.structured_output is not None
         self.status = RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING

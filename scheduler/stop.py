@@ -7,7 +7,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     """The status that the request's last token leads to, or None if it goes on.
 
     In this order: nothing but a full context ends a request before `min_tokens`; then EOS and stop tokens; then
-    `max_tokens` and `max_model_len`; and a producer always ends with its first new token.
+    `max_tokens` and `max_model_len`; and a producer ends with its first new token, if it has blocks to hand over.
     """
     params = request.sampling_params
     num_tokens = request.num_tokens
@@ -16,7 +16,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
         return RequestStatus.FINISHED_STOPPED
     if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
-    if request.is_producer:
+    if request.is_producer and request.block_table is not None:
         return RequestStatus.FINISHED_HANDED_OVER
     return None
 

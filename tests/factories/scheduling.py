@@ -8,7 +8,7 @@ from zlib import crc32
 
 from baton.config import SchedulerConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
-from baton.request import FirstToken, RequestOutput
+from baton.request import FirstToken, OnPreemption, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import (
     EngineCoreOutputs,
@@ -53,6 +53,7 @@ def make_request(
     role: TransferRole | None = None,
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     output_token_ids: Iterable[int] = (),
+    on_preemption: OnPreemption = OnPreemption.RESUME,
     **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own, unless one is given."""
@@ -69,6 +70,7 @@ def make_request(
         cache_salt=cache_salt,
         kv_transfer=KVTransferParams(role, f"t{number}", 0, PEER, on_failure) if role else None,
         output_token_ids=output_token_ids,
+        on_preemption=on_preemption,
     )
 
 

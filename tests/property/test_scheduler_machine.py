@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.kv import OnLoadFailure, TransferRole
-from baton.request import FinishReason
+from baton.request import FinishReason, OnPreemption
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
@@ -101,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt=st.sampled_from([None, None, "a", "b"]),
         grammar=st.sampled_from([None, None, None, *GRAMMARS]),
         on_failure=st.sampled_from(OnLoadFailure),
+        on_preemption=st.sampled_from(OnPreemption),
     )
     def add(
         self,
@@ -114,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache_salt: str | None,
         grammar: StructuredOutput | None,
         on_failure: OnLoadFailure,
+        on_preemption: OnPreemption,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -124,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_time=float(number),
             role=role,
             on_failure=on_failure,
+            on_preemption=on_preemption,
             cache_salt=cache_salt,
             structured_output=grammar,
             output_token_ids=[token_at(f"r{number}", i) for i in range(min(num_outputs, max_tokens - 1))],
@@ -174,10 +177,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note(self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,))))
 
     @precondition(lambda self: self.scheduler.request_ids)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_GIVEN_BACK]),
+    )
+    def end(self, data: st.DataObject, status: RequestStatus) -> None:
         request_id = data.draw(st.sampled_from(self.scheduler.request_ids))
-        self.note(self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED))
+        self.note(self.scheduler.finish_requests([request_id], status))
 
     @rule()
     def complete(self) -> None:
