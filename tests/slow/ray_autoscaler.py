@@ -1,7 +1,9 @@
-"""Ray's own autoscaler beneath ours, on nodes that are processes: `isolated.sh python -m tests.slow.ray_autoscaler WHAT`.
+"""Ray's own autoscaler beneath ours, on nodes that are processes.
 
-WHAT is `groups` (bare placement groups) or `fleet` (`baton serve`, a tiny model, and clients that come and go). It needs
-namespaces of its own (isolated.sh): a fake provider's nodes find each other as if nobody else had Ray on this machine.
+    tests/slow/isolated.sh python -m tests.slow.ray_autoscaler WHAT
+
+WHAT is `groups` (bare placement groups) or `fleet` (`baton serve`, a tiny model, clients that come and go). It needs
+namespaces of its own: a fake provider's nodes find each other as if nobody else had Ray on this machine.
 """
 
 import asyncio
@@ -139,7 +141,9 @@ def scale_fleet(folder: Path) -> None:
         text=True,
     )
     assert serving.stdout is not None
-    ready = json.loads(serving.stdout.readline())
+    line = serving.stdout.readline()
+    assert line, f"baton serve ended with {serving.wait()}"
+    ready = json.loads(line)
     say(f"serves at {ready['target']}: {[worker['name'] for worker in ready['workers']]}")
     ray.init(ADDRESS, log_to_driver=False)
     assert (num_nodes("prefill"), num_nodes("decode")) == (1, 1)
