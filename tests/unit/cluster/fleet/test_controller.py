@@ -54,7 +54,7 @@ async def test_a_dead_worker_is_replaced_by_another_life() -> None:
         incarnation = before["w1"].ref.incarnation
         after = await tested.until(lambda known: "w1" in known and known["w1"].ref.incarnation != incarnation)
         assert after["w0"] == before["w0"]
-        assert (incarnation, "out of memory") in tested.view.departures
+        assert (incarnation, "out of memory") in tested.view.deaths
         slot = (await tested.controller.describe()).slots[1]
         assert (slot.num_starts, slot.last_failure, slot.state.value) == (2, "out of memory", "serving")
 
@@ -67,7 +67,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
         frozen.is_frozen = True
         await tested.until(lambda known: "w2" in known and known["w2"].pid != before.pid)
         assert frozen.orders == ["stop 0"]
-        assert "cluster.unresponsive_timeout_s" in dict(tested.view.departures)[before.ref.incarnation]
+        assert "cluster.unresponsive_timeout_s" in dict(tested.view.deaths)[before.ref.incarnation]
 
 
 @in_loop
@@ -324,6 +324,18 @@ async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
         await tested.controller.next_view(view.controller_incarnation, view.version, 0.4)
         assert not orphaned.done()
         assert not await tested.controller.is_followed(0.01)
+        await orphaned
+
+
+@in_loop
+async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
+    """Large models take minutes to load, and no gateway follows before they have."""
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        report = await tested.controller.next_start(-1, 1.0)
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        await tested.controller.next_start(report.version, 0.4)
+        assert not orphaned.done()
         await orphaned
 
 
