@@ -22,6 +22,9 @@ ADDRESS = "127.0.0.1:6379"
 PATIENCE_S = 240.0
 """For each thing that has to happen; on two cores that others use, too."""
 
+HEAD = "ray.head.default"
+"""The fake provider knows its head by this name alone; under another one, Ray would add heads without end."""
+
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -54,9 +57,9 @@ CLUSTER: dict[str, Any] = {
         "disable_node_updaters": True,
         "disable_launch_config_check": True,
     },
-    "head_node_type": "head",
+    "head_node_type": HEAD,
     "available_node_types": {
-        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        HEAD: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
         "prefill": {"resources": {"CPU": 1, "prefill": 1}, "node_config": {}, "max_workers": 1},
         "decode": {"resources": {"CPU": 1, "decode": 1}, "node_config": {}, "max_workers": 3},
     },
