@@ -193,8 +193,9 @@ def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: f
     planner = make_planner(autoscaling_config(decode=2, target_block_use=None))
     look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
     three = [worker("w0", P), *(worker(f"w{n}", D, running=running) for n in (1, 2, 3))]
-    (first, *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
-    assert first == (pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0), Scale(D, 2))
+    ((at, change), *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
+    assert change == Scale(D, 2)
+    assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
 
 
 def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
