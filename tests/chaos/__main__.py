@@ -15,11 +15,13 @@ import os
 import random
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients, Tally
+from tests.chaos.errands import Errands, run_beside
 from tests.chaos.faults import Faults
 from tests.chaos.fleet import actors_left, serve_flags, until_healed
 from tests.chaos.machines import Machines, prepare
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
         with serving(*flags) as serve:
             target = serve.wait_ready()["target"]
-            report = asyncio.run(_run(options, machines, target))
+            report = run_beside(partial(_run, options, machines, target))
             serve.interrupt()
             report["exit_code"] = serve.wait_gone()
             report["left_behind"] = actors_left(machines)
@@ -64,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(options: argparse.Namespace, machines: Machines, target: str) -> dict[str, Any]:
+async def _run(
+    options: argparse.Namespace, machines: Machines, target: str, errands: Errands
+) -> dict[str, Any]:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}: {options.prefill} P + {options.decode} D on {NUM_NODES} nodes, {target}", flush=True)
     async with GatewayClient(target) as client:
@@ -74,7 +78,7 @@ async def _run(options: argparse.Namespace, machines: Machines, target: str) -> 
             client, make_questions(rng, NUM_QUESTIONS, vocab_size, options.max_tokens)
         )
         clients = Clients(target, questions, options.clients, seed)
-        faults = Faults(machines, client, rng)
+        faults = Faults(machines, errands, client, rng)
         streaming = asyncio.create_task(clients.run())
         disturbing = asyncio.create_task(faults.run())
         await asyncio.wait([streaming, disturbing], timeout=options.seconds, return_when="FIRST_COMPLETED")

@@ -6,10 +6,12 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import psutil
 
 from gateway.client import GatewayClient, GatewayError
+from tests.chaos.errands import Errands
 from tests.chaos.machines import Machines
 
 INTERVAL_S = (1.5, 4.5)
@@ -25,10 +27,12 @@ class Faults:
     def __init__(
         self,
         machines: Machines,
+        errands: Errands,
         client: GatewayClient,
         rng: random.Random,
     ) -> None:
         self._machines = machines
+        self._errands = errands
         self._client = client
         self._rng = rng
         self._standing: set[asyncio.Task[None]] = set()
@@ -49,7 +53,7 @@ class Faults:
         weights = [weight for weight, _, _ in self._menu]
         while True:
             await asyncio.sleep(self._rng.uniform(*INTERVAL_S))
-            await asyncio.to_thread(self._machines.replenish)
+            await self._errands.run(self._machines.replenish)
             ((_, name, fault),) = self._rng.choices(self._menu, weights)
             victim = await fault()
             if victim is not None:
@@ -59,7 +63,7 @@ class Faults:
     async def settle(self) -> None:
         """Everything that stands still goes on, and every node is there again."""
         await asyncio.gather(*self._standing)
-        await asyncio.to_thread(self._machines.replenish)
+        await self._errands.run(self._machines.replenish)
 
     async def _kill_worker(self) -> str | None:
         name, pid = await self._draw_worker()
@@ -91,7 +95,7 @@ class Faults:
 
     async def _kill_raylet(self) -> str | None:
         pid = self._rng.choice(self._machines.raylet_pids)
-        await asyncio.to_thread(self._machines.kill, pid)
+        await self._errands.run(partial(self._machines.kill, pid))
         return str(pid)
 
     async def _stop_raylet(self) -> str | None:

@@ -13,11 +13,13 @@ import os
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients
+from tests.chaos.errands import Errands, run_beside
 from tests.chaos.fleet import actors_left, serve_flags, until_healed
 from tests.chaos.machines import Machines, prepare
 from tests.chaos.questions import answer_all, make_questions
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     machines = Machines(NUM_PREFILL + NUM_DECODE, cpus_per_node=1)
     try:
         with serving(*serve_flags(machines.address, options.model, NUM_PREFILL, NUM_DECODE)) as serve:
-            report = asyncio.run(_run(machines, serve.wait_ready()["target"]))
+            report = run_beside(partial(_run, machines, serve.wait_ready()["target"]))
             serve.interrupt()
             report["exit_code"] = serve.wait_gone()
             report["left_behind"] = actors_left(machines)
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_well and report["exit_code"] == 0 else 1
 
 
-async def _run(machines: Machines, target: str) -> dict[str, Any]:
+async def _run(machines: Machines, target: str, errands: Errands) -> dict[str, Any]:
     async with GatewayClient(target) as client:
         before = await client.describe()
         vocab_size = (await client.model_info())["vocab_size"]
@@ -62,11 +64,11 @@ async def _run(machines: Machines, target: str) -> dict[str, Any]:
         clients = Clients(target, await answer_all(client, questions), NUM_CLIENTS, seed=1)
         streaming = asyncio.create_task(clients.run())
         await asyncio.sleep(BEFORE_S)
-        await asyncio.to_thread(machines.kill, machines.raylet_pids[-1])
+        await errands.run(partial(machines.kill, machines.raylet_pids[-1]))
         killed_at = time.monotonic()
         await asyncio.sleep(AFTER_S)
         without = await client.describe()
-        await asyncio.to_thread(machines.replenish)
+        await errands.run(machines.replenish)
         healed_after_s, unrest = await until_healed(client, NUM_PREFILL + NUM_DECODE, at_rest=False)
         clients.stop()
         await streaming
