@@ -5,8 +5,9 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import psutil
 
@@ -74,16 +75,19 @@ class Faults:
         return name if name and self._stand_still(pid) else None
 
     async def _restart_worker(self) -> str | None:
-        """As an operator would. It may well be in the way of other faults, and fail."""
+        """As an operator would, while other things go wrong."""
         name, _ = await self._draw_worker()
         if name is None:
             return None
+        self._stand(self._renew(name))
+        return name
+
+    async def _renew(self, name: str) -> None:
         try:
             async for _ in self._client.rollout([name]):
                 pass
         except GatewayError as error:
-            return f"{name} (came to nothing: {error})"
-        return name
+            self.log.append(f"the restart of {name} came to nothing: {error}")
 
     async def _kill_controller(self) -> str | None:
         pid = self._controller_pid()
@@ -105,10 +109,14 @@ class Faults:
     def _stand_still(self, pid: int) -> bool:
         if not _signal(pid, signal.SIGSTOP):
             return False
-        task = asyncio.create_task(_go_on_later(pid, self._rng.uniform(*STANDSTILL_S)))
+        self._stand(_go_on_later(pid, self._rng.uniform(*STANDSTILL_S)))
+        return True
+
+    def _stand(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that takes its time; see `settle`."""
+        task = asyncio.create_task(work)
         self._standing.add(task)
         task.add_done_callback(self._standing.discard)
-        return True
 
     async def _draw_worker(self) -> tuple[str | None, int]:
         workers = (await self._client.describe())["workers"]
