@@ -72,12 +72,18 @@ class Machines:
 
     def replenish(self) -> int:
         """Puts a new node in the place of every one whose raylet is gone, such as one that was stopped for so long that
-        the cluster gave it up. How many there were."""
+        the cluster gave it up. How many there were. A node that does not start is tried again the next time."""
         for node in [node for node in self._nodes if _raylet(node).poll() is not None]:
             self._cluster.remove_node(node, allow_graceful=False)
         num_missing = self._num_wanted - len(self._nodes)
         for _ in range(num_missing):
-            self._cluster.add_node(wait=False, num_cpus=self._cpus_per_node, object_store_memory=_STORE_BYTES)
+            try:
+                self._cluster.add_node(
+                    wait=False, num_cpus=self._cpus_per_node, object_store_memory=_STORE_BYTES
+                )
+            except Exception as error:  # Ray raises just that where a busy machine takes too long
+                print(f"a node did not start: {error}", flush=True)
+                break
         return num_missing
 
     def shut_down(self) -> None:
