@@ -113,13 +113,14 @@ class Dispatcher:
         config: GatewayConfig,
         network: NetworkConfig,
         keys: PlaneKeys | None,
+        prefix_key: bytes,
         load_failure_policy: LoadFailurePolicy,
         clock: Clock,
     ) -> None:
         self._config = config
         self._load_failure_policy = load_failure_policy
         self._clock = clock
-        self._router = Router(config)
+        self._router = Router(config, prefix_key)
         self._fleet = Fleet(network, keys, self)
         self._requests: dict[str, asyncio.Queue[_Event]] = {}
         self._attempts: dict[str, _Attempt] = {}
@@ -234,7 +235,7 @@ class Dispatcher:
     async def _attempt(
         self, generation: Generation, request: ClientRequest, failed: Collection[str]
     ) -> AsyncGenerator[Delta, None]:
-        is_last = request.num_attempts + 1 == MAX_ATTEMPTS and generation.mode is not Mode.DISAGGREGATED
+        is_last = request.num_attempts + 1 == MAX_ATTEMPTS and not self._requires_prefill(generation)
         placement = self._router.route(
             Ask(
                 token_ids=generation.prompt_token_ids,
@@ -355,10 +356,12 @@ class Dispatcher:
 
     def _on_load_failure(self, generation: Generation) -> OnLoadFailure:
         """A request that requires disaggregation is never computed by the decode worker in silence."""
-        may_recompute = generation.mode is not Mode.DISAGGREGATED
-        if self._load_failure_policy == "recompute" and may_recompute:
+        if self._load_failure_policy == "recompute" and not self._requires_prefill(generation):
             return OnLoadFailure.RECOMPUTE
         return OnLoadFailure.REPORT
+
+    def _requires_prefill(self, generation: Generation) -> bool:
+        return generation.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
 
     def _ref(self, worker: str) -> WorkerRef:
         client = self._fleet.client(worker)

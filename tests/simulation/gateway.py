@@ -33,7 +33,7 @@ class SimGateway:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy
-        self._router = Router(GatewayConfig(routing_policy="round_robin"))
+        self._router = Router(GatewayConfig(routing_policy="round_robin"), b"prefixes of the simulation")
         self._workers: dict[str, Worker] = {}
         self._silent: set[str] = set()
         self._cut_off: set[str] = set()
