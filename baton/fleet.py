@@ -78,6 +78,8 @@ class FleetView:
     controller_incarnation: str
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
+    departures: tuple[tuple[str, str], ...] = ()
+    """Incarnations that served lately and do no more, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from baton.config import BatonConfig
 from baton.curve import ClusterSecret, derive_keys
 from baton.errors import WorkerUnavailable
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.fleet.spec import served_model, worker_names
+from cluster.fleet.desired import worker_names
+from cluster.fleet.spec import served_model
 from cluster.secret import SECRET_VARIABLE, load_secret
 from cluster.worker_process import endpoint_from_json
 from gateway import Gateway, Tokenizer

@@ -12,7 +12,8 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
 from baton.worker import WorkerEndpoint
-from cluster.fleet.spec import served_model, worker_names
+from cluster.fleet.desired import worker_names
+from cluster.fleet.spec import served_model
 from cluster.loading import Loading
 from cluster.on_ray.session import connect
 from cluster.on_ray.supervisor import OnProgress, Supervisor

@@ -18,6 +18,8 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--prefill": ("cluster", "prefill"),
     "--decode": ("cluster", "decode"),
     "--ray-address": ("cluster", "ray_address"),
+    "--address": ("cluster", "ray_address"),  # as Ray's own commands call it
+    "--name": ("cluster", "name"),
     "--device": ("engine", "device"),
     "--tensor-parallel": ("engine", "tensor_parallel"),
     "--prefill-tensor-parallel": ("cluster", "prefill_tensor_parallel"),

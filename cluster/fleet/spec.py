@@ -1,19 +1,11 @@
-"""What a configuration asks for: which workers there are, and what clients are told of the model; knows no Ray."""
+"""What clients are told of the model that a configuration serves; knows no Ray."""
 
 from pathlib import Path
 
 from baton.config import BatonConfig
-from baton.worker import WorkerRole
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
 from gateway import ServedModel
-
-
-def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
-    """The fleet by name: w0, w1, ..., prefill workers first. A name says nothing of a role: roles may change."""
-    prefill, decode = config.cluster.prefill, config.cluster.decode
-    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
-    return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
 def served_model(config: BatonConfig, model_path: Path) -> ServedModel:

@@ -12,7 +12,7 @@ from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import BatonError, ClusterError
 from baton.worker import StartProgress, WorkerEndpoint
-from cluster.fleet.spec import worker_names
+from cluster.fleet.desired import worker_names
 from cluster.on_ray.actors import WorkerHandle
 from cluster.on_ray.placement import bundle_of, reserve
 from cluster.signals import unless

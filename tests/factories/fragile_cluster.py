@@ -14,7 +14,8 @@ from typing import Any
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.fleet.spec import served_model, worker_names
+from cluster.fleet.desired import worker_names
+from cluster.fleet.spec import served_model
 from cluster.worker_process import endpoint_from_json
 from gateway import Gateway, GatewayClient, Tokenizer
 from tests.factories.security import KEYS

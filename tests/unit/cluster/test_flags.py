@@ -22,6 +22,7 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "path": "some/folder",
         "ray_address": "head:6379",
         "host": "0.0.0.0",
+        "name": "blue",
         "trace_dir": "some/folder",
         "secret_file": "some/file",
         "gpu_memory_utilization": "0.5",

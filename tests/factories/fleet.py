@@ -1,0 +1,194 @@
+"""A launcher whose workers are a few lines in this process, and a controller on it that waits for next to nothing."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.errors import ClusterError, FleetError
+from baton.fleet import FleetView, NodeDescription
+from baton.kv import WorkerRef
+from baton.worker import (
+    KVBlockCounts,
+    RequestCounts,
+    StartProgress,
+    WorkerEndpoint,
+    WorkerRole,
+    WorkerState,
+    WorkerStatus,
+)
+from cluster.fleet.controller import Controller
+from cluster.fleet.desired import Memory, Store
+from cluster.fleet.launcher import Found, OnStartProgress
+
+QUICK = {
+    "start_timeout_s": 2.0,
+    "drain_timeout_s": 0.0,
+    "unresponsive_timeout_s": 0.2,
+    "stable_after_s": 5.0,
+    "restart_delay_s": 0.01,
+    "restart_delay_max_s": 0.05,
+    "crash_loop_deaths": 3,
+}
+
+
+def fleet_config(prefill: int = 1, decode: int = 2, **cluster: Any) -> BatonConfig:
+    """Short times."""
+    sections: dict[str, Any] = {"cluster": {"prefill": prefill, "decode": decode, **QUICK, **cluster}}
+    return BatonConfig.from_mapping({**sections, "kv_transfer": {"lease_s": 0.1}})
+
+
+class FakeLife:
+    """A worker that a test kills, freezes and breaks."""
+
+    _incarnations = itertools.count(1)
+
+    def __init__(self, name: str, role: WorkerRole, number: int, is_cut_off: Callable[[], bool]) -> None:
+        self.is_cut_off = is_cut_off
+        self.name = name
+        self.number = number
+        self.node = "here"
+        self.role = role
+        self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.is_frozen = False
+        self.start_error: Exception | None = None
+        self.role_error: FleetError | None = None
+        self.may_drain = asyncio.Event()
+        self.may_drain.set()
+        self.orders: list[str] = []
+        self.running = 0
+        self.pid = next(self._incarnations)
+
+    def kill(self, reason: str = "killed") -> None:
+        if not self.death.done():
+            self.death.set_result(reason)
+
+    async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
+        on_progress(StartProgress("weights", 1, 1))
+        await asyncio.sleep(0)
+        if self.start_error is not None:
+            raise self.start_error
+        return self.endpoint
+
+    @property
+    def endpoint(self) -> WorkerEndpoint:
+        ref = WorkerRef(self.name, f"life{self.pid}", ("tcp://127.0.0.1:1",), 16)
+        return WorkerEndpoint(ref, self.role, "tcp://127.0.0.1:2", self.node, self.pid)
+
+    async def status(self, after_s: float) -> WorkerStatus:
+        assert after_s > 0
+        await asyncio.wait([self.death], timeout=0.01)
+        if self.death.done():
+            raise ClusterError(self.death.result())
+        if self.is_frozen:
+            await asyncio.Event().wait()
+        counts = RequestCounts(self.running, 0, 0)
+        return WorkerStatus(
+            self.endpoint.ref, self.role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {}
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.orders.append(f"drain {timeout_s:g}")
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(self.may_drain.wait())
+        await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self.death.done():
+            raise ClusterError(self.death.result())
+        return True
+
+    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
+        self.orders.append(f"{role.value} {timeout_s:g}")
+        await self.may_drain.wait()
+        if self.role_error is not None:
+            raise self.role_error
+        self.role = role
+
+    async def stop(self, timeout_s: float) -> None:
+        if self.is_cut_off():
+            return
+        self.orders.append(f"stop {timeout_s:g}")
+        self.kill("stopped")
+
+
+class FakeLauncher:
+    """Remembers every life; a test's `prepare` sees each before it starts."""
+
+    def __init__(self, prepare: Callable[[FakeLife], None] = lambda _: None) -> None:
+        self.lives: list[FakeLife] = []
+        self.room = asyncio.Event()
+        self.room.set()
+        self.has_spare_room = False
+        self.is_cut_off = False
+        """Nobody can end a process."""
+        self.prepare = prepare
+
+    def latest(self, name: str) -> FakeLife:
+        return [life for life in self.lives if life.name == name][-1]
+
+    @property
+    def alive(self) -> list[FakeLife]:
+        return [life for life in self.lives if not life.death.done()]
+
+    async def place(self, name: str, role: WorkerRole, number: int) -> FakeLife:
+        await self.room.wait()
+        life = FakeLife(name, role, number, lambda: self.is_cut_off)
+        self.lives.append(life)
+        self.prepare(life)
+        return life
+
+    async def has_room(self, role: WorkerRole) -> bool:
+        assert role in WorkerRole
+        return self.has_spare_room
+
+    async def adopt(self, patience_s: float) -> Mapping[str, Found]:
+        assert patience_s > 0
+        return {life.name: Found(life, life.endpoint) for life in self.alive}
+
+    async def nodes(self) -> tuple[NodeDescription, ...]:
+        workers = tuple(life.name for life in self.alive)
+        return (NodeDescription(name="here", address="127.0.0.1", is_alive=True, workers=workers),)
+
+
+class FleetUnderTest:
+    """A controller, its launcher, and what a gateway would know."""
+
+    def __init__(self, config: BatonConfig, launcher: FakeLauncher, store: Store) -> None:
+        self.launcher = launcher
+        self.store = store
+        self.controller = Controller(config, launcher, store, SystemClock())
+        self.view = FleetView("", -1, ())
+
+    async def until(
+        self, condition: Callable[[dict[str, WorkerEndpoint]], bool]
+    ) -> dict[str, WorkerEndpoint]:
+        """Follows the view until its endpoints, by name, are as wanted."""
+        async with asyncio.timeout(5.0):
+            while True:
+                known = {endpoint.ref.name: endpoint for endpoint in self.view.endpoints}
+                if self.view.version >= 0 and condition(known):
+                    return known
+                view = self.view
+                self.view = await self.controller.next_view(view.controller_incarnation, view.version, 5.0)
+
+    async def all_serve(self, count: int) -> dict[str, WorkerEndpoint]:
+        return await self.until(lambda known: len(known) == count)
+
+    async def states(self) -> dict[str, str]:
+        return {slot.name: slot.state.value for slot in (await self.controller.describe()).slots}
+
+
+@asynccontextmanager
+async def fleet(
+    config: BatonConfig, launcher: FakeLauncher | None = None, store: Store | None = None
+) -> AsyncIterator[FleetUnderTest]:
+    """A fleet that starts; nothing of it is left afterwards."""
+    tested = FleetUnderTest(config, launcher or FakeLauncher(), store or Memory())
+    await tested.controller.start()
+    try:
+        yield tested
+    finally:
+        await tested.controller.shutdown(may_drain=False)
+        assert tested.launcher.alive == []
