@@ -31,7 +31,7 @@ serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to co
 # The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint types protos-check $(TRITON_INSTALLED) ## Every check and every test, as CI runs them
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu" --numprocesses 2 --durations=20
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not by_hand" --numprocesses 2 --durations=20
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf
 	$(BIN)/ruff check .

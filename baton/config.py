@@ -189,7 +189,12 @@ class GatewayConfig(Section):
     require_disaggregated: bool = False
     """A request that would run on a decode worker alone only because no prefill worker is to be had fails instead."""
     max_in_flight: int = Field(256, ge=1)
-    """Requests accepted at once; one more is refused with a retry hint."""
+    """Requests that are with workers at once; one more waits."""
+    max_queued: int = Field(1024, ge=0)
+    """Requests that wait at once, because no worker has room, or there is none at present; one more is refused with a
+    retry hint. Requests that ran already, and lost their worker, wait beside these."""
+    placement_timeout_s: float = Field(30.0, gt=0.0)
+    """A request that has found no worker for so long is refused."""
     max_message_mib: int = Field(16, ge=1)
 
     @model_validator(mode="after")
@@ -223,6 +228,9 @@ class NetworkConfig(Section):
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
+    reconnect_grace_s: float = Field(0.5, gt=0.0)
+    """A worker whose connection ended, as it does at once when its process is killed, and that could not be connected to
+    again for so long counts as dead, too."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

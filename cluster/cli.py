@@ -1,13 +1,13 @@
 """The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
 
 Exit codes: 0 done, 1 the server (or the cluster, or what a file holds) said no, 2 usage. Subcommands are imported only
-when asked for, so `baton --help`, `generate`, `status` and `trace` never wait for Ray or torch.
+when asked for, so `baton --help` and whatever only asks a gateway never wait for Ray or torch.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
     options = build_parser().parse_args(arguments)
     try:
-        code: int = _COMMANDS[options.command](options)
-        return code
+        return _COMMANDS[options.command](options)
     except ConfigError as error:
         return _fail(options, error, USAGE)
     except BatonError as error:
@@ -76,9 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
 
-    status = commands.add_parser("status", help="show workers, their KV blocks and requests")
-    _add_target(status)
-    status.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_operators_commands(commands)
 
     demo = commands.add_parser(
         "demo", help="start a small cluster, ask it one question, show where the time went"
@@ -88,6 +85,39 @@ def build_parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="draw the steps that workers wrote with --trace-dir")
     _add_trace_flags(trace)
     return parser
+
+
+def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    status = commands.add_parser("status", help="show nodes and workers, their KV blocks and requests")
+    _add_target(status)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+    top = commands.add_parser("top", help="watch the fleet live, until q or Ctrl-C")
+    _add_target(top)
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks; default 1"
+    )
+
+    drain = commands.add_parser("drain", help="take a worker out for good; what it has goes on elsewhere")
+    role = commands.add_parser("role", help="give a worker another role, without a restart")
+    rollout = commands.add_parser("rollout", help="restart every worker, one after the other, under load")
+    for order in (drain, role, rollout):
+        _add_target(order)
+        order.add_argument("--json", action="store_true", help="print one JSON object once it is done")
+    for order in (drain, role):
+        order.add_argument("worker", metavar="WORKER", help="its name in `baton status`")
+    role.add_argument("role", choices=("prefill", "decode"), help="what it is to become")
+
+
+def _seconds(text: str) -> float:
+    """More than none, and less than a day; argparse names the flag."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= 86_400.0:
+        raise argparse.ArgumentTypeError(f"got {text!r}; seconds, more than 0 and at most 86400")
+    return seconds
 
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
@@ -141,22 +171,38 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     from cluster.commands import generate
-    from gateway import GatewayError
 
-    try:
-        return generate.run(options)
-    except GatewayError as error:
-        return _fail(options, error, REFUSED)
+    return generate.run(options)
 
 
 def _status(options: argparse.Namespace) -> int:
     from cluster.commands import status
-    from gateway import GatewayError
 
-    try:
-        return status.run(options.target, as_json=options.json)
-    except GatewayError as error:
-        return _fail(options, error, REFUSED)
+    return status.run(options.target, as_json=options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from cluster.commands import top
+
+    return top.run(options.target, options.interval)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from cluster.commands import drain
+
+    return drain.run(options.target, options.worker, as_json=options.json)
+
+
+def _role(options: argparse.Namespace) -> int:
+    from cluster.commands import role
+
+    return role.run(options.target, options.worker, options.role, as_json=options.json)
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    from cluster.commands import rollout
+
+    return rollout.run(options.target, as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -182,7 +228,31 @@ def _prepare_ray(config: BatonConfig) -> None:
     prepare_environment(config.cluster, os.environ, Path.home())
 
 
-_COMMANDS = {"serve": _serve, "generate": _generate, "status": _status, "demo": _demo, "trace": _trace}
+def _of_gateway(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that asks a running gateway, which may refuse."""
+
+    def run(options: argparse.Namespace) -> int:
+        from gateway import GatewayError
+
+        try:
+            return command(options)
+        except GatewayError as error:
+            return _fail(options, error, REFUSED)
+
+    return run
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve,
+    "generate": _of_gateway(_generate),
+    "status": _of_gateway(_status),
+    "top": _of_gateway(_top),
+    "drain": _of_gateway(_drain),
+    "role": _of_gateway(_role),
+    "rollout": _of_gateway(_rollout),
+    "demo": _demo,
+    "trace": _trace,
+}
 
 
 if __name__ == "__main__":

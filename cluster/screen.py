@@ -28,7 +28,7 @@ class Screen:
         """Shows `doing` while the body runs; the body says through the yielded stage what came of it."""
         started = time.monotonic()
         with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ...") as status:
-            stage = Stage(status, doing)
+            stage = Stage(status, doing, lambda text: self.line("", text))
             yield stage
         self.line(label, f"{stage.outcome} [dim]{time.monotonic() - started:.1f} s[/]")
 
@@ -54,14 +54,23 @@ class Screen:
 class Stage:
     """What is being done, the bars of its parts on a terminal, and in the end what came of it."""
 
-    def __init__(self, status: Status, doing: str) -> None:
+    def __init__(self, status: Status, doing: str, write: Callable[[str], None]) -> None:
         self.outcome = doing
+        self._write = write
         self._status = status
         self._doing = status.status
         self._parts: dict[str, tuple[str, float]] = {}
 
     def __call__(self, outcome: str) -> None:
         self.outcome = outcome
+
+    def say(self, how_it_stands: str) -> None:
+        """Beside what is being done, on a terminal only; the last word counts."""
+        self._status.update(f"{self._doing} [dim]({how_it_stands})[/]")
+
+    def note(self, what_happened: str) -> None:
+        """A line that stays."""
+        self._write(what_happened)
 
     def report(self, part: str, what: str, fraction: float) -> None:
         """How far a part is with something; the last report counts."""

@@ -1,8 +1,9 @@
 """ClientRequest: one client's request from its first token to its last, whoever computes them; no socket, no clock.
 
 Outputs of both workers, and of repeated attempts, come in in any order and more than once. Each says the position of
-its tokens, and what goes out is every position once, in order. Since tokens are a function of (prompt, seed, position),
-an attempt elsewhere may start from the beginning: what the client has already is recognised and dropped.
+its tokens, and what goes out is every position once, in order. An attempt elsewhere goes on behind what the client has
+already (`output_token_ids`); the state of its text stays here, so that a stop string may begin on one worker and end
+on another.
 """
 
 from dataclasses import dataclass, field
@@ -84,30 +85,56 @@ class ClientRequest:
     arrived_at: float
     placement: Placement | None = None
     num_attempts: int = 0
-    _num_delivered: int = 0
+    _delivered: list[int] = field(default_factory=list)
     _early: dict[int, _Pending] = field(default_factory=dict)
     _delivered_at: list[float] = field(default_factory=list)
     _num_cached_tokens: int = 0
     _stages: dict[str, StageTimes] = field(default_factory=dict)
     _attempt_began_s: float = 0.0
     """Since the request's arrival."""
+    _num_tokens_before: int = 0
+    """What the client had when the attempt began."""
     _transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = field(default_factory=dict)
     """By attempt and worker; those of attempts that failed, too."""
     _last: tuple[RequestOutput, int] | None = None
     """The output that ends the request, and how many tokens it ends at."""
 
     def begin_attempt(self, placement: Placement, now: float) -> None:
-        """Somebody (else) computes it from now on, from the beginning."""
+        """Somebody (else) computes it from now on, behind what the client has.
+
+        Tokens that came from others without their predecessors are forgotten: what is computed anew need not fit them.
+        """
         self.placement = placement
         self._attempt_began_s = now - self.arrived_at
         self.num_attempts += 1
+        self._num_tokens_before = len(self._delivered)
         self._stages.clear()
-        self._num_cached_tokens = 0
+        self._early.clear()
+        self._last = None
+        if not self._delivered:
+            self._num_cached_tokens = 0
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """What the client has of the answer."""
+        return tuple(self._delivered)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._delivered)
+
+    def end_if_whole(self, now: float) -> Delta | None:
+        """The last delta, if the client has every token that it asked for, and only the news of the end was lost."""
+        if len(self._delivered) < self.sampling_params.max_tokens:
+            return None
+        return Delta(text=self.text.flush(), finish=self._make_finish(FinishReason.LENGTH, None, now))
 
     def fell_back(self) -> None:
         """The prompt did not arrive from elsewhere, and the decode worker computed it itself."""
         assert self.placement is not None
-        self.placement = Placement(Mode.LOCAL, None, self.placement.decode, is_fallback=True)
+        self.placement = Placement(
+            Mode.LOCAL, None, self.placement.decode, is_fallback=True, reason="the prompt did not arrive"
+        )
 
     @property
     def path(self) -> str:
@@ -115,12 +142,18 @@ class ClientRequest:
         assert self.placement is not None
         return "fallback" if self.placement.is_fallback else self.placement.mode.value
 
+    @property
+    def path_reason(self) -> str:
+        """Why that way, in a few words; may be empty."""
+        assert self.placement is not None
+        return self.placement.reason
+
     def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
         """The delta that this output completes, or None while there is nothing new for the client."""
         self.note_times(worker, output)
         start = output.first_position
         for offset, token_id in enumerate(output.token_ids):
-            if start + offset >= self._num_delivered:
+            if start + offset >= len(self._delivered):
                 logprobs = output.logprobs[offset] if output.logprobs else None
                 self._early.setdefault(start + offset, _Pending(token_id, logprobs))
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -129,7 +162,8 @@ class ClientRequest:
 
     def note_times(self, worker: str, output: RequestOutput) -> None:
         """What an output says about the past. All that is of interest in one that ends an attempt."""
-        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if not self._num_tokens_before:  # later, the answer's own tokens may be among them
+            self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         if output.stage_times is not None:
             self._stages[worker] = output.stage_times
             self._transfers[self.num_attempts, worker] = tuple(
@@ -139,11 +173,11 @@ class ClientRequest:
 
     def _deliver(self, now: float) -> Delta | None:
         ready: list[_Pending] = []
-        while pending := self._early.pop(self._num_delivered + len(ready), None):
+        while pending := self._early.pop(len(self._delivered) + len(ready), None):
             ready.append(pending)
         token_ids = tuple(pending.token_id for pending in ready)
         num_counted, text = self.text.push(token_ids)
-        self._num_delivered += num_counted
+        self._delivered += token_ids[:num_counted]
         self._delivered_at += [now] * num_counted
         finish = self._finish(now)
         if finish is None and not ready:
@@ -157,17 +191,20 @@ class ClientRequest:
         """How the request ended, if with this delta it has."""
         reason, stop_token_id = FinishReason.STOP, None
         if self.text.matched_stop is None:
-            if self._last is None or self._num_delivered < self._last[1]:
+            if self._last is None or len(self._delivered) < self._last[1]:
                 return None
             assert self._last[0].finish_reason is not None
             reason, stop_token_id = self._last[0].finish_reason, self._last[0].stop_token_id
+        return self._make_finish(reason, stop_token_id, now)
+
+    def _make_finish(self, reason: FinishReason, stop_token_id: int | None, now: float) -> Finish:
         assert self.placement is not None
         return Finish(
             reason=reason,
             matched_stop=self.text.matched_stop,
             stop_token_id=stop_token_id,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_completion_tokens=self._num_delivered,
+            num_completion_tokens=len(self._delivered),
             num_cached_tokens=self._num_cached_tokens,
             timing=self._timing(now, self.placement),
             placement=self.placement,

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
-from baton.errors import ClusterError, FleetError, InvalidRequest
+from baton.errors import BatonError, ClusterError, FleetError, InvalidRequest
 from baton.fleet import FleetDescription
 from baton.v1 import cluster_service_pb2 as pb
 from baton.v1 import cluster_service_pb2_grpc as pb_grpc
@@ -20,9 +20,6 @@ from gateway.status import abort_call
 
 DESCRIBE_TIMEOUT_S = 1.0
 """A controller that takes longer is away, and what the gateway itself knows is the answer."""
-
-ORDER_TIMEOUT_S = 10.0
-"""As long may a controller take to say which workers there are, before an order to one of them is given up."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -51,7 +48,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             model=self._model.name,
             model_path=self._model.path,
             workers=fleet_messages.workers_to_messages(clients, fleet.slots if fleet else ()),
-            gateway=fleet_messages.gateway_to_message(self._dispatcher.num_in_flight, self._dispatcher.paths),
+            gateway=fleet_messages.gateway_to_message(
+                self._dispatcher.num_in_flight, self._dispatcher.num_queued, self._dispatcher.tally
+            ),
             nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
             controller=controller,
         )
@@ -60,10 +59,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self, request: pb.DrainWorkerRequest, context: Context
     ) -> pb.DrainWorkerResponse:
         try:
-            control = await self._control_of(request.worker, context)
-            await control.drain(request.worker)
+            await self._control().drain(request.worker)
         except (FleetError, ClusterError) as error:
-            await abort_call(context, error)
+            await self._refuse(request.worker, error, context)
         return pb.DrainWorkerResponse()
 
     async def SetWorkerRole(  # noqa: N802
@@ -71,10 +69,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.SetWorkerRoleResponse:
         try:
             role = _role_from(request.role)
-            control = await self._control_of(request.worker, context)
-            await control.set_role(request.worker, role)
+            await self._control().set_role(request.worker, role)
         except (FleetError, ClusterError, InvalidRequest) as error:
-            await abort_call(context, error)
+            await self._refuse(request.worker, error, context)
         return pb.SetWorkerRoleResponse()
 
     async def RolloutFleet(  # noqa: N802
@@ -92,20 +89,24 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         if self._fleet_control is None:
             return pb.Controller(state="none"), None
         try:
-            fleet = await self._describe(self._fleet_control, DESCRIBE_TIMEOUT_S)
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                fleet = await self._fleet_control.describe()
+        except TimeoutError:
+            reason = f"it did not answer within {DESCRIBE_TIMEOUT_S:g} s"
+            return pb.Controller(state="away", failure=reason), None
         except (FleetError, ClusterError) as error:
             return pb.Controller(state="away", failure=str(error)), None
         return fleet_messages.controller_to_message(fleet), fleet
 
-    async def _control_of(self, worker: str, context: Context) -> FleetControl:
-        """Whom to give an order about this worker; ends the call if nobody supervises one of that name."""
-        control = self._control()
-        fleet = await self._describe(control, ORDER_TIMEOUT_S)
-        names = sorted((slot.name for slot in fleet.slots), key=fleet_messages.in_order)
-        if worker not in names:
-            there = f"there are {', '.join(names)}" if names else "there is none"
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker is called {worker!r}; {there}")
-        return control
+    async def _refuse(self, worker: str, error: BatonError, context: Context) -> NoReturn:
+        """Ends the call: NOT_FOUND if nobody supervises a worker of that name, else as the error says."""
+        _, fleet = await self._controller()
+        if isinstance(error, FleetError) and fleet is not None:
+            names = sorted((slot.name for slot in fleet.slots), key=fleet_messages.in_order)
+            if worker not in names:
+                there = f"there are {', '.join(names)}" if names else "there is none"
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker is called {worker!r}; {there}")
+        await abort_call(context, error)
 
     def _control(self) -> FleetControl:
         if self._fleet_control is None:
@@ -114,13 +115,6 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
                 "whoever runs them, one by one"
             )
         return self._fleet_control
-
-    async def _describe(self, control: FleetControl, timeout_s: float) -> FleetDescription:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await control.describe()
-        except TimeoutError:
-            raise ClusterError(f"the controller did not answer within {timeout_s:g} s") from None
 
 
 def _role_from(text: str) -> WorkerRole:

@@ -1,108 +1,36 @@
 """Dispatcher: admits requests, sends their legs to workers, and sees each through to exactly one end.
 
-The one place that knows both clients' requests and workers; speaks no gRPC.
+The one place that knows both clients' requests and workers; speaks no gRPC. What it decides, it asks of
+gateway/journey.py, gateway/attempt.py and gateway/waiting.py.
 """
 
 import asyncio
 import logging
 import secrets
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import PlaneKeys
-from baton.errors import InvalidRequest, Overloaded, RequestAborted, RequestError, WorkerUnavailable
-from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.errors import InvalidRequest, RequestAborted, RequestError
 from baton.messages import KVEvents
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.sampling import MAX_SEED, SamplingParams
+from baton.request import EngineRequest, RequestOutput
+from baton.sampling import MAX_SEED
 from baton.worker import WorkerEndpoint, WorkerStatus
+from gateway.attempt import Attempt, AttemptFailed, legs
 from gateway.client_request import ClientRequest, Delta
 from gateway.fleet import Fleet
-from gateway.routing.placement import Ask, Mode, Placement
+from gateway.journey import Errand, Journey, LoadFailurePolicy
+from gateway.roster import Roster
+from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
-from gateway.text import TextStream
+from gateway.run import Aborted, Generation, Lost, Run
+from gateway.tally import Tally
+from gateway.waiting import Seat, WaitingRoom
 
 logger = logging.getLogger(__name__)
-
-LoadFailurePolicy = Literal["retry", "recompute", "fail"]
-
-MAX_ATTEMPTS = 3
-"""The last one needs no prefill worker, unless the request requires one."""
-
-RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A validated, tokenised request of a client."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling_params: SamplingParams
-    text: TextStream
-    priority: int = 0
-    cache_salt: str | None = None
-    mode: Mode | None = None
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """A worker that had a leg is gone."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Aborted:
-    """Somebody else than the caller ended the request."""
-
-
-_Event = tuple[str, RequestOutput | _Lost] | _Aborted
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One try at a request: its legs, by worker, and what they report."""
-
-    engine_request_id: str
-    placement: Placement
-    events: "asyncio.Queue[_Event]"
-    open_legs: set[str] = field(default_factory=set)
-    decoder_copes: bool = False
-    """The decode leg computes a prompt that does not arrive by itself."""
-
-
-class _AttemptFailed(Exception):
-    """This attempt came to nothing, through no fault of the request, but of `worker`."""
-
-    def __init__(
-        self,
-        worker: str,
-        reason: str,
-        kind: ErrorKind = ErrorKind.INTERNAL,
-        *,
-        is_prompt_lost: bool = False,
-        may_ask_again: bool = False,
-    ) -> None:
-        super().__init__(reason)
-        self.worker = worker
-        self.kind = kind
-        self.is_prompt_lost = is_prompt_lost
-        """The decode worker is well, but has no prompt to go on with."""
-        self.may_ask_again = may_ask_again
-        """The worker was out of reach. As soon as the fleet has it back, it is as good as any other."""
-
-    def as_final(self, request: ClientRequest) -> RequestError:
-        """What the client is told when there is nobody left to ask."""
-        if self.kind is ErrorKind.OVERLOADED:
-            return Overloaded(str(self), RETRY_AFTER_S)
-        return WorkerUnavailable(f"gave up after {request.num_attempts} attempt(s): {self}")
 
 
 class Dispatcher:
@@ -121,11 +49,15 @@ class Dispatcher:
         self._load_failure_policy = load_failure_policy
         self._clock = clock
         self._router = Router(config, prefix_key)
+        self._roster = Roster()
         self._fleet = Fleet(network, keys, self)
-        self._requests: dict[str, asyncio.Queue[_Event]] = {}
-        self._attempts: dict[str, _Attempt] = {}
-        self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)
-        """Finished requests by the path they really took."""
+        self._runs: dict[str, Run] = {}
+        """By the client's id."""
+        self._by_attempt: dict[str, Run] = {}
+        """Those that are with workers, by the id that these know."""
+        self._room: WaitingRoom[Run] = WaitingRoom(config.max_queued, self._try_to_place)
+        self._is_sweep_due = False
+        self.tally = Tally()
 
     @property
     def fleet(self) -> Fleet:
@@ -137,31 +69,47 @@ class Dispatcher:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._requests)
+        """Requests that are with workers."""
+        return len(self._runs) - self.num_queued
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a worker with room."""
+        return len(self._room)
+
+    @property
+    def oldest_queued_s(self) -> float:
+        since = self._room.oldest_since
+        return 0.0 if since is None else self._clock.now() - since
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """Streams a request's deltas up to the one with `finish`, or raises a RequestError.
 
         Closing the generator ends the request everywhere.
         """
-        self._admit(generation)
-        params = generation.sampling_params
-        if params.seed is None:  # so that it can be continued elsewhere, whatever happens
-            params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))
-        request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, self._clock.now())
+        self.tally.received()
+        run: Run | None = None
         try:
-            async with aclosing(self._attempts_at(generation, request)) as deltas:
+            run = self._admit(generation)
+            async with aclosing(self._attempts_at(run)) as deltas:
                 async for delta in deltas:
                     yield delta
+        except BaseException as error:
+            if run is None or not run.is_finished:
+                self.tally.ended(error, was_placed=run is not None and run.is_resumed)
+            raise
         finally:
-            del self._requests[generation.request_id]
+            if run is not None:
+                del self._runs[generation.request_id]
 
     def abort(self, request_id: str) -> bool:
         """Ends a request by its caller's id; False if there is none."""
-        events = self._requests.get(request_id)
-        if events is None:
+        run = self._runs.get(request_id)
+        if run is None:
             return False
-        events.put_nowait(_Aborted())
+        run.events.put_nowait(Aborted())
+        if run.placed is not None and not run.placed.done():
+            run.placed.set_result(None)
         return True
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
@@ -179,215 +127,220 @@ class Dispatcher:
     # what the fleet says: WorkerListener
 
     def heard(self, status: WorkerStatus) -> None:
+        self._roster.heard(status)
         self._router.heard(status)
+        self._note_room()
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
-            attempt = self._attempts.get(output.request_id)
-            if attempt is not None:
-                attempt.events.put_nowait((worker, output))
+            run = self._by_attempt.get(output.request_id)
+            if run is not None:
+                run.events.put_nowait((worker, output))
 
     def kv_events(self, worker: str, events: KVEvents) -> None:
         """No policy follows them."""
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
+        self._roster.gone(worker)
         self._router.gone(worker)
-        for attempt in self._attempts.values():
-            if worker in attempt.open_legs:
-                attempt.events.put_nowait((worker, _Lost(reason)))
+        for run in self._by_attempt.values():
+            if run.attempt is not None and worker in run.attempt.workers:
+                run.events.put_nowait((worker, Lost(run.attempt.engine_request_id, reason)))
 
-    def _admit(self, generation: Generation) -> None:
-        if generation.request_id in self._requests:
+    # admission, and a place
+
+    def _admit(self, generation: Generation) -> Run:
+        if generation.request_id in self._runs:
             raise InvalidRequest("request_id", f"{generation.request_id!r} is in use by a running request")
-        if len(self._requests) >= self._config.max_in_flight:
-            raise Overloaded(
-                f"{len(self._requests)} requests are in flight, which is the limit", RETRY_AFTER_S
-            )
-        self._requests[generation.request_id] = asyncio.Queue()
+        params, now = generation.sampling_params, self._clock.now()
+        if params.seed is None:  # so that it can be continued elsewhere, whatever happens
+            params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))
+        errand = Errand(
+            prompt_token_ids=generation.prompt_token_ids,
+            max_tokens=params.max_tokens,
+            cache_salt=generation.cache_salt,
+            mode=generation.mode,
+            must_not_fall_back=self._config.require_disaggregated,
+        )
+        request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, now)
+        run = Run(generation, request, Journey(errand, self._load_failure_policy, self._roster, now))
+        self._runs[generation.request_id] = run
+        return run
 
-    async def _attempts_at(
-        self, generation: Generation, request: ClientRequest
-    ) -> AsyncGenerator[Delta, None]:
-        """Tries one placement after the other until the request is complete, or nobody is left to ask."""
-        failures: dict[str, _AttemptFailed] = {}
+    async def _place(self, run: Run) -> Attempt:
+        """Returns when it has a place, which may be at once; a RequestError if none is found in time."""
+        seat = self._room.join(run, self._clock.now())
+        try:
+            if seat is not None:
+                await self._wait(run, seat)
+        except BaseException:
+            if run.attempt is not None:  # it was placed and left in the same moment
+                await asyncio.shield(self._close(run, run.attempt))
+            raise
+        assert run.attempt is not None
+        return run.attempt
+
+    async def _wait(self, run: Run, seat: Seat[Run]) -> None:
+        now = self._clock.now()
+        run.placed = asyncio.get_running_loop().create_future()
+        may_seek_s = max(0.0, run.journey.seeking_since + self._config.placement_timeout_s - now)
+        time_left_s = run.time_left(now)
+        wait_s = may_seek_s if time_left_s is None else min(may_seek_s, time_left_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                await run.placed
+        except TimeoutError:
+            if run.attempt is None:
+                if time_left_s is not None and time_left_s <= may_seek_s:
+                    raise RequestAborted("the request's deadline passed while it waited") from None
+                reason = seat.reason or NoRoom("others came first")
+                raise run.journey.too_late(reason, self._config.placement_timeout_s) from None
+        finally:
+            run.placed = None
+            self._room.leave(seat)
+        if run.attempt is None:
+            raise RequestAborted(f"request {run.generation.request_id} was aborted")
+
+    def _try_to_place(self, run: Run) -> RequestError | None:
+        """Its attempt begins here and now: from this moment on it hears of losses, and the router counts it."""
+        if len(self._by_attempt) >= self._config.max_in_flight:
+            return NoRoom(f"{len(self._by_attempt)} requests are with workers, which is the limit")
+        try:
+            placement = run.journey.route(self._router, run.request.output_token_ids)
+        except RequestError as error:
+            return error
+        attempt = run.journey.begin(placement, secrets.token_hex(16), run.request.num_output_tokens)
+        run.request.begin_attempt(placement, self._clock.now())
+        run.attempt = attempt
+        self._by_attempt[attempt.engine_request_id] = run
+        for worker in attempt.workers:
+            self._router.sent(worker, placement)
+        if run.placed is not None and not run.placed.done():
+            run.placed.set_result(None)
+        return None
+
+    def _note_room(self) -> None:
+        """There may be some; whoever waits is asked for soon, and once for all that happens meanwhile."""
+        if len(self._room) and not self._is_sweep_due:
+            self._is_sweep_due = True
+            asyncio.get_running_loop().call_soon(self._sweep)
+
+    def _sweep(self) -> None:
+        self._is_sweep_due = False
+        self._room.sweep()
+
+    # attempts
+
+    async def _attempts_at(self, run: Run) -> AsyncGenerator[Delta, None]:
+        """One attempt after the other until the request is complete, or there is nobody left to ask."""
         while True:
+            attempt = await self._place(run)
             try:
-                failed = [worker for worker, failure in failures.items() if not failure.may_ask_again]
-                async with aclosing(self._attempt(generation, request, failed)) as deltas:
+                async with aclosing(self._attempt(run, attempt)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
-            except _AttemptFailed as failure:
-                logger.warning("request %s: %s: %s", generation.request_id, failure.worker, failure)
-                failures[failure.worker] = failure
-                if self._time_left(generation, request) == 0.0:
-                    raise RequestAborted("the request's deadline passed") from failure
-                is_final = failure.is_prompt_lost and self._load_failure_policy == "fail"
-                if is_final or request.num_attempts >= MAX_ATTEMPTS:
-                    raise failure.as_final(request) from failure
-            except WorkerUnavailable as nobody:
-                if not failures:
-                    raise
-                last = list(failures.values())[-1]
-                raise last.as_final(request) from nobody
+            except AttemptFailed as failure:
+                logger.warning("request %s: %s: %s", run.generation.request_id, failure.worker, failure)
+                if (last := self._go_on(run, attempt, failure)) is not None:
+                    yield last
+                    return
 
-    async def _attempt(
-        self, generation: Generation, request: ClientRequest, failed: Collection[str]
-    ) -> AsyncGenerator[Delta, None]:
-        is_last = request.num_attempts + 1 == MAX_ATTEMPTS and not self._requires_prefill(generation)
-        placement = self._router.route(
-            Ask(
-                token_ids=generation.prompt_token_ids,
-                max_new_tokens=request.sampling_params.max_tokens,
-                cache_salt=generation.cache_salt,
-                mode=generation.mode,
-                excluded=failed,
-                without_prefill=is_last,
-            )
-        )
-        attempt = _Attempt(secrets.token_hex(16), placement, self._requests[generation.request_id])
-        self._attempts[attempt.engine_request_id] = attempt
-        request.begin_attempt(placement, self._clock.now())
+    def _go_on(self, run: Run, attempt: Attempt, failure: AttemptFailed) -> Delta | None:
+        """After an attempt that failed: None if there is to be another. The last delta, if only the end was lost."""
+        now = self._clock.now()
+        error = run.journey.end(attempt, failure, run.request.num_output_tokens, now)
+        if (last := run.request.end_if_whole(now)) is not None:
+            self._finish(run)
+            return last
+        if run.time_left(now) == 0.0:
+            raise RequestAborted("the request's deadline passed") from failure
+        if error is not None:
+            raise error from failure
+        self.tally.migrated(failure.cause)
+        return None
+
+    def _finish(self, run: Run) -> None:
+        run.is_finished = True
+        self.tally.finished(run.request.path, run.request.path_reason)
+
+    async def _attempt(self, run: Run, attempt: Attempt) -> AsyncGenerator[Delta, None]:
         try:
-            await self._submit(generation, request, placement, attempt)
+            await self._submit(run, attempt)
             while True:
-                event = await attempt.events.get()
-                if isinstance(event, _Aborted):
-                    raise RequestAborted(f"request {generation.request_id} was aborted")
-                delta = self._take(event, request, placement, attempt)
+                event = await run.events.get()
+                if isinstance(event, Aborted):
+                    raise RequestAborted(f"request {run.generation.request_id} was aborted")
+                delta = self._take(event, run, attempt)
                 if delta is None:
                     continue
                 if delta.finish is not None:
-                    self.paths[request.path] += 1
-                    await self._close(attempt)
+                    self._finish(run)
+                    await self._close(run, attempt)
                 yield delta
                 if delta.finish is not None:
                     return
         finally:
-            await asyncio.shield(self._close(attempt))
+            await asyncio.shield(self._close(run, attempt))
 
-    async def _submit(
-        self, generation: Generation, request: ClientRequest, placement: Placement, attempt: _Attempt
-    ) -> None:
-        """Sends all legs at once; the first to be told is the one that has to make room."""
+    async def _submit(self, run: Run, attempt: Attempt) -> None:
+        """Sends all legs at once. A worker that is gone meanwhile is among the events."""
+        generation, request = run.generation, run.request
+        clients = {name: self._fleet.client(name) for name in attempt.workers}
+        refs = {name: client.endpoint.ref for name, client in clients.items() if client is not None}
+        if len(refs) < len(clients):
+            return
         leg = EngineRequest(
             request_id=attempt.engine_request_id,
             prompt_token_ids=generation.prompt_token_ids,
             sampling_params=request.sampling_params,
             priority=generation.priority,
-            timeout_s=self._time_left(generation, request),
+            timeout_s=run.time_left(self._clock.now()),
             cache_salt=generation.cache_salt,
+            output_token_ids=request.output_token_ids,
+            on_preemption=run.journey.on_preemption(attempt.placement),
         )
-        if placement.prefill is None:
-            await self._send_leg(placement.decode, leg, attempt)
-            return
-        transfer_id = secrets.token_hex(16)
-        number = request.num_attempts - 1
-        prefill, decode = self._ref(placement.prefill), self._ref(placement.decode)
-        on_failure = self._on_load_failure(generation)
-        attempt.decoder_copes = on_failure is OnLoadFailure.RECOMPUTE
-        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, prefill, on_failure)
-        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, decode, on_failure)
-        await self._send_leg(placement.decode, replace(leg, kv_transfer=to_decode), attempt)
-        await self._send_leg(placement.prefill, replace(leg, kv_transfer=to_prefill), attempt)
+        for name, order in legs(leg, attempt, refs, secrets.token_hex(16), request.num_attempts - 1):
+            if client := clients[name]:
+                await client.submit(order)
 
-    async def _send_leg(self, worker: str, leg: EngineRequest, attempt: _Attempt) -> None:
-        client = self._fleet.client(worker)
-        if client is None:
-            raise _AttemptFailed(worker, "lost before the request was sent")
-        attempt.open_legs.add(worker)
-        self._router.sent(worker, attempt.placement)
-        await client.submit(leg)
-
-    def _take(
-        self,
-        event: tuple[str, RequestOutput | _Lost],
-        request: ClientRequest,
-        placement: Placement,
-        attempt: _Attempt,
-    ) -> Delta | None:
+    def _take(self, event: tuple[str, RequestOutput | Lost], run: Run, attempt: Attempt) -> Delta | None:
         worker, news = event
-        is_prefill = worker == placement.prefill
-        if isinstance(news, _Lost):
-            # What a prefill worker has handed over does not need it any more.
-            if worker not in attempt.open_legs:
+        try:
+            if isinstance(news, Lost):
+                if news.engine_request_id == attempt.engine_request_id:
+                    attempt.note_loss(worker, news.reason)
                 return None
-            is_decoding = attempt.open_legs != {worker}
-            if is_prefill and attempt.decoder_copes and is_decoding:
-                self._close_leg(worker, attempt)
+            if news.request_id != attempt.engine_request_id:
+                return None  # of an attempt that was given up
+            run.request.note_times(worker, news)
+            if not attempt.take(worker, news):
                 return None
-            reason = f"the worker was lost: {news.reason}"
-            raise _AttemptFailed(worker, reason, is_prompt_lost=is_prefill, may_ask_again=True)
-        if news.request_id != attempt.engine_request_id:
-            return None  # of an attempt that was given up
-        if news.finish_reason is not None:
-            self._close_leg(worker, attempt)
-        if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
-            return None  # if the prefill leg ends the request itself, it tells the decode leg, and then us
-        if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            request.note_times(worker, news)
-            copes = attempt.decoder_copes and attempt.open_legs
-            if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
-                return None
-            raise _failure(placement, is_prefill, news)
-        has_decoded = not is_prefill and placement.prefill is not None and news.stage_times is not None
-        if has_decoded and news.stage_times:
-            self._router.measured(placement, news.stage_times)
-            if not news.stage_times.transfer_bytes:
-                request.fell_back()
-        delta = request.accept(worker, news, self._clock.now())
-        if not attempt.open_legs and (delta is None or delta.finish is None):
-            raise _AttemptFailed(placement.decode, "no worker goes on with it")
+        finally:
+            self._count_ended_legs(attempt)
+        if times := attempt.decode_times(worker, news):
+            self._router.measured(attempt.placement, times)
+            if attempt.has_recomputed(times):
+                run.request.fell_back()
+        delta = run.request.accept(worker, news, self._clock.now())
+        if delta is None or delta.finish is None:
+            attempt.check_under_way()
         return delta
 
-    async def _close(self, attempt: _Attempt) -> None:
+    async def _close(self, run: Run, attempt: Attempt) -> None:
         """Ends what is left of an attempt on its workers; idempotent."""
-        self._attempts.pop(attempt.engine_request_id, None)
-        for worker in list(attempt.open_legs):
-            self._close_leg(worker, attempt)
+        if run.attempt is not attempt:
+            return
+        run.attempt = None
+        del self._by_attempt[attempt.engine_request_id]
+        to_be_told = attempt.close()
+        self._count_ended_legs(attempt)
+        for worker in to_be_told:
             if client := self._fleet.client(worker):
                 await client.abort((attempt.engine_request_id,))
 
-    def _close_leg(self, worker: str, attempt: _Attempt) -> None:
-        if worker in attempt.open_legs:
-            attempt.open_legs.remove(worker)
+    def _count_ended_legs(self, attempt: Attempt) -> None:
+        for worker in attempt.take_ended_legs():
             self._router.ended(worker, attempt.placement)
-
-    def _on_load_failure(self, generation: Generation) -> OnLoadFailure:
-        """A request that requires disaggregation is never computed by the decode worker in silence."""
-        if self._load_failure_policy == "recompute" and not self._requires_prefill(generation):
-            return OnLoadFailure.RECOMPUTE
-        return OnLoadFailure.REPORT
-
-    def _requires_prefill(self, generation: Generation) -> bool:
-        return generation.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
-
-    def _ref(self, worker: str) -> WorkerRef:
-        client = self._fleet.client(worker)
-        if client is None:
-            raise _AttemptFailed(worker, "lost before the request was sent")
-        return client.endpoint.ref
-
-    def _time_left(self, generation: Generation, request: ClientRequest) -> float | None:
-        if generation.timeout_s is None:
-            return None
-        return max(0.0, generation.timeout_s - (self._clock.now() - request.arrived_at))
-
-
-def _failure(placement: Placement, is_prefill: bool, output: RequestOutput) -> RequestError | _AttemptFailed:
-    """What an unhappy end of a leg means for the request."""
-    reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
-    if kind is ErrorKind.INVALID_REQUEST:
-        return InvalidRequest(*_split_field(reason))
-    is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
-    leg = "prefill" if is_prefill else "decode"
-    is_prefills_fault = (is_prefill or is_prompt_lost) and placement.prefill is not None
-    worker = placement.prefill if is_prefills_fault and placement.prefill else placement.decode
-    return _AttemptFailed(worker, f"the {leg} leg failed: {reason}", kind, is_prompt_lost=is_prompt_lost)
-
-
-def _split_field(reason: str) -> tuple[str, str]:
-    """The field that a worker's refusal begins with; see InvalidRequest."""
-    name, _, message = reason.partition(": ")
-    return (name, message) if message else ("request", reason)
+            self._note_room()

@@ -1,11 +1,12 @@
 """Our own values -> protobuf, for the fleet: what workers say of themselves, joined with what their controller says."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription, SlotState
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
+from gateway.tally import Tally
 from gateway.worker_client import WorkerClient
 
 _WITHOUT_PROCESS = {SlotState.PLACING, SlotState.STARTING, SlotState.BACKING_OFF, SlotState.CRASH_LOOP}
@@ -46,9 +47,8 @@ def step_to_message(step: RolloutStep) -> pb.RolloutFleetResponse:
     )
 
 
-def gateway_to_message(num_in_flight: int, paths: Mapping[str, int]) -> pb.Gateway:
-    # Nothing queues at the gateway: a request is with a worker, or refused.
-    return pb.Gateway(in_flight=num_in_flight, queued=0, paths=paths)
+def gateway_to_message(num_in_flight: int, num_queued: int, tally: Tally) -> pb.Gateway:
+    return pb.Gateway(in_flight=num_in_flight, queued=num_queued, paths=tally.paths, counters=tally.counters)
 
 
 def in_order(name: str) -> tuple[str, int, str]:

@@ -13,7 +13,8 @@ from baton.errors import RequestError
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway import convert
-from gateway.dispatcher import Dispatcher, Generation
+from gateway.dispatcher import Dispatcher
+from gateway.run import Generation
 from gateway.status import abort_call
 from gateway.text import TextStream, Tokenizer
 

@@ -18,9 +18,10 @@ from baton.v1 import (
 )
 from baton.worker import WorkerEndpoint
 from gateway.cluster_service import ClusterService
-from gateway.dispatcher import Dispatcher, LoadFailurePolicy
+from gateway.dispatcher import Dispatcher
 from gateway.fleet_control import FleetControl
 from gateway.generation_service import GenerationService, ServedModel
+from gateway.journey import LoadFailurePolicy
 from gateway.text import Tokenizer
 
 SERVICES = (

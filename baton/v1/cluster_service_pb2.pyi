@@ -620,14 +620,43 @@ class Gateway(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     PATHS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
+    """Requests that are with workers, and those that wait for one."""
     queued: _builtins.int
     @_builtins.property
     def paths(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Finished requests by the path they took: `disaggregated`, `local`, `fallback`."""
+
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Monotonic counts since the gateway's start. `received` = `finished` + `failed` + `rejected` + `aborted` + in_flight +
+        queued; `migrated_...`, requests that went on elsewhere, by what ended the attempt before; `finished_PATH: REASON`,
+        finished requests by why they took their path.
+        """
 
     def __init__(
         self,
@@ -635,10 +664,11 @@ class Gateway(_message.Message):
         in_flight: _builtins.int = ...,
         queued: _builtins.int = ...,
         paths: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "paths", b"paths", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "in_flight", b"in_flight", "paths", b"paths", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""`baton status`: what a gateway knows of its fleet, as a table or as JSON."""
+"""`baton status`: what a gateway and the controller know of their fleet, as tables or as JSON."""
 
 import asyncio
 import json
@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from cluster.view import words
 from gateway.client import GatewayClient
 
 _WIDTH_OF_FILES = 160
@@ -26,54 +28,103 @@ def run(target: str, as_json: bool) -> int:
 
 
 def show(description: dict[str, Any], console: Console) -> None:
-    """A line about the gateway, and a row for each worker."""
-    gateway = description["gateway"]
-    console.print(f"{description['model']}  [dim]{description['model_path']}[/]", soft_wrap=True)
-    console.print(f"{gateway['in_flight']} requests in flight, {gateway['queued']} queued")
-    table = Table("worker", "role", "state", "node", "pid", box=None, header_style="bold", pad_edge=False)
-    for heading in ("free blocks", "leased", "quarantined", "running", "waiting", "loading"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for worker in description["workers"]:
-        blocks, requests = worker["kv_blocks"], worker["requests"]
-        row = (
-            *(worker[key] for key in ("name", "role", "state", "node", "pid")),
-            f"{blocks['free']}/{blocks['total']}",
-            blocks["leased"],
-            blocks["quarantined"],
-            *(requests[key] for key in ("running", "waiting", "waiting_for_remote_kvs")),
-        )
-        table.add_row(*map(str, row))
-    console.print(table)
-    hand_overs = [(worker["name"], peer) for worker in description["workers"] for peer in worker["kv_peers"]]
+    """Lines about gateway and controller, a row for each node and worker, and a line for what failed last."""
+    gateway, workers = description["gateway"], description["workers"]
+    console.print(
+        Text.assemble(description["model"], "  ", (description["model_path"], "dim")), soft_wrap=True
+    )
+    in_flight = f"{gateway['in_flight']} requests in flight, {gateway['queued']} queued; finished: "
+    console.print(in_flight + words.paths_text(gateway["paths"]), soft_wrap=True, highlight=False)
+    console.print(words.controller_text(description["controller"]), soft_wrap=True)
+    is_wide = console.width >= words.WIDE
+    if description["nodes"]:
+        console.print("", _nodes_table(description["nodes"]))
+    console.print("", _workers_table(workers, is_wide))
+    failures = [
+        Text.assemble((f"{worker}: ", "yellow"), what) for worker, what in words.failures(description)
+    ]
+    if failures:
+        console.print(Text("\nlast failures", "bold"))
+        console.print(*failures, sep="\n", overflow="ellipsis", no_wrap=True)
+    hand_overs = [(worker["name"], peer) for worker in workers for peer in worker["kv_peers"]]
     if hand_overs:
-        console.print(_hand_overs_table(hand_overs))
+        console.print("", _hand_overs_table(hand_overs, is_wide))
 
 
-def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]]) -> Table:
-    """What every worker gave to and took from every other one; times are means of those that were done, in ms."""
-    table = Table("worker", "", "peer", "transport", box=None, header_style="bold", pad_edge=False)
-    for heading in ("handed over", "failed", "not needed", "MiB", "queued", "moving", "exposed ms"):
+def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
+    table = words.plain_table("node", "address", "state", "resources", "workers")
+    for node in nodes:
+        state = Text("alive", "green") if node["is_alive"] else Text("gone", "bold red")
+        kind = Text(", head", "dim") if node["is_head"] else Text("")
+        resources = ", ".join(f"{amount:g} {name}" for name, amount in node["resources"].items()) or "-"
+        workers = ", ".join(node["workers"]) or "-"
+        table.add_row(Text(node["name"]), Text(node["address"]), state + kind, Text(resources), Text(workers))
+    return table
+
+
+def _workers_table(workers: Iterable[dict[str, Any]], is_wide: bool) -> Table:
+    """A worker that is missing has a state and the number of its lives, but no numbers."""
+    headings = ("free blocks", "leased", "quarantined", "running", "waiting", "loading", "starts")
+    if not is_wide:
+        headings = ("free", "lease", "quar", "run", "wait", "load", "starts")
+    table = words.plain_table("worker", "role", "state", "node", *(["pid"] if is_wide else []))
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for worker, peer in hand_overs:
-        is_producer, num_done = peer["role"] == "producer", int(peer["done"])
-        means = {
-            key: f"{1000 * peer[key] / num_done:.1f}" if num_done else "-"
-            for key in ("queued_s", "moving_s", "exposed_s")
-        }
+    for worker in workers:
         table.add_row(
-            worker,
-            "to" if is_producer else "from",
-            peer["peer"],
-            peer["transport"] or "-",
-            str(num_done),
-            str(peer["failed"]),
-            str(peer["not_needed"]),
-            f"{int(peer['bytes']) / 2**20:.1f}",
-            "" if is_producer else means["queued_s"],
-            "" if is_producer else means["moving_s"],
-            means["exposed_s"] if is_producer else "",
+            Text(worker["name"]),
+            Text(words.role_text(worker, is_wide)),
+            words.state_text(worker),
+            Text(words.node_of(worker)),
+            *([str(worker["pid"] or "-")] if is_wide else []),
+            *_numbers(worker),
+            words.starts_of(worker),
         )
     return table
+
+
+def _numbers(worker: dict[str, Any]) -> list[str]:
+    blocks, requests = worker["kv_blocks"], worker["requests"]
+    if not blocks["total"]:
+        return [""] * 6
+    numbers = (
+        blocks["leased"],
+        blocks["quarantined"],
+        requests["running"],
+        requests["waiting"],
+        requests["waiting_for_remote_kvs"],
+    )
+    return [f"{blocks['free']}/{blocks['total']}", *map(str, numbers)]
+
+
+def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]], is_wide: bool) -> Table:
+    """What every worker gave to and took from every other one; times are means of those that were done, in ms."""
+    table = words.plain_table("worker", "", "peer", "transport")
+    for heading in ("handed over" if is_wide else "done", "failed", *(["not needed"] if is_wide else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("MiB", "queued", "moving", "exposed ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker, peer in hand_overs:
+        is_producer = peer["role"] == "producer"
+        table.add_row(
+            Text(worker),
+            "to" if is_producer else "from",
+            Text(peer["peer"]),
+            peer["transport"] or "-",
+            str(peer["done"]),
+            str(peer["failed"]),
+            *([str(peer["not_needed"])] if is_wide else []),
+            f"{int(peer['bytes']) / 2**20:.1f}",
+            "" if is_producer else _mean_ms(peer, "queued_s"),
+            "" if is_producer else _mean_ms(peer, "moving_s"),
+            _mean_ms(peer, "exposed_s") if is_producer else "",
+        )
+    return table
+
+
+def _mean_ms(peer: dict[str, Any], key: str) -> str:
+    num_done = int(peer["done"])
+    return f"{1000 * peer[key] / num_done:.1f}" if num_done else "-"
 
 
 async def _describe(target: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from baton.messages import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
-from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.placement import Ask, Mode, NoRoom, Placement
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.standing import WorkerStanding
@@ -95,8 +95,8 @@ class Router:
             )
 
     def route(self, ask: Ask) -> Placement:
-        """A placement without excluded workers; WorkerUnavailable if there is no decode worker, or no prefill worker
-        for a request that must not do without.
+        """A placement without excluded workers; NoRoom if those that could decode are full, WorkerUnavailable if there
+        is none of them, or no prefill worker for a request that must not do without.
 
         It counts for nothing until its legs are `sent`.
         """
@@ -110,6 +110,9 @@ class Router:
         if mode is not Mode.LOCAL and not prefills and is_required:
             raise WorkerUnavailable("no prefill worker is available, and the request requires one")
         num_tokens = len(ask.token_ids)
+        decodes = [worker for worker in decodes if worker.fits(num_tokens + 1)]
+        if not decodes:
+            raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
         num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
         need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
         return self._place(ask, mode, need, prefills, decodes)

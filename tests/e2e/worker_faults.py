@@ -230,7 +230,7 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     dispatcher = cluster.gateway._dispatcher
     legs = {name: number for name, number in dispatcher.router.num_legs.items() if number}
-    if legs or dispatcher.num_in_flight or dispatcher._attempts:
+    if legs or dispatcher.num_in_flight or dispatcher._by_attempt:
         found.append(f"the gateway has {dispatcher.num_in_flight} requests and legs {legs}")
     return found
 

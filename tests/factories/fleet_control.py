@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from baton.errors import BatonError
+from baton.errors import BatonError, FleetError
 from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription, SlotState
 from baton.worker import WorkerRole
 
@@ -55,6 +55,10 @@ class FakeFleetControl:
                 raise self.refuses
 
     def _note(self, *order: str) -> None:
+        if self.is_away:
+            raise self.is_away
+        if order[1] not in {description.name for description in self.fleet.slots}:
+            raise FleetError(f"there is no worker {order[1]!r}")
         self.orders.append(order)
         if self.refuses:
             raise self.refuses

@@ -11,7 +11,7 @@ from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import ClusterKeys
 from baton.kv import TransferRole, WorkerRef
-from baton.request import EngineRequest, FinishReason, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
@@ -23,8 +23,8 @@ from baton.worker import (
 )
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
-from gateway.dispatcher import LoadFailurePolicy
 from gateway.fleet_control import FleetControl
+from gateway.journey import LoadFailurePolicy
 from tests.factories.security import KEYS
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
@@ -119,14 +119,35 @@ def outputs_of(
 
 
 def answering(token_ids: list[int]) -> Script:
-    """A worker that knows the answer: token 0 if it only prefills, everything if it decodes."""
+    """A worker that knows the answer: one token if it only prefills, all the rest if it decodes."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
+        start = len(request.output_token_ids)
+        assert request.output_token_ids == tuple(token_ids[:start])
         if request.kv_transfer is not None and request.kv_transfer.role is TransferRole.PRODUCER:
-            return outputs_of(request, token_ids[:1], finish=FinishReason.HANDED_OVER)
-        return outputs_of(request, token_ids)
+            return outputs_of(request, token_ids[start : start + 1], start, FinishReason.HANDED_OVER)
+        return outputs_of(request, token_ids[start:], start)
 
     return script
+
+
+def failing(kind: ErrorKind, message: str) -> Script:
+    """A worker that ends every leg with an error."""
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        return [failure_of(request, kind, message)]
+
+    return script
+
+
+def failure_of(request: EngineRequest, kind: ErrorKind, message: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        first_position=len(request.output_token_ids),
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_kind=kind,
+    )
 
 
 class GatewayUnderTest:
@@ -154,7 +175,7 @@ async def gateway_with(
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(grpc_port=0, **config)  # type: ignore[arg-type]
+    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 0.5, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
         NETWORK,

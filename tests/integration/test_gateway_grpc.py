@@ -16,7 +16,15 @@ from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from gateway import GatewayError
 from gateway.client import Event
-from tests.factories.gateway import NETWORK, GatewayUnderTest, answering, gateway_with, outputs_of, silent
+from tests.factories.gateway import (
+    NETWORK,
+    GatewayUnderTest,
+    answering,
+    failing,
+    gateway_with,
+    outputs_of,
+    silent,
+)
 from tests.factories.models import make_model_dir, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -41,21 +49,6 @@ async def refusal(under_test: GatewayUnderTest, **options: Any) -> GatewayError:
     with pytest.raises(GatewayError) as caught:
         await ask(under_test, **options)
     return caught.value
-
-
-def failing(kind: ErrorKind, message: str) -> Any:
-    def script(request: EngineRequest) -> list[RequestOutput]:
-        return [
-            RequestOutput(
-                request_id=request.request_id,
-                first_position=0,
-                finish_reason=FinishReason.ERROR,
-                error=message,
-                error_kind=kind,
-            )
-        ]
-
-    return script
 
 
 def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path) -> None:
@@ -293,7 +286,8 @@ def test_an_id_in_use_and_a_full_house_are_refused(folder: Path) -> None:
 def test_without_workers_a_request_is_unavailable_and_says_why(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {"p0": silent}, {}) as under_test:
-            assert str(await refusal(under_test)) == "UNAVAILABLE: no decode worker is available"
+            complaint = str(await refusal(under_test))
+            assert complaint == "UNAVAILABLE: no decode worker is available; waited 0.5 s for one"
 
     run(test())
 

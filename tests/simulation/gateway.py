@@ -1,29 +1,32 @@
-"""SimGateway: a stand-in for gateway/dispatcher.py, decision by decision, on events instead of coroutines.
+"""SimGateway: a stand-in for gateway/dispatcher.py on events instead of coroutines.
 
-Real: the router, and the session with each worker. It checks what a client may rely on: every token right, each
-position once and in order, one end.
+Real: everything that decides (journey, attempts, waiting room, roster, router), and the session with each worker. It
+checks what a client may rely on: every token right, each position once and in order, one end.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from baton.config import GatewayConfig
-from baton.errors import WorkerUnavailable
-from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
+from baton.errors import RequestError
 from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.session import GatewaySession
-from gateway.dispatcher import MAX_ATTEMPTS
-from gateway.routing.placement import Ask, Mode
+from baton.worker import WorkerStatus
+from gateway.attempt import Attempt, AttemptFailed, legs
+from gateway.journey import Errand, Journey
+from gateway.roster import Roster
+from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
-from tests.simulation.attempts import Attempt, AttemptFailed, ClientRequest, End, RequestFailed, failure
+from gateway.waiting import Seat, WaitingRoom
+from tests.simulation.attempts import ClientRequest, End
 from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import CLIENT_ID, Worker
 from tests.simulation.world import World
 
+HEARTBEAT_S = 0.05
 MAX_DELAY_S = 0.002
 
 
@@ -33,7 +36,12 @@ class SimGateway:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy
-        self._router = Router(GatewayConfig(routing_policy="round_robin"), b"prefixes of the simulation")
+        self._config = GatewayConfig(routing_policy="round_robin", placement_timeout_s=8.0)
+        self._router = Router(self._config, b"prefixes of the simulation")
+        self._roster = Roster()
+        self._room: WaitingRoom[ClientRequest] = WaitingRoom(self._config.max_queued, self._try_to_place)
+        self._is_sweep_due = False
+        self._is_listening = False
         self._workers: dict[str, Worker] = {}
         self._silent: set[str] = set()
         self._cut_off: set[str] = set()
@@ -56,23 +64,23 @@ class SimGateway:
         worker.hear(session.hello())
         heartbeat = worker.heartbeat()
         session.note_heartbeat(heartbeat)
-        self._router.heard(heartbeat.status)
+        self._hear(heartbeat.status)
 
     def lose(self, name: str, reason: str) -> None:
         if self._workers.pop(name, None) is not None:
-            self._router.gone(name)
+            self._lose_sight(name)
             self._on_lost(name, reason)
 
     def note_silence(self, name: str) -> None:
         if name in self._workers and name not in self._silent:
             self._silent.add(name)
-            self._router.gone(name)
+            self._lose_sight(name)
             self._on_lost(name, "silent")
 
     def hear_again(self, name: str) -> None:
         self._silent.discard(name)
         if worker := self._workers.get(name):
-            self._router.heard(worker.heartbeat().status)
+            self._hear(worker.heartbeat().status)
 
     def cut_off(self, name: str) -> None:
         """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
@@ -102,10 +110,17 @@ class SimGateway:
     # what clients do
 
     def arrive(self, spec: RequestSpec) -> None:
-        request = self.requests[spec.request_id] = ClientRequest(spec, self._world.now)
+        errand = Errand(
+            prompt_token_ids=spec.prompt,
+            max_tokens=spec.max_tokens,
+            cache_salt=spec.cache_salt,
+            mode=spec.mode,
+        )
+        journey = Journey(errand, self._policy, self._roster, self._world.now)
+        request = self.requests[spec.request_id] = ClientRequest(spec, self._world.now, journey)
         self.num_open += 1
         self._world.log("gateway", f"{spec.request_id} arrives", lambda: spec)
-        self._try(request, lambda: self._attempt(request))
+        self._seek(request)
 
     def leave(self, request_id: str) -> None:
         """The client is not there any more."""
@@ -141,61 +156,75 @@ class SimGateway:
     def _on_lost(self, worker: str, reason: str) -> None:
         self._world.log("gateway", f"lost {worker} {reason}")
         for request in list(self._by_attempt.values()):
-            if request.attempt is not None and worker in request.attempt.open_legs and request.end is None:
-                self._try(request, partial(self._take_loss, request, worker, reason))
+            attempt = request.attempt
+            if attempt is not None and worker in attempt.workers:
+                self._try(request, partial(attempt.note_loss, worker, reason))
 
     # one request
 
-    def _try(self, request: ClientRequest, action: Callable[[], None]) -> None:
-        """Does it; where the attempt fails, goes on with the next, until one is under way or nobody is left."""
-        while True:
-            try:
-                action()
-            except AttemptFailed as failure:
-                self._world.counts["path attempt failed"] += 1
-                self._close(request)
-                request.failed[failure.worker] = failure
-                if error := self._reason_to_give_up(request, failure):
-                    self._finish(request, End.ERROR, error)
-                    return
-                action = partial(self._attempt, request)
-            except (WorkerUnavailable, RequestFailed) as error:
-                self._finish(request, End.ERROR, str(error))
-                return
-            else:
-                return
+    def _seek(self, request: ClientRequest) -> None:
+        """A place, at once or in time."""
+        try:
+            seat = self._room.join(request, self._world.now)
+        except RequestError as error:
+            self._finish(request, End.ERROR, str(error))
+            return
+        if seat is not None:
+            self._world.counts["path waited"] += 1
+            until = request.journey.seeking_since + self._config.placement_timeout_s
+            if (time_left_s := self._time_left(request)) is not None:
+                until = min(until, self._world.now + time_left_s)
+            self._world.at(until, lambda: self._give_up_waiting(request, seat), is_plane=False)
+            self._listen_soon()
 
-    def _reason_to_give_up(self, request: ClientRequest, failure: AttemptFailed) -> str | None:
-        if self._time_left(request) == 0.0:
-            return "the request's deadline passed"
-        is_final = failure.is_prompt_lost and self._policy == "fail"
-        if is_final or request.num_attempts >= MAX_ATTEMPTS:
-            return f"gave up: {failure}"
-        return None
+    def _give_up_waiting(self, request: ClientRequest, seat: Seat[ClientRequest]) -> None:
+        if seat in self._room:
+            self._room.leave(seat)
+            waited_s = self._config.placement_timeout_s
+            reason = seat.reason or NoRoom("others came first")
+            self._finish(request, End.ERROR, str(request.journey.too_late(reason, waited_s)))
 
-    def _attempt(self, request: ClientRequest) -> None:
-        spec = request.spec
-        is_last = request.num_attempts + 1 == MAX_ATTEMPTS and spec.mode is not Mode.DISAGGREGATED
-        placement = self._router.route(
-            Ask(
-                token_ids=spec.prompt,
-                max_new_tokens=spec.max_tokens,
-                mode=spec.mode,
-                excluded=[worker for worker, failed in request.failed.items() if not failed.may_ask_again],
-                without_prefill=is_last,
-            )
-        )
-        request.num_attempts += 1
-        request.num_tokens_at_end = None
-        self._world.counts[f"path attempt {request.num_attempts} {placement.mode.value}"] += 1
-        copes = self._policy == "recompute" and spec.mode is not Mode.DISAGGREGATED
-        attempt = Attempt(self._new_id(), placement, placement.prefill is not None and copes)
-        request.attempt = attempt
+    def _try_to_place(self, request: ClientRequest) -> RequestError | None:
+        try:
+            placement = request.journey.route(self._router, tuple(request.tokens))
+        except RequestError as error:
+            return error
+        attempt = request.journey.begin(placement, self._new_id(), len(request.tokens))
+        number = min(request.journey.num_attempts, 4)
+        self._world.counts[f"path attempt {number} {placement.mode.value}"] += 1
+        self._world.counts["path resumed"] += bool(request.tokens)
+        request.begin_attempt(attempt)
         self._by_attempt[attempt.engine_request_id] = request
         self._submit(request, attempt)
+        return None
+
+    def _try(self, request: ClientRequest, action: Callable[[], None]) -> None:
+        """Does it; where the attempt fails, the request goes on with the next one, or ends."""
+        attempt = request.attempt
+        assert attempt is not None
+        try:
+            action()
+        except AttemptFailed as failure:
+            self._world.counts["path attempt failed"] += 1
+            self._world.counts[f"path {failure.cause.value}"] += 1
+            self._close(request)
+            error = request.journey.end(attempt, failure, len(request.tokens), self._world.now)
+            if len(request.tokens) >= request.spec.max_tokens:
+                self._finish(request, End.DONE)
+            elif self._time_left(request) == 0.0:
+                self._finish(request, End.ERROR, "the request's deadline passed")
+            elif error is not None:
+                self._finish(request, End.ERROR, str(error))
+            else:
+                self._seek(request)
+                self._listen_soon()
+        except RequestError as error:
+            self._finish(request, End.ERROR, str(error))
+        finally:
+            self._count_ended_legs(attempt)
 
     def _submit(self, request: ClientRequest, attempt: Attempt) -> None:
-        spec, placement = request.spec, attempt.placement
+        spec = request.spec
         leg = EngineRequest(
             request_id=attempt.engine_request_id,
             prompt_token_ids=spec.prompt,
@@ -203,55 +232,26 @@ class SimGateway:
             priority=spec.priority,
             timeout_s=self._time_left(request),
             cache_salt=spec.cache_salt,
+            output_token_ids=tuple(request.tokens),
+            on_preemption=request.journey.on_preemption(attempt.placement),
         )
-        decode = self._workers[placement.decode]
-        if placement.prefill is None:
-            self._send_leg(decode, leg, attempt)
-            return
-        prefill = self._workers[placement.prefill]
-        transfer_id, number = self._new_id(), request.num_attempts - 1
-        on_failure = OnLoadFailure.RECOMPUTE if attempt.decoder_copes else OnLoadFailure.REPORT
-        to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, prefill.ref, on_failure)
-        to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, decode.ref, on_failure)
-        self._send_leg(decode, replace(leg, kv_transfer=to_decode), attempt)
-        self._send_leg(prefill, replace(leg, kv_transfer=to_prefill), attempt)
-
-    def _send_leg(self, worker: Worker, leg: EngineRequest, attempt: Attempt) -> None:
-        attempt.open_legs.add(worker.name)
-        self._router.sent(worker.name, attempt.placement)
-        self._order(worker, self._sessions[worker.name].submit(leg))
-
-    def _take_loss(self, request: ClientRequest, worker: str, reason: str) -> None:
-        attempt = request.attempt
-        assert attempt is not None
-        is_prefill = worker == attempt.placement.prefill
-        is_decoding = attempt.open_legs != {worker}
-        if is_prefill and attempt.decoder_copes and is_decoding:
-            self._end_leg(worker, attempt)
-            return
-        raise AttemptFailed(worker, f"lost: {reason}", is_prompt_lost=is_prefill, may_ask_again=True)
+        refs = {name: self._workers[name].ref for name in attempt.workers}
+        for name, order in legs(leg, attempt, refs, self._new_id(), request.journey.num_attempts - 1):
+            self._router.sent(name, attempt.placement)
+            self._order(self._workers[name], self._sessions[name].submit(order))
 
     def _take(self, request: ClientRequest, worker: str, news: RequestOutput) -> None:
         """Dispatcher._take, in its order."""
         attempt = request.attempt
         if attempt is None or news.request_id != attempt.engine_request_id:
             return
-        placement = attempt.placement
-        is_prefill = worker == placement.prefill
-        if news.finish_reason is not None:
-            self._end_leg(worker, attempt)
-        if news.finish_reason is FinishReason.ABORT and attempt.open_legs:
+        if not attempt.take(worker, news):
             return
-        if news.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            copes = attempt.decoder_copes and attempt.open_legs
-            if is_prefill and news.error_kind is ErrorKind.INTERNAL and copes:
-                return
-            raise failure(placement, is_prefill, news)
         self._check_times(worker, news)
-        self._note_path(request, is_prefill, news)
+        self._note_path(attempt, worker, news)
         self._accept(request, worker, news)
-        if request.end is None and not attempt.open_legs:
-            raise AttemptFailed(placement.decode, "no worker goes on with it")
+        if request.end is None:
+            attempt.check_under_way()
 
     def _accept(self, request: ClientRequest, worker: str, news: RequestOutput) -> None:
         expected = request.expected
@@ -279,16 +279,15 @@ class SimGateway:
             if times != sorted(times) or times[0] < 0.0 or transfer.peer == worker:
                 self._world.violate("times are in order", f"{worker}: {transfer}")
 
-    def _note_path(self, request: ClientRequest, is_prefill: bool, news: RequestOutput) -> None:
+    def _note_path(self, attempt: Attempt, worker: str, news: RequestOutput) -> None:
         """How often each way was really gone."""
-        placement = request.attempt.placement if request.attempt else None
-        if news.finish_reason is FinishReason.STOP and is_prefill:
+        if news.finish_reason is FinishReason.STOP and worker == attempt.placement.prefill:
             self._world.counts["path ended with token 0"] += 1
-        if news.stage_times is None or placement is None or placement.prefill is None or is_prefill:
-            return
-        self._router.measured(placement, news.stage_times)
-        kind = "handed over" if news.stage_times.transfer_bytes else "recomputed on decode"
-        self._world.counts[f"path {kind}"] += 1
+        if times := attempt.decode_times(worker, news):
+            self._router.measured(attempt.placement, times)
+            if attempt.placement.prefill is not None:
+                kind = "recomputed on decode" if attempt.has_recomputed(times) else "handed over"
+                self._world.counts[f"path {kind}"] += 1
 
     def _finish(self, request: ClientRequest, end: End, error: str = "") -> None:
         if request.end is not None:
@@ -306,16 +305,50 @@ class SimGateway:
         attempt, request.attempt = request.attempt, None
         if attempt is None:
             return
-        self._by_attempt.pop(attempt.engine_request_id, None)
-        for name in sorted(attempt.open_legs):
-            self._end_leg(name, attempt)
+        del self._by_attempt[attempt.engine_request_id]
+        for name in attempt.close():
             if worker := self._workers.get(name):
                 self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
+        self._count_ended_legs(attempt)
 
-    def _end_leg(self, worker: str, attempt: Attempt) -> None:
-        if worker in attempt.open_legs:
-            attempt.open_legs.remove(worker)
+    def _count_ended_legs(self, attempt: Attempt) -> None:
+        for worker in attempt.take_ended_legs():
             self._router.ended(worker, attempt.placement)
+            self._note_room()
+
+    def _note_room(self) -> None:
+        """There may be some; whoever waits is asked for soon."""
+        if len(self._room) and not self._is_sweep_due:
+            self._is_sweep_due = True
+            self._world.after(0.0, self._sweep, is_plane=False)
+
+    def _sweep(self) -> None:
+        self._is_sweep_due = False
+        self._room.sweep()
+
+    def _listen_soon(self) -> None:
+        """Heartbeats come at a fixed pace; here, only while they may matter to somebody."""
+        if not self._is_listening:
+            self._is_listening = True
+            self._world.after(HEARTBEAT_S, self._listen, is_plane=False)
+
+    def _listen(self) -> None:
+        self._is_listening = False
+        for name, worker in self._workers.items():
+            is_mute = worker.is_dead or worker.paused_until > self._world.now
+            if not is_mute and name not in self._silent and name not in self._cut_off:
+                self._hear(worker.heartbeat().status)
+        if len(self._room):
+            self._listen_soon()
+
+    def _hear(self, status: WorkerStatus) -> None:
+        self._roster.heard(status)
+        self._router.heard(status)
+        self._note_room()
+
+    def _lose_sight(self, name: str) -> None:
+        self._roster.gone(name)
+        self._router.gone(name)
 
     # the request plane: in order and reliable, except that it can be cut
 

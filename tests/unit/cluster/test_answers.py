@@ -1,4 +1,4 @@
-"""How an answer and a status are shown: as the object that programs read, and as lines for people."""
+"""How an answer is shown: as the object that programs read, and as lines for people."""
 
 import io
 from dataclasses import replace
@@ -8,7 +8,6 @@ from rich.console import Console
 
 from cluster.commands.demo import show_timeline
 from cluster.commands.generate import Answer, to_json
-from cluster.commands.status import show
 from gateway.client import Completion
 
 TIMING: dict[str, Any] = {
@@ -91,34 +90,3 @@ def test_an_answer_of_one_token_has_no_pace() -> None:
     one = answer()
     completion = replace(one.completion, timing={**TIMING, "itl_s": []})
     assert "tokens/s" not in shown(show_timeline, replace(one, completion=completion))
-
-
-def test_status_has_a_row_for_each_worker_and_for_each_of_its_peers() -> None:
-    peer = {
-        "role": "consumer",
-        "peer": "p0",
-        "transport": "shared_memory",
-        "done": "4",
-        "failed": "1",
-        "not_needed": "2",
-        "bytes": str(3 * 2**20),
-        "queued_s": 0.5,
-        "moving_s": 0.02,
-        "exposed_s": 0.0,
-    }
-    worker = {
-        "name": "d0",
-        "role": "decode",
-        "state": "ready",
-        "node": "host-1",
-        "pid": 4711,
-        "kv_blocks": {"total": 99, "free": 90, "quarantined": 1, "leased": 2},
-        "requests": {"running": 3, "waiting": 4, "waiting_for_remote_kvs": 5},
-        "kv_peers": [peer],
-    }
-    gateway = {"in_flight": 6, "queued": 7}
-    text = shown(show, {"model": "m", "model_path": "/m", "workers": [worker], "gateway": gateway})
-    assert "6 requests in flight, 7 queued" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["d0", "decode", "ready", "host-1", "4711", "90/99", *"21345"] in rows
-    assert rows[-1] == ["d0", "from", "p0", "shared_memory", "4", "1", "2", "3.0", "125.0", "5.0"]

@@ -44,11 +44,19 @@ def test_an_unknown_model_is_refused_before_anything_starts(capsys: pytest.Captu
     assert "'no-such-model' is neither a folder nor a known name" in capsys.readouterr().err
 
 
-def test_nobody_there_is_a_refusal_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--target", "127.0.0.1:9"]) == REFUSED
+@pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout"])
+def test_nobody_there_is_a_refusal_with_advice(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--target", "127.0.0.1:9"]) == REFUSED
     message = capsys.readouterr().err
     assert "127.0.0.1:9" in message
-    assert message.startswith("baton status: ")
+    assert message.startswith(f"baton {command.split()[0]}: ")
+
+
+def test_a_role_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["role", "w0", "both"])
+    assert stopped.value.code == USAGE
+    assert "'both'" in capsys.readouterr().err
 
 
 def test_the_default_target_is_where_serve_listens_by_default() -> None:
@@ -85,7 +93,16 @@ def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> No
 
 @pytest.mark.parametrize(
     "command",
-    ["--help", "generate --target 127.0.0.1:9 hi", "status --target 127.0.0.1:9", "trace no-such-file"],
+    [
+        "--help",
+        "generate --target 127.0.0.1:9 hi",
+        "status --target 127.0.0.1:9",
+        "top --target 127.0.0.1:9",
+        "drain --target 127.0.0.1:9 w0",
+        "role --target 127.0.0.1:9 w0 decode",
+        "rollout --target 127.0.0.1:9",
+        "trace no-such-file",
+    ],
 )
 def test_clients_start_without_ray_torch_and_transformers(command: str) -> None:
     program = (

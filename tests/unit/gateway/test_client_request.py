@@ -1,6 +1,7 @@
 """One client's request: every token once, in order, whatever the workers and the network do to it."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -77,12 +78,22 @@ def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
     assert (delta.token_ids, delta.text) == ((2,), "")
 
 
-def test_c52_another_attempt_may_start_over_and_the_client_does_not_notice() -> None:
-    request = make_client_request()
-    first = collect(request, whole_story()[:5])
+def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
+    request = make_client_request(logprobs=0)
+    logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS]
+    story = [
+        ("d0", output(i, token_id, logprobs=(logprobs[i],), num_cached_tokens=3))
+        for i, token_id in enumerate(TOKENS)
+    ]
+    lost = ("d0", output(5, 99, finish_reason=FinishReason.LENGTH))  # its predecessors never came
+    first = collect(request, [*story[:3], lost])
+    assert request.output_token_ids == tuple(TOKENS[:3])
     request.begin_attempt(Placement(Mode.LOCAL, None, "d1"), 10.0)
-    second = collect(request, [("d1", item) for _, item in whole_story()[1:]])
+    end = ("d1", output(len(TOKENS), finish_reason=FinishReason.STOP, num_cached_tokens=7))
+    second = collect(request, [("d1", item) for _, item in story[3:]] + [end])
     assert [t for delta in (*first, *second) for t in delta.token_ids] == TOKENS
+    assert [one for delta in (*first, *second) for one in delta.logprobs] == logprobs
+    assert "".join(delta.text for delta in (*first, *second)) == TEXT
     finish = second[-1].finish
     assert finish is not None
     assert (finish.num_attempts, finish.placement.decode, finish.num_completion_tokens) == (
@@ -90,6 +101,18 @@ def test_c52_another_attempt_may_start_over_and_the_client_does_not_notice() -> 
         "d1",
         len(TOKENS),
     )
+    assert finish.num_cached_tokens == 3, "of the prompt, not of the answer"
+
+
+def test_c52_a_request_is_whole_when_its_last_token_was_delivered() -> None:
+    request = make_client_request()
+    collect(request, whole_story()[:-1])
+    assert request.end_if_whole(12.0) is None
+    request.sampling_params = replace(request.sampling_params, max_tokens=len(TOKENS) - 1)
+    last = request.end_if_whole(12.0)
+    assert last is not None
+    assert last.finish is not None
+    assert (last.finish.reason, last.token_ids) == (FinishReason.LENGTH, ())
 
 
 def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:

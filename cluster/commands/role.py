@@ -1,0 +1,24 @@
+"""`baton role`: gives a worker another role while it runs; weights and prefix cache stay."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from baton.worker import WorkerRole
+from cluster.commands.orders import carry_out, ordering
+from gateway.client import GatewayClient
+
+
+def run(target: str, worker: str, role: str, as_json: bool) -> int:
+    """Returns once the worker serves in its new role. GatewayError says why it goes on in its old one."""
+    with ordering("role", f"{worker} becomes a {role} worker", as_json) as stage:
+        total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
+        stage(f"{worker} serves as a {role} worker")
+    if as_json:
+        print(json.dumps({"worker": worker, "role": role, "total_s": total_s}))
+    return 0
+
+
+async def _set_role(target: str, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
+    async with GatewayClient(target) as client:
+        return await carry_out(client.set_role(worker, role), client, worker, say)

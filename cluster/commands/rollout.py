@@ -1,0 +1,44 @@
+"""`baton rollout`: restarts every worker, one after the other, while the others serve."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+from baton.fleet import RolloutStep
+from cluster.commands.orders import ordering
+from gateway.client import GatewayClient, GatewayError
+
+
+def run(target: str, as_json: bool) -> int:
+    """Returns once every worker lives anew. GatewayError says what stopped it, and how many did by then."""
+    started = time.monotonic()
+    steps: list[RolloutStep] = []
+
+    def on_step(step: RolloutStep) -> None:
+        steps.append(step)
+        stage.note(f"{step.worker} serves anew, {step.done} of {step.count}")
+
+    with ordering("rollout", "every worker is restarted, one after the other", as_json) as stage:
+        try:
+            asyncio.run(_follow(target, on_step))
+        except GatewayError as error:
+            raise error if not steps else _with_progress(error, steps) from None
+        stage(f"{len(steps)} workers live anew")
+    if as_json:
+        workers = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
+        print(json.dumps({"workers": workers, "total_s": time.monotonic() - started}))
+    return 0
+
+
+async def _follow(target: str, on_step: Callable[[RolloutStep], None]) -> None:
+    async with GatewayClient(target) as client:
+        async for step in client.rollout():
+            on_step(step)
+
+
+def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:
+    done = ", ".join(step.worker for step in steps)
+    return GatewayError(
+        error.code, f"{error.message}; by then {len(steps)} of {steps[-1].count} lived anew: {done}"
+    )

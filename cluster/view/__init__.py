@@ -1,0 +1,1 @@
+"""What an operator sees of a fleet, drawn from the gateway's description of it; asks nobody, and knows no clock."""

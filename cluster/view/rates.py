@@ -1,0 +1,100 @@
+"""What happened between two descriptions of a fleet: differences of its workers' counters; pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PairTransfers:
+    """KV on its way from one worker to another. Rates are None at first sight: nothing to compare with."""
+
+    producer: str
+    consumer: str
+    transports: tuple[str, ...]
+    num_bytes: int
+    """Since the consumer's start, as are the next two."""
+    done: int
+    failed: int
+    bytes_per_s: float | None
+    done_per_s: float | None
+
+
+@dataclass(slots=True)
+class _Counts:
+    transports: set[str]
+    num_bytes: int = 0
+    done: int = 0
+    failed: int = 0
+
+
+def transfers(
+    previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
+) -> list[PairTransfers]:
+    """Every pair that ever handed over, the busiest first; counted where KV arrives."""
+    known = {worker["name"]: worker for worker in previous["workers"]} if previous else {}
+    found = []
+    for worker in current["workers"]:
+        former = known.get(worker["name"])
+        before = _before(former, worker)
+        for producer, counts in _by_producer(worker).items():
+            earlier = before.get(producer, _Counts(set()))
+            is_comparable = former is not None and elapsed_s > 0
+            found.append(
+                PairTransfers(
+                    producer,
+                    worker["name"],
+                    tuple(sorted(counts.transports)),
+                    counts.num_bytes,
+                    counts.done,
+                    counts.failed,
+                    max(0, counts.num_bytes - earlier.num_bytes) / elapsed_s if is_comparable else None,
+                    max(0, counts.done - earlier.done) / elapsed_s if is_comparable else None,
+                )
+            )
+    return sorted(found, key=lambda pair: (-(pair.bytes_per_s or 0.0), -pair.num_bytes))
+
+
+def path_rates(
+    previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
+) -> Iterator[tuple[str, int, float | None]]:
+    """(path, finished requests, per second) of the gateway."""
+    before = previous["gateway"]["paths"] if previous else {}
+    for path, count in current["gateway"]["paths"].items():
+        is_comparable = previous is not None and elapsed_s > 0
+        yield path, count, max(0, count - before.get(path, 0)) / elapsed_s if is_comparable else None
+
+
+def hit_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
+    """The share of asked-for tokens that its prefix cache had, lately or, if nobody asked lately, since its start."""
+    now = worker["counters"]
+    former = {}
+    for known in previous["workers"] if previous else ():
+        if (known["name"], known["incarnation"]) == (worker["name"], worker["incarnation"]):
+            former = known["counters"]
+    for before in (former, {}):
+        asked, hits = (
+            now.get(key, 0) - before.get(key, 0) for key in ("prefix_cache_queries", "prefix_cache_hits")
+        )
+        if asked > 0:
+            return float(hits / asked)
+    return None
+
+
+def _before(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
+    """What to subtract: nothing from the counts of another life, which began at zero."""
+    if former is None or former["incarnation"] != worker["incarnation"]:
+        return {}
+    return _by_producer(former)
+
+
+def _by_producer(worker: dict[str, Any]) -> dict[str, _Counts]:
+    found: dict[str, _Counts] = {}
+    for peer in worker["kv_peers"]:
+        if peer["role"] == "consumer":
+            counts = found.setdefault(peer["peer"], _Counts(set()))
+            counts.transports |= {peer["transport"]} - {""}
+            counts.num_bytes += int(peer["bytes"])
+            counts.done += int(peer["done"])
+            counts.failed += int(peer["failed"])
+    return found

@@ -1,0 +1,96 @@
+"""How a worker, a node or a controller stands, in a few words and a colour; `status` and `top` share them."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+WIDE = 120
+"""Columns of a terminal from which on there is room for more of each worker."""
+
+_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "placing": "yellow",
+    "draining": "yellow",
+    "backing_off": "red",
+    "crash_loop": "bold red",
+    "dead": "bold red",
+    "stopped": "red",
+}
+
+
+def plain_table(*headings: str, **options: Any) -> Table:
+    """No lines, and one space between columns."""
+    table = Table(
+        box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold", **options
+    )
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def state_text(worker: dict[str, Any]) -> Text:
+    """Its state, and when it is started again if it backs off."""
+    state = worker["state"]
+    words = state.replace("_", " ")
+    slot = worker["slot"]
+    if state in ("backing_off", "crash_loop") and slot["next_start_in_s"] is not None:
+        words += f" {slot['next_start_in_s']:.0f} s"
+    return Text(words, _STYLES.get(state, ""))
+
+
+def role_text(worker: dict[str, Any], is_wide: bool) -> str:
+    """Its role; while it changes that, from which to which, or only to which."""
+    role, slot = worker["role"], worker["slot"]
+    if slot is None or slot["role"] == role:
+        return str(role)
+    return f"{role} > {slot['role']}" if is_wide else f"> {slot['role']}"
+
+
+def node_of(worker: dict[str, Any]) -> str:
+    return str(worker["node"] or (worker["slot"] or {}).get("node") or "-")
+
+
+def starts_of(worker: dict[str, Any]) -> str:
+    return str(worker["slot"]["starts"]) if worker["slot"] else "-"
+
+
+def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """(worker, what went wrong last) in one line each, of those where something did."""
+    found = []
+    for worker in description["workers"]:
+        what = worker["failure"] or (worker["slot"] or {}).get("last_failure")
+        if what:
+            found.append((worker["name"], one_line(what)))
+    return found
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def controller_text(controller: dict[str, Any]) -> Text:
+    match controller["state"]:
+        case "answering":
+            return Text.assemble("controller ", (controller["incarnation"][:8], "green"))
+        case "away":
+            return Text.assemble(("controller away", "bold red"), ": ", one_line(controller["failure"]))
+        case _:
+            return Text("no controller", "dim")
+
+
+def paths_text(paths: dict[str, int]) -> str:
+    """By which path finished requests went: `12 disaggregated, 1 local, 0 fallback`."""
+    return ", ".join(f"{count} {path}" for path, count in paths.items()) or "none"
+
+
+def amount(value: float) -> str:
+    """12.5, 340, 1.2k, 34k, 1.2M: at most four characters for what fits a table."""
+    for unit, size in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        scaled = value / size
+        if scaled < 9.95:
+            return f"{scaled:.1f}{unit}" if unit or scaled % 1 else f"{scaled:.0f}"
+        if scaled < 999.5:
+            return f"{scaled:.0f}{unit}"
+    return f"{value:.1e}"

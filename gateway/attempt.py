@@ -1,0 +1,157 @@
+"""Attempt: one try at a request, its legs, and what becomes of it as they end or are lost; pure, knows no socket."""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.errors import InvalidRequest
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
+from gateway.routing.placement import Placement
+
+
+class Cause(Enum):
+    """Why an attempt came to nothing, and so whether that counts against anybody."""
+
+    LOST = "lost"
+    """A worker is gone, silent, or has lost us."""
+    FAILED = "failed"
+    """A worker that lives could not do it."""
+    GIVEN_BACK = "given_back"
+    """A worker that is well will not go on with it: it drains, changes its role, or has no blocks left."""
+    REFUSED = "refused"
+    """A worker that is well did not begin it: it is full."""
+
+
+CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
+
+
+class AttemptFailed(Exception):
+    """This attempt came to nothing, through no fault of the request, but because of `worker`."""
+
+    def __init__(self, worker: str, cause: Cause, reason: str, *, is_prompt_lost: bool = False) -> None:
+        super().__init__(reason)
+        self.worker = worker
+        self.cause = cause
+        self.is_prompt_lost = is_prompt_lost
+        """The decode worker is well, but has no prompt to go on with."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """Its legs are open from the moment of placement, so that no loss in between goes unnoticed."""
+
+    engine_request_id: str
+    placement: Placement
+    num_tokens_before: int
+    """Of the answer, those that the client had when it began."""
+    decoder_copes: bool
+    """The decode leg computes a prompt that does not arrive by itself."""
+    incarnations: dict[str, str]
+    """Of the workers it was placed on."""
+    open_legs: set[str] = field(init=False)
+    _is_decoding: bool = False
+    """The decode worker has said something, so it needs no prefill worker any more."""
+    _counted_legs: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open_legs = set(self.workers)
+        self._counted_legs = set(self.workers)
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The decode worker first."""
+        prefill = self.placement.prefill
+        return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
+
+    def take_ended_legs(self) -> list[str]:
+        """The workers whose legs have ended since this was asked last: each is named once."""
+        ended = sorted(self._counted_legs - self.open_legs)
+        self._counted_legs &= self.open_legs
+        return ended
+
+    def close(self) -> list[str]:
+        """Ends what is left; the workers that are to be told."""
+        left = sorted(self.open_legs)
+        self.open_legs.clear()
+        return left
+
+    def note_loss(self, worker: str, reason: str) -> None:
+        """Nothing more comes from this worker; AttemptFailed if it is needed, and nothing if it is not (any more)."""
+        is_prefill = worker == self.placement.prefill
+        # What a prefill worker has handed over, but nobody has seen arrive, may be lost with it.
+        if worker not in self.open_legs and (not is_prefill or self._is_decoding):
+            return
+        if is_prefill and self.decoder_copes and self.open_legs - {worker}:
+            self.open_legs.discard(worker)
+            return
+        # Its leg stays open until the attempt is closed: if it hears us after all, it is told.
+        raise AttemptFailed(worker, Cause.LOST, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
+
+    def take(self, worker: str, output: RequestOutput) -> bool:
+        """Whether this output is for the client; AttemptFailed or InvalidRequest if it ends the attempt."""
+        is_prefill = worker == self.placement.prefill
+        if output.finish_reason is not None:
+            self.open_legs.discard(worker)
+        if output.finish_reason is FinishReason.ABORT and self.open_legs:
+            return False  # if the prefill leg ends the request itself, it tells the decode leg, and then us
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            is_coped_with = output.error_kind in (ErrorKind.INTERNAL, ErrorKind.GIVEN_BACK)
+            if is_prefill and is_coped_with and self.decoder_copes and self.open_legs:
+                return False
+            raise self._failure(is_prefill, output)
+        self._is_decoding |= not is_prefill
+        return True
+
+    def decode_times(self, worker: str, output: RequestOutput) -> StageTimes | None:
+        """What the decode leg tells at its end, if this output is that."""
+        return output.stage_times if worker == self.placement.decode else None
+
+    def has_recomputed(self, times: StageTimes) -> bool:
+        """Whether these say that the decode worker computed a prompt that another one was to compute."""
+        return self.placement.prefill is not None and not times.transfer_bytes
+
+    def check_under_way(self) -> None:
+        """AttemptFailed if no leg is left, though the answer is not whole."""
+        if not self.open_legs:
+            raise AttemptFailed(self.placement.decode, Cause.FAILED, "no worker goes on with it")
+
+    def _failure(self, is_prefill: bool, output: RequestOutput) -> InvalidRequest | AttemptFailed:
+        """What an unhappy end of a leg means for the request."""
+        reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
+        if kind is ErrorKind.INVALID_REQUEST:
+            return InvalidRequest(*_split_field(reason))
+        is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
+        is_prefills_fault = is_prefill or is_prompt_lost
+        worker = self.placement.prefill if is_prefills_fault else None
+        leg = "prefill" if is_prefill else "decode"
+        return AttemptFailed(
+            worker or self.placement.decode,
+            CAUSES.get(kind, Cause.FAILED),
+            f"the {leg} leg failed: {reason}",
+            is_prompt_lost=is_prompt_lost,
+        )
+
+
+def legs(
+    request: EngineRequest, attempt: Attempt, refs: dict[str, WorkerRef], transfer_id: str, number: int
+) -> list[tuple[str, EngineRequest]]:
+    """What each worker is told, in this order: the first to be told is the one that has to make room.
+
+    (transfer_id, number) names the hand-over, if there is one; no two attempts have the same.
+    """
+    decode, prefill = attempt.placement.decode, attempt.placement.prefill
+    if prefill is None:
+        return [(decode, request)]
+    on_failure = OnLoadFailure.RECOMPUTE if attempt.decoder_copes else OnLoadFailure.REPORT
+    to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
+    to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
+    return [
+        (decode, replace(request, kv_transfer=to_decode)),
+        (prefill, replace(request, kv_transfer=to_prefill)),
+    ]
+
+
+def _split_field(reason: str) -> tuple[str, str]:
+    """The field that a worker's refusal begins with; see InvalidRequest."""
+    name, _, message = reason.partition(": ")
+    return (name, message) if message else ("request", reason)

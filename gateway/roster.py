@@ -1,0 +1,40 @@
+"""Roster: which workers are there at present, in which of their lives; pure, fed with what they say of themselves."""
+
+from dataclasses import dataclass
+
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One worker that takes requests, as of its last sign of life."""
+
+    incarnation: str
+    role: WorkerRole
+    num_heard: int
+    """Signs of life so far; what it said before the latest is old."""
+
+
+class Roster:
+    """Workers by name. Those that do not take requests are not on it."""
+
+    def __init__(self) -> None:
+        self._lives: dict[str, Life] = {}
+        self._num_heard = 0
+
+    def heard(self, status: WorkerStatus) -> None:
+        self._num_heard += 1
+        if status.state is WorkerState.READY:
+            self._lives[status.ref.name] = Life(status.ref.incarnation, status.role, self._num_heard)
+        else:
+            self.gone(status.ref.name)
+
+    def gone(self, name: str) -> None:
+        """Unknown names are no error."""
+        self._lives.pop(name, None)
+
+    def get(self, name: str) -> Life | None:
+        return self._lives.get(name)
+
+    def num_of(self, role: WorkerRole) -> int:
+        return sum(life.role is role for life in self._lives.values())

@@ -1,0 +1,91 @@
+"""What `GatewayClient.describe` returns, of fleets that a test thinks up."""
+
+from typing import Any
+
+
+def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any) -> dict[str, Any]:
+    """A worker in good health; `fields` are those of the message, nested ones given in part."""
+    found: dict[str, Any] = {
+        "name": name,
+        "role": role,
+        "state": state,
+        "incarnation": f"{name}-life",
+        "node": "n1",
+        "pid": 4000,
+        "kv_blocks": {
+            "total": 100,
+            "free": 100,
+            "quarantined": 0,
+            "leased": 0,
+            "host_total": 0,
+            "host_used": 0,
+        },
+        "requests": {"running": 0, "waiting": 0, "waiting_for_remote_kvs": 0},
+        "counters": {},
+        "kv_peers": [],
+        "load": {
+            "queued_prompt_tokens": 0,
+            "oldest_waiting_s": 0.0,
+            "prefill_tokens_per_s": 0.0,
+            "decode_step_s": 0.0,
+        },
+        "failure": "",
+        "slot": {
+            "state": "serving",
+            "role": role,
+            "node": "n1",
+            "starts": 1,
+            "last_failure": "",
+            "next_start_in_s": None,
+        },
+    }
+    for key, value in fields.items():
+        found[key] = {**found[key], **value} if isinstance(value, dict) and found[key] else value
+    return found
+
+
+def missing(name: str, state: str, **slot: Any) -> dict[str, Any]:
+    """A worker without a process."""
+    nothing = {"total": 0, "free": 0}
+    return worker(
+        name, state=state, incarnation="", node="", pid=0, kv_blocks=nothing, slot={"state": state, **slot}
+    )
+
+
+def loaded_from(peer: str, num_mib: float, done: int, **fields: Any) -> dict[str, Any]:
+    """A consumer's counts of what it had from a producer."""
+    counts = {
+        "role": "consumer",
+        "peer": peer,
+        "transport": "shared_memory",
+        "done": done,
+        "failed": 0,
+        "bytes": int(num_mib * 2**20),
+        "queued_s": 0.1 * done,
+        "moving_s": 0.01 * done,
+        "exposed_s": 0.0,
+        "not_needed": 0,
+    }
+    return {**counts, **fields}
+
+
+def node(name: str, **fields: Any) -> dict[str, Any]:
+    found = {"name": name, "address": "10.0.0.2", "is_alive": True, "is_head": False, "workers": []}
+    return {**found, "resources": {"CPU": 8.0}, **fields}
+
+
+def description(*workers: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": "smollm2",
+        "model_path": "/models/smollm2",
+        "workers": list(workers),
+        "gateway": {"in_flight": 3, "queued": 1, "paths": {"disaggregated": 12, "fallback": 0, "local": 2}},
+        "nodes": [node("n1", workers=[each["name"] for each in workers])],
+        "controller": {
+            "state": "answering",
+            "incarnation": "c0ffee00c0ffee00",
+            "failure": "",
+            "decisions": [],
+        },
+    }
+    return {**found, **fields}

@@ -1,0 +1,252 @@
+"""Behaviours 51 to 53 at the gateway: a request that loses its worker goes on elsewhere, behind what the client has."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.request import (
+    EngineRequest,
+    ErrorKind,
+    OnPreemption,
+    RequestOutput,
+)
+from baton.worker import WorkerRole
+from gateway import GatewayError
+from gateway.client import Event
+from tests.factories.gateway import (
+    GatewayUnderTest,
+    Script,
+    ScriptedWorker,
+    answering,
+    failing,
+    failure_of,
+    gateway_with,
+    outputs_of,
+    silent,
+)
+from tests.factories.models import make_model_dir, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+TEXT = "The cache is the baton"
+ANSWER = TOKENIZER.encode(TEXT).ids
+HALF = len(ANSWER) // 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def half(request: EngineRequest) -> list[RequestOutput]:
+    """Says half of the answer and then nothing."""
+    return outputs_of(request, ANSWER[:HALF], finish=None)
+
+
+def half_and_back(request: EngineRequest) -> list[RequestOutput]:
+    """Says half of the answer and gives the rest back."""
+    return [*half(request), failure_of(request, ErrorKind.GIVEN_BACK, "the worker drains")]
+
+
+async def ask(under_test: GatewayUnderTest, **options: Any) -> list[Event]:
+    return [event async for event in under_test.client.generate(text="Hello", **options)]
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
+async def lose(under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[Event]]") -> EngineRequest:
+    """Waits until the worker has said its half, and removes it; the leg that it had."""
+    leg = await under_test.workers[worker].next_leg()
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    under_test.gateway.remove_worker(worker, "killed by the test")
+    return leg
+
+
+async def counters(under_test: GatewayUnderTest) -> dict[str, int]:
+    description = await under_test.client.describe()
+    return {name: int(count) for name, count in description["gateway"]["counters"].items() if int(count)}
+
+
+def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
+    """A decode worker that joins; the gateway's factory stops it."""
+    worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
+    under_test.gateway.add_worker(worker.endpoint)
+    return worker
+
+
+def test_c52_a_request_goes_on_elsewhere_behind_the_tokens_that_the_client_has(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": half}) as under_test:
+            call = asyncio.create_task(ask(under_test, sampling={"max_tokens": 20}))
+            first = await lose(under_test, "w0", call)
+            second = await add(under_test, "w1", answering(ANSWER)).next_leg()
+            events = await call
+            assert tokens_of(events) == ANSWER
+            assert "".join(event.text for event in events) == TEXT
+            assert first.output_token_ids == ()
+            assert second.output_token_ids == tuple(ANSWER[:HALF])
+            assert second.prompt_token_ids == first.prompt_token_ids
+            assert second.sampling_params == first.sampling_params, (
+                "counted from position 0, with the same seed"
+            )
+            assert second.sampling_params.seed is not None
+            assert second.request_id != first.request_id
+            completion = events[-1].completion
+            assert completion is not None
+            assert completion.placement["attempts"] == 2
+            assert completion.usage["completion_tokens"] == len(ANSWER)
+            assert await counters(under_test) == {"received": 1, "finished": 1, "migrated_lost": 1} | {
+                "finished_fallback: no prefill worker": 1
+            }
+
+    run(test())
+
+
+def test_c52_each_attempt_has_a_hand_over_of_its_own(folder: Path) -> None:
+    async def test() -> None:
+        prefill: dict[str, Script] = {"w0": answering(ANSWER)}
+        async with gateway_with(
+            folder, prefill, {"w1": half_and_back, "w2": answering(ANSWER)}
+        ) as under_test:
+            events = [await ask(under_test) for _ in range(2)]  # one of the two goes to w1 first
+            assert [tokens_of(answer) for answer in events] == [ANSWER, ANSWER]
+            w0 = under_test.workers["w0"]
+            heard = [w0.heard.get() for _ in range(w0.heard.qsize())]
+            transfers = [leg.kv_transfer for leg in heard if isinstance(leg, EngineRequest)]
+            resumed = [leg for leg in heard if isinstance(leg, EngineRequest) and leg.output_token_ids]
+            assert {leg.output_token_ids for leg in resumed} == {tuple(ANSWER[:HALF])}
+            assert [leg.kv_transfer.attempt for leg in resumed if leg.kv_transfer] == [1] * len(resumed)
+            assert len({transfer.transfer_id for transfer in transfers if transfer}) == len(transfers)
+
+    run(test())
+
+
+def test_c52_a_stop_string_may_begin_on_one_worker_and_end_on_another(folder: Path) -> None:
+    async def test() -> None:
+        first, second = ANSWER[:HALF], ANSWER[HALF:]
+        stop = TOKENIZER.decode(first)[-2:] + TOKENIZER.decode(second)[:2]
+        assert TEXT.count(stop) == 1, "the stop string lies across the seam"
+        async with gateway_with(folder, {}, {"w0": half}) as under_test:
+            call = asyncio.create_task(ask(under_test, sampling={"stop": [stop]}))
+            await lose(under_test, "w0", call)
+            add(under_test, "w1", answering(ANSWER))
+            events = await call
+            assert "".join(event.text for event in events) == TEXT[: TEXT.index(stop)]
+            assert events[-1].completion is not None
+            assert events[-1].completion.finish_reason == "stop"
+
+    run(test())
+
+
+def test_c52_what_the_lost_worker_says_later_reaches_nobody(folder: Path) -> None:
+    """Nor does a token whose predecessors never came: what is computed anew need not fit it."""
+
+    async def test() -> None:
+        def with_a_gap(request: EngineRequest) -> list[RequestOutput]:
+            outputs = outputs_of(request, [ANSWER[0], 77, 78], finish=None)
+            return [outputs[0], outputs[2]]
+
+        async with gateway_with(folder, {}, {"w0": with_a_gap}) as under_test:
+            call = asyncio.create_task(ask(under_test))
+            late = await under_test.workers["w0"].next_leg()
+            w1 = add(under_test, "w1", silent)
+            await under_test.until(lambda: under_test.gateway.num_ready == 2)
+            under_test.workers["w0"].say(late, [failure_of(late, ErrorKind.GIVEN_BACK, "no blocks")])
+            leg = await w1.next_leg()
+            assert leg.output_token_ids == tuple(ANSWER[:1])
+            under_test.workers["w0"].say(late, outputs_of(late, [66, 67], start=1))
+            await asyncio.sleep(0.1)
+            w1.say(leg, outputs_of(leg, ANSWER[1:], start=1))
+            assert tokens_of(await call) == ANSWER
+
+    run(test())
+
+
+def test_c52_a_request_whose_last_token_came_before_the_loss_is_complete(folder: Path) -> None:
+    """Only the news of its end was lost, and nobody is left to ask."""
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": half}) as under_test:
+            call = asyncio.create_task(ask(under_test, sampling={"max_tokens": HALF}))
+            await lose(under_test, "w0", call)
+            events = await call
+            assert tokens_of(events) == ANSWER[:HALF]
+            assert events[-1].completion is not None
+            assert events[-1].completion.finish_reason == "length"
+
+    run(test())
+
+
+def test_c51_a_request_that_every_worker_fails_ends_after_three_in_a_row(folder: Path) -> None:
+    async def test() -> None:
+        decode = {"w0": failing(ErrorKind.INTERNAL, "the device has failed")}
+        async with gateway_with(folder, {}, decode) as under_test:
+            with pytest.raises(GatewayError, match=r"gave up after 3 attempt.*the device has failed"):
+                await ask(under_test)
+            assert await counters(under_test) == {"received": 1, "failed": 1, "migrated_failed": 2}
+
+    run(test())
+
+
+def test_c52_a_failure_that_is_made_good_by_the_same_worker_is_not_the_clients(folder: Path) -> None:
+    def once_in_a_while(request: EngineRequest) -> list[RequestOutput]:
+        start = len(request.output_token_ids)
+        if start == len(ANSWER) - 1:
+            return outputs_of(request, ANSWER[start:], start)
+        token = outputs_of(request, ANSWER[start : start + 1], start, finish=None)
+        return [*token, failure_of(request, ErrorKind.INTERNAL, "the step failed")]
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": once_in_a_while}) as under_test:
+            events = await ask(under_test)
+            assert tokens_of(events) == ANSWER
+            assert len(ANSWER) > 3, "more failures than may come in a row"
+
+    run(test())
+
+
+def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
+            for _ in range(8):
+                while not isinstance(await asyncio.to_thread(w0.heard.get, True, 10), EngineRequest):
+                    continue
+                under_test.gateway.remove_worker("w0", "killed by the test")
+                under_test.gateway.add_worker(w0.endpoint)
+            with pytest.raises(GatewayError, match=r"gave up after 8 attempt.*killed by the test"):
+                await call
+
+    run(test())
+
+
+def test_c36_a_request_is_given_back_twice_and_then_stays(folder: Path) -> None:
+    async def test() -> None:
+        given_back: list[EngineRequest] = []
+
+        def without_room(request: EngineRequest) -> list[RequestOutput]:
+            given_back.append(request)
+            if request.on_preemption is OnPreemption.RESUME:
+                start = len(request.output_token_ids)
+                return outputs_of(request, ANSWER[start:], start)
+            return [failure_of(request, ErrorKind.GIVEN_BACK, "out of blocks")]
+
+        async with gateway_with(folder, {}, {"w0": without_room, "w1": without_room}) as under_test:
+            assert tokens_of(await ask(under_test)) == ANSWER
+            assert [leg.on_preemption for leg in given_back] == [
+                OnPreemption.GIVE_BACK,
+                OnPreemption.GIVE_BACK,
+                OnPreemption.RESUME,
+            ]
+            assert (await counters(under_test))["migrated_given_back"] == 2
+
+    run(test())

@@ -1,0 +1,248 @@
+"""`baton status`, `top`, `drain`, `role` and `rollout` as an operator runs them, against a real gateway."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import FleetError
+from baton.fleet import SlotState
+from baton.worker import WorkerRole
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
+from tests.factories.models import make_model_dir
+from tests.factories.serving import baton
+
+DONE, REFUSED, USAGE = 0, 1, 2
+LEAVE_ALTERNATE_SCREEN, SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def control() -> FakeFleetControl:
+    return FakeFleetControl(
+        fleet_of(
+            slot("w0", WorkerRole.PREFILL, num_starts=1),
+            slot("w1", state=SlotState.CRASH_LOOP, num_starts=7, last_failure="exit code 1"),
+        )
+    )
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+async def command(under_test: GatewayUnderTest, *arguments: str) -> subprocess.CompletedProcess[str]:
+    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+    return await asyncio.to_thread(baton, *arguments, "--target", target)
+
+
+def test_orders_end_with_a_clear_line(folder: Path) -> None:
+    async def test() -> None:
+        fake = control()
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=fake) as under_test:
+            role = await command(under_test, "role", "w0", "decode")
+            assert (role.returncode, role.stderr) == (DONE, "")
+            assert role.stdout.splitlines()[-1].startswith("role      w0 serves as a decode worker")
+            rollout = await command(under_test, "rollout")
+            assert (rollout.returncode, rollout.stderr) == (DONE, "")
+            first, second, last = rollout.stdout.splitlines()
+            assert "w0 serves anew, 1 of 2" in first
+            assert "w1 serves anew, 2 of 2" in second
+            assert last.startswith("rollout   2 workers live anew")
+            drain = await command(under_test, "drain", "w0")
+            assert (drain.returncode, drain.stderr) == (DONE, "")
+            assert drain.stdout.splitlines()[-1].startswith("drain     w0 is gone")
+        assert fake.orders == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
+
+    run(test())
+
+
+def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+            role = await command(under_test, "role", "w0", "decode", "--json")
+            rollout = await command(under_test, "rollout", "--json")
+            drain = await command(under_test, "drain", "w0", "--json")
+        answers = [json.loads(done.stdout) for done in (role, rollout, drain)]
+        assert all(answer.pop("total_s") >= 0 for answer in answers)
+        assert answers[0] == {"worker": "w0", "role": "decode"}
+        assert answers[1] == {
+            "workers": [
+                {"worker": "w0", "incarnation": "w0-next-life"},
+                {"worker": "w1", "incarnation": "w1-next-life"},
+            ]
+        }
+        assert answers[2] == {"worker": "w0"}
+        assert "w0 is gone" in drain.stderr
+
+    run(test())
+
+
+def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
+    async def test() -> None:
+        fake = control()
+        fake.refuses = FleetError("w1 is the last of its role")
+        async with gateway_with(folder, {}, {}, fleet_control=fake) as under_test:
+            drain = await command(under_test, "drain", "w1")
+            assert (drain.returncode, drain.stdout) == (REFUSED, "")
+            assert drain.stderr == "baton drain: FAILED_PRECONDITION: w1 is the last of its role\n"
+            unknown = await command(under_test, "role", "w7", "decode", "--json")
+            assert (unknown.returncode, unknown.stdout) == (REFUSED, "")
+            assert "no worker is called 'w7'; there are w0, w1" in unknown.stderr
+            rollout = await command(under_test, "rollout")
+            assert rollout.returncode == REFUSED
+            assert rollout.stderr.endswith("w1 is the last of its role; by then 1 of 2 lived anew: w0\n")
+
+    run(test())
+
+
+def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+            table = await command(under_test, "status")
+            assert "crash loop" in table.stdout
+            assert "w1: exit code 1" in table.stdout
+            as_json = json.loads((await command(under_test, "status", "--json")).stdout)
+        assert {worker["name"]: worker["state"] for worker in as_json["workers"]} == {
+            "w0": "ready",
+            "w1": "crash_loop",
+        }
+        documented = {"name", "role", "state", "incarnation", "node", "pid", "kv_blocks", "requests"}
+        assert all(documented <= worker.keys() for worker in as_json["workers"])
+        assert {"total", "free", "quarantined", "leased"} <= as_json["workers"][1]["kv_blocks"].keys()
+        assert as_json["gateway"]["queued"] == 0
+
+    run(test())
+
+
+def test_top_away_from_a_terminal_points_to_status(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {}) as under_test:
+            top = await command(under_test, "top")
+        assert (top.returncode, top.stdout) == (USAGE, "")
+        assert "`baton status`" in top.stderr
+
+    run(test())
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
+def test_an_interval_that_cannot_be_is_a_usage_error(interval: str) -> None:
+    top = baton("top", "--interval", interval)
+    assert (top.returncode, top.stdout) == (USAGE, "")
+    assert "--interval" in top.stderr
+
+
+class Terminal:
+    """A pseudo-terminal of 100 by 30, with a command on it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, self.theirs = pty.openpty()
+        termios.tcsetwinsize(self.theirs, (30, 100))
+        self.mode = termios.tcgetattr(self.theirs)
+        self.shown = b""
+        self._grew = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", *arguments],
+            stdin=self.theirs,
+            stdout=self.theirs,
+            stderr=self.theirs,
+            env={**os.environ, "TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def wait_for(self, text: bytes, count: int = 1) -> None:
+        with self._grew:
+            came = self._grew.wait_for(lambda: self.shown.count(text) >= count, 30)
+        assert came, f"{text!r} did not come {count} times:\n{self.shown.decode()}"
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.theirs)
+        self._reader.join()
+        os.close(self._ours)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                piece = os.read(self._ours, 65536)
+            except OSError:  # the other end is closed
+                return
+            with self._grew:
+                self.shown += piece
+                self._grew.notify_all()
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    opened = Terminal(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("way", ["q", "SIGINT", "SIGTERM"])
+def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -> None:
+    def watch(target: str) -> None:
+        with terminal("top", "--target", target, "--interval", "0.2") as shown:
+            shown.wait_for(b"crash loop", count=3)
+            assert not termios.tcgetattr(shown.theirs)[3] & (termios.ICANON | termios.ECHO)
+            if way == "q":
+                shown.press(b"q")
+            else:
+                shown.process.send_signal(getattr(signal, way))
+            assert shown.process.wait(20) == DONE
+            shown.wait_for(LEAVE_ALTERNATE_SCREEN)
+            shown.wait_for(SHOW_CURSOR)
+            assert shown.shown.rindex(SHOW_CURSOR) > shown.shown.rindex(b"\x1b[?25l")
+            assert termios.tcgetattr(shown.theirs) == shown.mode
+
+    async def test() -> None:
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+            await asyncio.to_thread(watch, f"127.0.0.1:{under_test.gateway.grpc_port}")
+
+    run(test())
+
+
+def test_top_outlives_its_gateway_and_says_so(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")
+            await asyncio.to_thread(shown.wait_for, b"crash loop")
+        try:
+            await asyncio.to_thread(shown.wait_for, b"what follows is old")
+            shown.press(b"q")
+            assert await asyncio.to_thread(shown.process.wait, 20) == DONE
+        finally:
+            await asyncio.to_thread(shown.close)
+
+    run(test())
+
+
+def test_top_of_no_gateway_is_refused_before_the_screen_changes() -> None:
+    with terminal("top", "--target", "127.0.0.1:9") as shown:
+        assert shown.process.wait(30) == REFUSED
+        shown.wait_for(b"no gateway answers at 127.0.0.1:9")
+        assert LEAVE_ALTERNATE_SCREEN not in shown.shown
