@@ -9,24 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from baton.addresses import WILDCARDS
+from baton.autoscaling_config import AutoscalingConfig
+from baton.config_section import Section, describe
 from baton.errors import ConfigError
 from baton.worker import WorkerRole
-
-
-class Section(BaseModel):
-    """A frozen group of keys; unknown ones are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    def with_values(self, source: str, **values: object) -> Self:
-        """A copy with other values, as strictly validated as the original; ConfigError calls it `source`."""
-        try:
-            return self.model_validate({**self.model_dump(exclude_unset=True), **values})
-        except ValidationError as error:
-            raise ConfigError(_describe(error, source)) from None
 
 
 class ModelConfig(Section):
@@ -316,6 +305,7 @@ class BatonConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     network: NetworkConfig = NetworkConfig()
     cluster: ClusterConfig = ClusterConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -325,7 +315,23 @@ class BatonConfig(Section):
                 f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}: one of "
                 "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
             )
+        if self.autoscaling.mode != "off":
+            self._check_bounds()
         return self
+
+    def _check_bounds(self) -> None:
+        for role in WorkerRole:
+            (low, high), start = self.worker_bounds(role), getattr(self.cluster, role.value)
+            if not low <= start <= high:
+                raise ValueError(
+                    f"cluster.{role.value} ({start}) must be between autoscaling.min_{role.value} ({low}) and "
+                    f"autoscaling.max_{role.value} ({high})"
+                )
+        if all(low == high for low, high in map(self.worker_bounds, WorkerRole)):
+            raise ValueError(
+                f"autoscaling.mode '{self.autoscaling.mode}' may change nothing: give it room with "
+                "autoscaling.max_decode, or another bound"
+            )
 
     def num_ranks(self, role: WorkerRole) -> int:
         """Tensor-parallel ranks of a worker that is started in this role."""
@@ -335,13 +341,19 @@ class BatonConfig(Section):
         )
         return own or self.engine.tensor_parallel
 
+    def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
+        """How few and how many workers of this role autoscaling may leave."""
+        start, bounds = getattr(self.cluster, role.value), self.autoscaling
+        low, high = getattr(bounds, f"min_{role.value}"), getattr(bounds, f"max_{role.value}")
+        return start if low is None else low, start if high is None else high
+
     @classmethod
     def from_mapping(cls, values: dict[str, Any], source: str = "configuration") -> Self:
         """Validates a nested mapping; ConfigError lists every offending key with its value."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(_describe(error, source)) from None
+            raise ConfigError(describe(error, source)) from None
 
     @classmethod
     def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
@@ -380,16 +392,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _describe(error: ValidationError, source: str) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ": ".join(filter(None, [source, ".".join(str(part) for part in problem["loc"])]))
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key")
-        elif problem["type"] == "value_error":
-            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
-        else:
-            lines.append(f"{where}: got {problem['input']!r}; {problem['msg']}")
-    return "\n".join(lines)

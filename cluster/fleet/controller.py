@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ConfigError, FleetError, ModelError
-from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
+from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep, SlotDescription
 from baton.worker import StartProgress, WorkerRole
+from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.desired import DesiredFleet, DesiredSlot, Store
 from cluster.fleet.keeper import Keeper, Patience
 from cluster.fleet.launcher import Found, Launcher
@@ -22,7 +23,6 @@ from cluster.fleet.slot import RestartPolicy, Restarts, Slot
 
 logger = logging.getLogger(__name__)
 
-_NUM_DECISIONS = 20
 _NUM_DEPARTURES = 32
 
 
@@ -59,8 +59,9 @@ class Controller:
         self._changed = asyncio.Event()
         self._view = FleetView(self._incarnation, 0, ())
         self._departures: deque[tuple[str, str]] = deque(maxlen=_NUM_DEPARTURES)
-        self._decisions: deque[str] = deque(maxlen=_NUM_DECISIONS)
-        self._reports: dict[str, GatewayReport] = {}
+        is_scaled = config.autoscaling.mode != "off"
+        self._autoscaler = Autoscaler(config, self, clock) if is_scaled else None
+        self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Every worker served once, under this controller or a predecessor."""
         self._leaving: set[asyncio.Task[None]] = set()
@@ -88,6 +89,8 @@ class Controller:
             self._keepers[name].was_adopted for name in found
         ):  # or the fleet would seem to have shrunk
             await self._changed.wait()
+        if self._autoscaler is not None:
+            self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
 
     # what gateways ask
 
@@ -124,18 +127,18 @@ class Controller:
         )
 
     async def report(self, report: GatewayReport) -> None:
-        """What a gateway saw lately; of each the latest is kept."""
-        self._reports[report.gateway] = report
+        """What a gateway saw lately, for the autoscaler."""
+        if self._autoscaler is not None:
+            self._autoscaler.report(report)
 
     # what operators ask: FleetControl
 
     async def describe(self) -> FleetDescription:
-        now = self._clock.now()
         return FleetDescription(
-            slots=tuple(keeper.slot.describe(now) for keeper in self._keepers.values()),
+            slots=self.slots(),
             nodes=await self._launcher.nodes(),
             controller_incarnation=self._incarnation,
-            decisions=tuple(self._decisions),
+            decisions=self._autoscaler.decisions if self._autoscaler is not None else (),
         )
 
     async def drain(self, worker: str) -> None:
@@ -215,15 +218,12 @@ class Controller:
         least_busy = sorted(present, key=lambda slot: self._burden(self._keepers[slot.name]))
         await asyncio.gather(*[self.drain(slot.name) for slot in least_busy[: max(0, len(present) - count)]])
 
+    def slots(self) -> tuple[SlotDescription, ...]:
+        """Every worker that there is to be, and what became of it."""
+        now = self._clock.now()
+        return tuple(keeper.slot.describe(now) for keeper in self._keepers.values())
+
     # what its owner asks
-
-    @property
-    def reports(self) -> tuple[GatewayReport, ...]:
-        return tuple(self._reports.values())
-
-    def decided(self, sentence: str) -> None:
-        """What was decided about the fleet's size, and why, for `describe`."""
-        self._decisions.append(sentence)
 
     async def is_followed(self, within_s: float) -> bool:
         """Whether a gateway asks `next_view` anew within the time."""
@@ -242,6 +242,9 @@ class Controller:
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers at once, after they were drained if they may; then nothing of the fleet is left."""
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
         if may_drain:
             await asyncio.gather(*[keeper.drain() for keeper in self._keepers.values()])
         tasks, self._tasks = (

@@ -5,6 +5,7 @@ from enum import Enum
 
 from gateway.attempt import Attempt
 from gateway.journey import Journey
+from gateway.waiting import Seat
 from tests.simulation.device import answer
 from tests.simulation.scenario import MAX_MODEL_LEN, RequestSpec
 
@@ -23,6 +24,8 @@ class ClientRequest:
     arrived_at: float
     journey: Journey
     attempt: Attempt | None = None
+    seat: "Seat[ClientRequest] | None" = None
+    """While it waits, or waited last."""
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     num_tokens_at_end: int | None = None

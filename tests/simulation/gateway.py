@@ -169,6 +169,7 @@ class SimGateway:
         except RequestError as error:
             self._finish(request, End.ERROR, str(error))
             return
+        request.seat = seat
         if seat is not None:
             self._world.counts["path waited"] += 1
             until = request.journey.seeking_since + self._config.placement_timeout_s
@@ -293,6 +294,8 @@ class SimGateway:
         if request.end is not None:
             self._world.violate("ends once", f"{request.spec.request_id} ends as {request.end} and as {end}")
         request.end, request.error = end, error
+        if request.seat is not None:
+            self._room.leave(request.seat)
         self.num_open -= 1
         self.ended[end] += 1
         self._world.log("gateway", f"{request.spec.request_id} {end.value} {len(request.tokens)} {error}")

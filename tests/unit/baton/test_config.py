@@ -132,3 +132,44 @@ def test_ranks_that_cannot_hand_kv_over_are_refused_unless_nobody_does() -> None
     ):
         BatonConfig.from_mapping({"cluster": ranks})
     assert BatonConfig.from_mapping({"cluster": {**ranks, "prefill": 0}}).num_ranks(WorkerRole.DECODE) == 3
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "complaint"),
+    [
+        (
+            {"min_decode": 3, "max_decode": 2},
+            r"autoscaling: min_decode \(3\) must not be above max_decode \(2\)",
+        ),
+        ({"target_block_use": 1.5}, r"autoscaling\.target_block_use: got 1\.5"),
+        ({"interval_s": 0.0}, r"autoscaling\.interval_s: got 0\.0"),
+        ({"grow_after_s": 20.0, "shrink_after_s": 10.0}, r"shrink_after_s \(10\) must not be shorter than"),
+        ({"mode": "on"}, "autoscaling.mode 'on' may change nothing"),
+        (
+            {"mode": "dry_run", "max_decode": 4, "target_queue_time_s": None, "target_block_use": None},
+            "mode 'dry_run' needs a target",
+        ),
+        (
+            {"mode": "on", "min_decode": 3, "max_decode": 4},
+            r"cluster\.decode \(2\) must be between autoscaling\.min_decode \(3\) and",
+        ),
+        ({"mode": "on", "max_decode": 1}, r"cluster\.decode \(2\) must be between .*max_decode \(1\)"),
+    ],
+)
+def test_autoscaling_that_cannot_work_is_refused(autoscaling: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        BatonConfig.from_mapping({"cluster": {"decode": 2}, "autoscaling": autoscaling})
+
+
+def test_bounds_that_are_not_given_are_where_the_fleet_starts() -> None:
+    values = {"cluster": {"decode": 2}, "autoscaling": {"mode": "on", "max_decode": 4}}
+    config = BatonConfig.from_mapping(values)
+    assert config.worker_bounds(WorkerRole.PREFILL) == (1, 1)
+    assert config.worker_bounds(WorkerRole.DECODE) == (2, 4)
+
+
+@pytest.mark.parametrize("mode", ["off", "dry_run", "on"])
+def test_the_mode_of_autoscaling_needs_no_quotes_in_yaml(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(f"autoscaling: {{mode: {mode}, max_decode: 3}}\n")
+    assert BatonConfig.from_yaml(path).autoscaling.mode == mode

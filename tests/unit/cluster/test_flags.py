@@ -28,7 +28,9 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "gpu_memory_utilization": "0.5",
     }
     choices = [
-        c for c in ("float32", "dummy", "cuda", "kv_aware", "auto", "fp8") if c in str(field.annotation)
+        c
+        for c in ("float32", "dummy", "cuda", "kv_aware", "local", "fp8", "dry_run")
+        if c in str(field.annotation)
     ]
     text = samples.get(key) or (choices[0] if choices else "7")
     is_switch = field.annotation is bool
@@ -39,6 +41,8 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         overrides["engine"]["device"] = "cuda"
     if key == "local_prefill_tokens":
         overrides["gateway"]["routing_mode"] = "auto"
+    if place == ("autoscaling", "mode"):
+        overrides["autoscaling"]["max_decode"] = 2
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert getattr(section_of_config, key) == value
 

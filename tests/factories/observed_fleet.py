@@ -1,0 +1,83 @@
+"""Observations and reports of fleets, for tests of whoever decides about them."""
+
+from typing import Any
+
+from baton.config import BatonConfig
+from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.kv import WorkerRef
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from cluster.fleet.observation import Observation, ObservedWorker
+
+
+def autoscaling_config(prefill: int = 1, decode: int = 1, **autoscaling: Any) -> BatonConfig:
+    """Grows after 10 s and shrinks after 60 s, unless told otherwise; one look every 5 s."""
+    values = {
+        "mode": "on",
+        "min_prefill": min(1, prefill),
+        "max_prefill": 4,
+        "min_decode": 1,
+        "max_decode": 4,
+        "target_ttft_p99_s": 2.0,
+        "target_itl_p99_s": 0.05,
+        "grow_after_s": 10.0,
+        "shrink_after_s": 60.0,
+        "grow_cooldown_s": 20.0,
+        "shrink_cooldown_s": 40.0,
+    }
+    return BatonConfig.from_mapping(
+        {"cluster": {"prefill": prefill, "decode": decode}, "autoscaling": {**values, **autoscaling}}
+    )
+
+
+def worker_status(
+    name: str,
+    role: WorkerRole,
+    *,
+    running: int = 0,
+    oldest_waiting_s: float = 0.0,
+    blocks_used: int = 0,
+    decode_step_s: float = 0.02,
+) -> WorkerStatus:
+    return WorkerStatus(
+        WorkerRef(name, "1", ("tcp://127.0.0.1:1",), 16),
+        role,
+        WorkerState.READY,
+        KVBlockCounts(100, 100 - blocks_used, 0, 0),
+        RequestCounts(running, 0, 0),
+        {},
+        load=WorkerLoad(oldest_waiting_s=oldest_waiting_s, decode_step_s=decode_step_s),
+    )
+
+
+def worker(
+    name: str, role: WorkerRole, state: SlotState = SlotState.SERVING, **status: Any
+) -> ObservedWorker:
+    """One that serves has a status, made of what is given; any other one has none."""
+    slot = SlotDescription(name=name, role=role, state=state)
+    is_serving = state is SlotState.SERVING
+    return ObservedWorker(slot, worker_status(name, role, **status) if is_serving else None)
+
+
+def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: Any) -> Observation:
+    """Workers that serve, idle or with a third of what they could do."""
+    names = iter(range(100))
+    workers = [
+        *(worker(f"w{next(names)}", WorkerRole.PREFILL, running=int(busy)) for _ in range(prefill)),
+        *(worker(f"w{next(names)}", WorkerRole.DECODE, running=10 * busy) for _ in range(decode)),
+    ]
+    return Observation(workers=tuple(workers), **observed)
+
+
+def gateway_report(gateway: str = "g0", **values: Any) -> GatewayReport:
+    """Of a gateway that sees nothing amiss, but for what is given."""
+    calm = {
+        "window_s": 10.0,
+        "num_queued": 0,
+        "oldest_queued_s": 0.0,
+        "num_in_flight": 0,
+        "num_finished": 100,
+        "ttft_s": (0.1, 0.2),
+        "itl_s": (0.01, 0.02),
+        "workers": (),
+    }
+    return GatewayReport(gateway=gateway, **{**calm, **values})

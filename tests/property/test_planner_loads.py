@@ -1,0 +1,104 @@
+"""The planner over random loads, on a fleet of queues in virtual time: bounds, few changes, and an end to them.
+
+Faults go with it: workers die and come back, crash for good, or find no node.
+"""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.fleet import SlotState
+from baton.worker import WorkerRole
+from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
+from cluster.fleet.planner import RoleChange, Scale
+from tests.factories.observed_fleet import autoscaling_config
+
+BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}
+QUICK = Timing(start_s=10.0, role_change_s=2.0)
+
+
+def steps(rates: list[float], each_s: float) -> Load:
+    return Load(lambda at: rates[min(int(at / each_s), len(rates) - 1)], max(*rates, 0.01))
+
+
+@settings(max_examples=15)
+@given(
+    rates=st.lists(st.floats(0.0, 30.0), min_size=2, max_size=5),
+    num_placeable=st.sampled_from([4, 7, 1000]),
+    may_change_roles=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_comes_the_bounds_hold_and_changes_are_few(
+    rates: list[float], num_placeable: int, may_change_roles: bool, seed: int
+) -> None:
+    config = autoscaling_config(prefill=2, decode=2, may_change_roles=may_change_roles, **BOUNDS)
+    fleet, faults = VirtualFleet(config, QUICK, num_placeable), random.Random(seed)
+    changed_at: dict[WorkerRole, list[tuple[float, int]]] = {role: [] for role in WorkerRole}
+
+    def check(moment: Moment) -> None:
+        for role in WorkerRole:
+            low, high = config.worker_bounds(role)
+            assert low <= fleet.count(role) <= high, moment.decision.sentence
+        match moment.decision.change:
+            case Scale(role, count):
+                changed_at[role].append((moment.at, count))
+            case RoleChange():
+                assert may_change_roles
+        if faults.random() < 0.01:
+            name = faults.choice(
+                [slot.name for slot in fleet.slots() if slot.state is SlotState.SERVING] or [""]
+            )
+            if name:
+                fleet.kill(name, comes_back_after_s=faults.choice([15.0, None]))
+
+    play(fleet, steps(rates, 300.0), 300.0 * len(rates), seed, check)
+    for orders in changed_at.values():
+        for (before, _), (after, _) in pairwise(orders):
+            assert after - before >= config.autoscaling.grow_cooldown_s
+
+
+@pytest.mark.parametrize("rate", [0.5, 3.0, 8.0, 14.0, 22.0])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
+    """Once it has found its size it may try one worker fewer, of each role, when it has forgotten why not: hourly."""
+    config = autoscaling_config(**BOUNDS, shrink_after_s=120.0, shrink_cooldown_s=60.0)
+    fleet = VirtualFleet(config, QUICK)
+    late, missed = Counter[str](), Counter[bool]()
+
+    def note(moment: Moment) -> None:
+        if moment.at >= 1800.0:
+            missed[moment.report.ttft_s[1] > 2.0 or moment.report.itl_s[1] > 0.05] += 1
+            if moment.decision.change is not None:
+                late[type(moment.decision.change).__name__] += 1
+
+    play(fleet, steps([rate], 9000.0), 9000.0, seed, note)
+    assert late.total() <= 8, fleet.autoscaler.decisions
+    assert missed[True] <= 0.1 * missed.total()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_when_nothing_comes_any_more_the_minimum_is_left(seed: int) -> None:
+    config = autoscaling_config(prefill=2, decode=2, **BOUNDS)
+    fleet = VirtualFleet(config, QUICK)
+    counts: list[tuple[int, int]] = []
+    play(
+        fleet,
+        steps([25.0, 0.0, 0.0, 0.0], 600.0),
+        2400.0,
+        seed,
+        lambda moment: counts.append((moment.num_prefill, moment.num_decode)),
+    )
+    assert max(counts) >= (4, 5)
+    assert counts[-1] == (1, 1)
+
+
+def test_a_dry_run_sees_everything_and_changes_nothing() -> None:
+    config = autoscaling_config(**BOUNDS, mode="dry_run")
+    fleet = VirtualFleet(config, QUICK)
+    play(fleet, steps([12.0], 300.0), 300.0, 1)
+    assert [slot.name for slot in fleet.slots()] == ["w0", "w1"]
+    assert any(sentence.startswith("would do: decode +") for sentence in fleet.autoscaler.decisions)

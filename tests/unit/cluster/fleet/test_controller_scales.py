@@ -1,0 +1,91 @@
+"""A controller whose fleet is scaled by what gateways report; its workers are fakes, everything else is real."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from baton.config import BatonConfig
+from baton.fleet import FleetDescription
+from baton.worker import WorkerRole
+from tests.factories.fleet import QUICK, FleetUnderTest, fleet
+from tests.factories.observed_fleet import gateway_report, worker_status
+
+QUICKLY = {
+    "target_itl_p99_s": 0.05,
+    "interval_s": 0.02,
+    "grow_after_s": 0.04,
+    "shrink_after_s": 0.2,
+    "grow_cooldown_s": 0.1,
+    "shrink_cooldown_s": 0.2,
+}
+SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
+
+
+def scaled_config(prefill: int, decode: int, **autoscaling: Any) -> BatonConfig:
+    return BatonConfig.from_mapping(
+        {
+            "cluster": {"prefill": prefill, "decode": decode, **QUICK},
+            "kv_transfer": {"lease_s": 0.1},
+            "autoscaling": {"mode": "on", **QUICKLY, **autoscaling},
+        }
+    )
+
+
+async def reporting_until(
+    tested: FleetUnderTest, condition: Callable[[FleetDescription], bool], running: int, **report: Any
+) -> FleetDescription:
+    """A gateway reports at its pace, of all workers alike, until the fleet is as wanted."""
+    async with asyncio.timeout(10.0):
+        while True:
+            described = await tested.controller.describe()
+            if condition(described):
+                return described
+            statuses = tuple(worker_status(slot.name, slot.role, running=running) for slot in described.slots)
+            await tested.controller.report(gateway_report(workers=statuses, **report))
+            await asyncio.sleep(0.01)
+
+
+def num_serving(described: FleetDescription, role: WorkerRole) -> int:
+    return sum(slot.role is role and slot.state.value == "serving" for slot in described.slots)
+
+
+def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
+    async def grow_and_shrink() -> None:
+        async with fleet(scaled_config(1, 1, min_decode=1, max_decode=2)) as tested:
+            await tested.all_serve(2)
+            grown = await reporting_until(
+                tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 10, **SLOW
+            )
+            assert [slot.name for slot in grown.slots] == ["w0", "w1", "w2"]
+            assert any(s.startswith("decode +1 (1 -> 2): inter-token latency p99") for s in grown.decisions)
+            shrunk = await reporting_until(tested, lambda it: len(it.slots) == 2, 0)
+            assert any(s.startswith("decode -1 (2 -> 1): all its targets were met") for s in shrunk.decisions)
+            assert len(tested.launcher.alive) == 2
+
+    asyncio.run(grow_and_shrink())
+
+
+def test_a_spare_worker_changes_its_role() -> None:
+    async def change() -> None:
+        async with fleet(scaled_config(2, 1, min_prefill=1, max_prefill=2, max_decode=2)) as tested:
+            await tested.all_serve(3)
+            changed = await reporting_until(
+                tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 0, **SLOW
+            )
+            assert [slot.role.value for slot in changed.slots].count("prefill") == 1
+            assert len(tested.launcher.lives) == 3  # nobody was started for it
+
+    asyncio.run(change())
+
+
+def test_a_fleet_that_is_not_scaled_heeds_no_report() -> None:
+    async def stay() -> None:
+        async with fleet(scaled_config(1, 1, mode="off")) as tested:
+            await tested.all_serve(2)
+            for _ in range(50):
+                await tested.controller.report(gateway_report(**SLOW))
+                await asyncio.sleep(0.005)
+            described = await tested.controller.describe()
+            assert (len(described.slots), described.decisions) == (2, ())
+
+    asyncio.run(stay())
