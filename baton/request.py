@@ -77,7 +77,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Token 0 as the prefill worker sampled it; rides with the hand-over so that nothing is computed twice."""
+    """The first new token as the prefill worker sampled it, which is token 0 unless the request has moved.
+
+    It rides with the hand-over so that nothing is computed twice.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -114,7 +117,7 @@ class RequestOutput:
     a third of a scheduler step with 256 running requests.
 
     `first_position` is the output position of `token_ids[0]`: positions make delivery idempotent, since both
-    workers of a hand-over report token 0 and the reader keeps whichever comes first.
+    workers of a hand-over report the first new token and the reader keeps whichever comes first.
     """
 
     request_id: str

@@ -75,6 +75,8 @@ class _Session:
     heard_at: float
     num_orders: int = 0
     num_outputs: int = 0
+    next_kv_number: int | None = None
+    """Of its next KVEvents; None before the first account."""
 
 
 class WorkerSessions:
@@ -114,6 +116,15 @@ class WorkerSessions:
             return False
         session.num_outputs += 1
         return True
+
+    def number_kv_events(self, peer: bytes, is_anew: bool) -> int | None:
+        """Of the message that follows; None if it is to go nowhere, since no account went before it."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return None
+        number = 0 if is_anew else session.next_kv_number
+        session.next_kv_number = None if number is None else number + 1
+        return number
 
     def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
         """For anybody, in a session or not."""

@@ -19,12 +19,14 @@ class NewRequestData:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
-    """Tokens sampled elsewhere already: token 0 of a handed-over request."""
+    """Tokens sampled elsewhere already: what the request came with, and what came along with a hand-over."""
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]
     """EOS included; masked until `min_tokens`."""
     block_ids: tuple[int, ...]
     num_computed_tokens: int
+    is_loaded: bool = False
+    """What it has computed came from another worker."""
 
 
 @dataclass(frozen=True, slots=True)

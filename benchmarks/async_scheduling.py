@@ -37,6 +37,7 @@ from engine.allocator import keep_freed_memory
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.kv_cache import KVBlockShape, KVPool
+from engine.kv_events import KVChange
 from engine.loading.loader import load_model
 from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
@@ -125,7 +126,7 @@ class Engine:
             (),
             clock,
         )
-        self._loop = EngineLoop(core, DecodeWorker(config.max_num_seqs), self._take, clock)
+        self._loop = EngineLoop(core, DecodeWorker(config.max_num_seqs), self, clock, lease_s=0.0)
         self._connector.start()
         self._loop.start()
 
@@ -152,7 +153,7 @@ class Engine:
         self._loop.stop()
         self._connector.shutdown()
 
-    def _take(self, client_id: str, outputs: list[RequestOutput]) -> None:
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
         assert client_id == "benchmark"
         TO_GATEWAY.encode(Outputs(tuple(outputs)))
         if len(outputs) == self._num_batch:
@@ -160,6 +161,12 @@ class Engine:
         self._num_missing -= sum(len(output.token_ids) for output in outputs)
         if self._num_missing == 0:
             self._done.set()
+
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        """Nobody has subscribed."""
+
+    def beat(self) -> None:
+        """Nobody waits for a heartbeat."""
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ def build_worker(
         WorkerRole.PREFILL: PrefillWorker(max_waiting),
         WorkerRole.DECODE: DecodeWorker(max_waiting),
     }
-    return EngineHost(config, keys, model_path, roles[role], name)
+    own = roles.pop(role)
+    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()))
 
 
 def endpoint_to_json(endpoint: WorkerEndpoint) -> str:

@@ -1,6 +1,6 @@
 """DecodeWorker: the role that answers requests, with KV cache from others or its own; knows no engine."""
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import Overloaded
 from baton.kv import TransferRole
 from baton.request import EngineRequest
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
@@ -20,7 +20,8 @@ class DecodeWorker:
     def admit(self, request: EngineRequest, load: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is not None and transfer.role is not TransferRole.CONSUMER:
-            raise InvalidRequest("kv_transfer", "a decode worker does not compute prompts for others")
+            # Nobody's mistake: who sent it has not heard yet that the worker changed its role.
+            raise Overloaded("this is a decode worker at present: it computes no prompts for others", 1.0)
         waiting = load.waiting + load.waiting_for_remote_kvs
         if waiting >= self._max_waiting:
             raise Overloaded(f"{waiting} requests wait to decode, the limit is {self._max_waiting}", 1.0)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
@@ -53,6 +55,10 @@ class ConnectorWorker(Protocol):
 
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
+    def shutdown(self) -> None:
+        """Ends every hand-over, so that peers take them for lost soon; may be repeated."""
+        ...
+
 
 @dataclass(slots=True)
 class StepUnderWay:
@@ -86,6 +92,7 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
+        scheduler.ignore_kv_events()
         self.may_progress = False
         """Whether another step right now could do more; if not, only news from outside can change that."""
 
@@ -108,6 +115,8 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
+        self._check_vocabulary("prompt", request.prompt_token_ids)
+        self._check_vocabulary("output_token_ids", request.output_token_ids)
         self._scheduler.add_request(
             Request(
                 request.request_id,
@@ -119,6 +128,8 @@ class EngineCore:
                 client_id=client_id,
                 cache_salt=request.cache_salt,
                 kv_transfer=request.kv_transfer,
+                output_token_ids=request.output_token_ids,
+                on_preemption=request.on_preemption,
             )
         )
         if request.sampling_params.structured_output is not None:
@@ -145,6 +156,17 @@ class EngineCore:
         request_ids = self._scheduler.request_ids if request_ids is None else request_ids
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 
+    def begin_kv_events(self) -> list[KVEvent]:
+        """See Scheduler; until then events cost nothing."""
+        return self._scheduler.begin_kv_events()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Since the account, or the last call. There may be one reader."""
+        return self._scheduler.take_kv_events()
+
+    def ignore_kv_events(self) -> None:
+        self._scheduler.ignore_kv_events()
+
     def request_counts(self) -> RequestCounts:
         return self._scheduler.request_counts()
 
@@ -158,11 +180,20 @@ class EngineCore:
         return {**ours, **theirs}
 
     def close(self) -> None:
-        """Ends after the step under way, whose output nobody hears of any more."""
+        """Ends after the step under way, whose output nobody hears of any more, and with it all hand-overs: whoever
+        waits for one need not find out by its deadline."""
         self._pipeline.close()
+        self._connector.shutdown()
         self._grammars.close()
         if self._trace is not None:
             self._trace.close()
+
+    def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """The model has no embedding for others: the step would fail, and everybody's request with it."""
+        vocab_size = self._grammars.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(name, f"token ids are 0 to {vocab_size - 1}, got {wrong}")
 
     def _take_news(self, outputs: ClientOutputs) -> None:
         """What happened outside since the last step: transfers that ended, grammars that were compiled."""

@@ -86,7 +86,8 @@ class GrammarCompiler:
     ) -> None:
         """Thread and tokenizer wait for the first grammar; `on_news` is called from the compiler's thread."""
         self._tokenizer_file = model_path / "tokenizer.json"
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Of the model."""
         self._eos_token_ids = eos_token_ids
         self._on_news = on_news
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
@@ -129,7 +130,7 @@ class GrammarCompiler:
 
     def matcher(self, output: StructuredOutput) -> Matcher:
         """At the start of a grammar that was named as compiled; compiles it again if it was not kept."""
-        return Matcher(self._compile(output).deep_copy(), self._vocab_size)
+        return Matcher(self._compile(output).deep_copy(), self.vocab_size)
 
     def _run(self) -> None:
         while (output := self._jobs.get()) is not None and not self._is_closing:
@@ -171,7 +172,7 @@ class GrammarCompiler:
             except OSError as error:
                 raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
             self._tokenizer = llguidance.LLTokenizer(
-                tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                tokenizer, n_vocab=self.vocab_size, eos_token=list(self._eos_token_ids)
             )
         return self._tokenizer
 

@@ -12,14 +12,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.curve import ClusterKeys
+from baton.errors import FleetError
 from baton.kv import WorkerRef
-from baton.worker import StartProgress, WorkerEndpoint, WorkerState, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
@@ -44,14 +45,22 @@ class EngineHost:
     """One worker process. Every start is a new incarnation; nothing of an old one is ever taken up again."""
 
     def __init__(
-        self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: Role, name: str
+        self,
+        config: BatonConfig,
+        keys: ClusterKeys,
+        model_path: Path,
+        role: Role,
+        name: str,
+        other_roles: Sequence[Role] = (),
     ) -> None:
-        """`keys` of both planes; none where `network.security` is `none`."""
+        """`keys` of both planes; none where `network.security` is `none`. `other_roles`: what it may become."""
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
         self._keys = keys
         self._model_path = model_path
         self._role = role
+        """What it starts as; the loop knows what it is."""
+        self._roles = {each.kind: each for each in (role, *other_roles)}
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._clock = SystemClock()
@@ -85,7 +94,8 @@ class EngineHost:
             self.status,
             self._clock,
         )
-        self._loop = EngineLoop(self._make_core(), self._role, self._server.send, self._clock)
+        lease_s = self._config.kv_transfer.lease_s
+        self._loop = EngineLoop(self._make_core(), self._role, self._server, self._clock, lease_s)
         self._ranks.start()
         self._loop.start()
         self._server.start(self._loop)
@@ -147,11 +157,43 @@ class EngineHost:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits for transfers, leases and streams to end; False if time ran out."""
-        return self._loop.drain(timeout_s)
+        """Refuses new requests from now on, for good. Running ones have `timeout_s` to end, then they are given back to
+        their gateways; transfers and leases have `kv_transfer.lease_s` more. True if nobody lost anything.
+
+        FleetError while the worker changes its role.
+        """
+        try:
+            return self._loop.drain(timeout_s)
+        except FleetError as error:
+            raise FleetError(f"worker {self._name} cannot be drained now: {error}") from None
+
+    def set_role(self, role: WorkerRole, timeout_s: float) -> None:
+        """Leaves the present role as `drain` does, then serves in the other one, with weights and prefix cache as they
+        are; nothing happens if it has that role. Blocks until it serves.
+
+        FleetError says what was in the way; then it serves in its old role.
+        """
+        if self._loop.is_settled_as(role):
+            return
+        if role not in self._roles:
+            raise FleetError(f"worker {self._name} was not built to become a {role.value} worker")
+        ours, theirs = self._config.num_ranks(self._role.kind), self._config.num_ranks(role)
+        if ours != theirs:
+            raise FleetError(
+                f"worker {self._name} has {ours} tensor-parallel ranks, and {role.value} workers have {theirs} "
+                "(cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel); a worker keeps its ranks for life"
+            )
+        try:
+            self._loop.set_role(self._roles[role], timeout_s)
+        except FleetError as error:
+            raise FleetError(f"worker {self._name}: {error}") from None
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Calls it, on some thread, once the worker has ended by itself or was stopped; `status` says which."""
+        self._loop.when_ended(callback)
 
     def stop(self) -> None:
-        """Ends all threads and closes all ports. Drain first, or what is running is lost."""
+        """Ends all threads and closes all ports; gateways are told. Drain first, or what is running is lost."""
         self._loop.stop()
         self._server.stop()
         self._ranks.stop()

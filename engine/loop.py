@@ -1,6 +1,6 @@
 """EngineLoop: the thread that owns an EngineCore; takes commands, steps while there is work, sleeps when there is none.
 
-Knows the role on top and hands outputs to whoever was given to it; knows no socket.
+Knows the role on top, exchanges it, and hands news to whoever was given to it; knows no socket.
 """
 
 import heapq
@@ -8,14 +8,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest, Overloaded, RequestError
+from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 from engine.core import ClientOutputs, EngineCore
+from engine.kv_events import KVChange, net
+from engine.leaving import ANSWER_TIMEOUT_S, Leaving, Stage
 from engine.role import Role
 from scheduler import RequestStatus
 
@@ -35,9 +38,17 @@ class EngineSnapshot:
 
 
 class Outbox(Protocol):
-    """Where outputs go; must not block, since it is called between two steps."""
+    """Where news goes; must not block, since it is called between two steps."""
 
-    def __call__(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
+
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        """What changed in the prefix cache since they were last told."""
+        ...
+
+    def beat(self) -> None:
+        """Something changed that everybody should hear of before the next heartbeat is due."""
+        ...
 
 
 Command = Callable[[], None]
@@ -46,7 +57,8 @@ Command = Callable[[], None]
 class EngineLoop:
     """Public methods may be called from any thread; what they ask for happens on the engine's own, between steps."""
 
-    def __init__(self, core: EngineCore, role: Role, outbox: Outbox, clock: Clock) -> None:
+    def __init__(self, core: EngineCore, role: Role, outbox: Outbox, clock: Clock, lease_s: float) -> None:
+        """`lease_s`: what transfers and leases get to end when no request is left."""
         self._core = core
         self._role = role
         self._outbox = outbox
@@ -54,9 +66,12 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._clients: dict[str, set[str]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._is_draining = False
+        self._kv_followers: set[str] = set()
+        self._lease_s = lease_s
+        self._leaving: Leaving | None = None
+        """Its way out of its role, once begun; it stays when the worker is drained for good."""
         self._is_stopping = False
-        self._drained = threading.Event()
+        self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
         """What ended the loop, if it ended by itself: the device is beyond help."""
@@ -74,17 +89,42 @@ class EngineLoop:
 
     def abort_client(self, client_id: str) -> None:
         """The client is gone: everything it asked for ends."""
-        self._commands.put(lambda: self._abort(client_id, tuple(self._clients.get(client_id, ()))))
+        self._commands.put(lambda: self._forget(client_id))
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        """An account of the prefix cache for this client, and what changes from then on, until `abort_client`."""
+        self._commands.put(lambda: self._follow_kv(client_id))
+
+    def fail(self, error: BaseException) -> None:
+        """Something that the engine cannot go on without has ended."""
+        self._commands.put(lambda: _raise(error))
 
     def wake(self) -> None:
         """There is news from outside, such as a transfer that ended."""
         self._commands.put(lambda: None)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits until nothing is left to lose, as when the loop has ended by itself; False if
-        the time was not enough."""
-        self._commands.put(self._begin_drain)
-        return self._drained.wait(timeout_s)
+        """Refuses new requests for good. Running ones have `timeout_s` to end; what is left then is given back, and
+        transfers and leases have `lease_s` more. True as soon as nothing is left that anybody could lose, as when the
+        loop has ended by itself. FleetError while it changes its role.
+        """
+        leaving = self._leave(None, timeout_s)
+        return leaving.outcome.result() if leaving.outcome.done() else self._ended.done()
+
+    def set_role(self, role: Role, timeout_s: float) -> None:
+        """Leaves the present role as in `drain`, then serves in the other one, with its prefix cache as it is.
+
+        FleetError if that could not be done in time, with what was in the way: then it serves in its old role again.
+        """
+        leaving = self._leave(role, timeout_s)
+        if not leaving.outcome.done():
+            obstacle = "its engine has ended" if self._ended.done() else "its engine is busy with a long step"
+            raise FleetError(f"it did not become a {role.kind.value} worker: {obstacle}")
+        if not leaving.outcome.result():
+            raise FleetError(
+                f"it did not become a {role.kind.value} worker: after {timeout_s:g} s for requests and "
+                f"{self._lease_s:g} s for leases {leaving.obstacle}; it serves in its old role"
+            )
 
     def stop(self) -> None:
         """Ends the thread after the step under way. What is still running ends with it; drain first."""
@@ -97,7 +137,15 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return not self._ended.done()
+
+    def is_settled_as(self, role: WorkerRole) -> bool:
+        """Whether it serves in this role, as of the last step."""
+        return self.snapshot.role is role and not self.snapshot.is_draining
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Calls it on the engine's thread when the loop has ended, for whatever reason; at once if it has."""
+        self._ended.add_done_callback(lambda _: callback())
 
     def _run(self) -> None:
         try:
@@ -105,12 +153,15 @@ class EngineLoop:
                 self._take_commands()
                 self._end_overdue()
                 self._deliver(self._core.step())
+                self._tell_kv_followers()
+                self._look_whether_left()
                 self._publish()
         except Exception as error:  # the edge of the thread: whoever watches the worker must learn of it
             logger.exception("the engine loop ended")
             self.failure = error
         finally:
-            self._drained.set()
+            self._ended.set_result(None)
+            self._outbox.beat()
             self._core.close()
 
     def _take_commands(self) -> None:
@@ -124,18 +175,21 @@ class EngineLoop:
             return
 
     def _seconds_to_deadline(self) -> float | None:
-        return max(0.0, self._deadlines[0][0] - self._clock.now()) if self._deadlines else None
+        deadlines = [self._deadlines[0][0]] if self._deadlines else []
+        if self._leaving is not None and (deadline := self._leaving.next_deadline()) is not None:
+            deadlines.append(deadline)
+        return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
-            if self._is_draining:
-                raise Overloaded("this worker is draining", 1.0)
+            if self._leaving is not None:
+                raise Overloaded(f"this worker {_what_it_does(self._leaving)}", 1.0)
             if any(request.request_id in ids for ids in self._clients.values()):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             self._role.admit(request, self._core.request_counts())
             self._core.add_request(request, client_id)
         except RequestError as error:
-            self._outbox(client_id, [_refusal(request.request_id, error)])
+            self._outbox.send(client_id, [_refusal(request.request_id, error)])
             return
         self._clients.setdefault(client_id, set()).add(request.request_id)
         if request.timeout_s is not None:
@@ -159,7 +213,7 @@ class EngineLoop:
 
     def _deliver(self, news: ClientOutputs) -> None:
         for client_id, outputs in news.items():
-            self._outbox(client_id, outputs)
+            self._outbox.send(client_id, outputs)
             ended = {output.request_id for output in outputs if output.finish_reason is not None}
             if ended and client_id in self._clients:
                 self._clients[client_id] -= ended
@@ -168,24 +222,81 @@ class EngineLoop:
         if not self._clients:
             self._deadlines.clear()  # what is left belongs to requests that finished in time
 
+    def _forget(self, client_id: str) -> None:
+        self._kv_followers.discard(client_id)
+        if not self._kv_followers:
+            self._core.ignore_kv_events()
+        self._abort(client_id, tuple(self._clients.get(client_id, ())))
+
+    def _follow_kv(self, client_id: str) -> None:
+        self._tell_kv_followers()  # the account is to be everybody's latest word
+        account = net(self._core.begin_kv_events())
+        assert account is not None, "an account begins anew, so it is a change"
+        self._kv_followers.add(client_id)
+        self._outbox.send_kv_change((client_id,), account)
+
+    def _tell_kv_followers(self) -> None:
+        if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
+            self._outbox.send_kv_change(tuple(self._kv_followers), change)
+
     def _publish(self) -> None:
-        self.snapshot = self._take_snapshot()
-        if self.snapshot.is_drained:
-            self._drained.set()
+        former, self.snapshot = self.snapshot, self._take_snapshot()
+        if (former.role, former.is_draining) != (self.snapshot.role, self.snapshot.is_draining):
+            self._outbox.beat()
 
     def _take_snapshot(self) -> EngineSnapshot:
         requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
         return EngineSnapshot(
             role=self._role.kind,
-            is_draining=self._is_draining,
-            is_drained=self._is_draining and self._role.is_drained(requests, blocks),
+            is_draining=self._leaving is not None,
+            is_drained=self._leaving is not None and self._role.is_drained(requests, blocks),
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
         )
 
-    def _begin_drain(self) -> None:
-        self._is_draining = True
+    def _leave(self, target: Role | None, timeout_s: float) -> Leaving:
+        """Returns when that is over, the loop has ended, or the engine does not answer; FleetError if it may not be."""
+        leaving = Leaving(target, self._clock.now(), timeout_s, self._lease_s)
+        self._commands.put(lambda: self._begin_leaving(leaving))
+        patience_s = leaving.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
+        either: list[Future[Any]] = [leaving.outcome, self._ended]
+        wait(either, patience_s, FIRST_COMPLETED)
+        if leaving.refusal is not None:
+            raise FleetError(leaving.refusal)
+        return leaving
+
+    def _begin_leaving(self, leaving: Leaving) -> None:
+        """A drain follows another one; nothing else may begin before its predecessor is over."""
+        former = self._leaving
+        if former is None:
+            self._leaving = leaving
+        elif former.target is not None or leaving.target is not None:
+            leaving.refuse(f"it {_what_it_does(former)}")
+        elif former.stage is Stage.OVER:
+            self._leaving = leaving
+        else:
+            former.join(leaving)
+
+    def _look_whether_left(self) -> None:
+        if (leaving := self._leaving) is None:
+            return
+        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        has_left = self._role.is_drained(requests, blocks)
+        match leaving.look(self._clock.now(), has_left):
+            case Stage.ENDING:
+                self._deliver(self._core.give_back_requests(error=f"this worker {_what_it_does(leaving)}"))
+            case Stage.OVER:
+                self._conclude(leaving, requests, blocks)
+
+    def _conclude(self, leaving: Leaving, requests: RequestCounts, blocks: KVBlockCounts) -> None:
+        leaving.obstacle = _what_is_left(requests, blocks)
+        if leaving.target is not None:
+            self._leaving = None
+            if leaving.is_clean:
+                self._role = leaving.target
+        self._publish()
+        leaving.settle()
 
     def _begin_stop(self) -> None:
         self._is_stopping = True
@@ -200,3 +311,27 @@ def _refusal(request_id: str, error: RequestError) -> RequestOutput:
         error=str(error),
         error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
     )
+
+
+def _what_it_does(leaving: Leaving) -> str:
+    return (
+        "is draining"
+        if leaving.target is None
+        else f"is about to become a {leaving.target.kind.value} worker"
+    )
+
+
+def _what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
+    counts = {
+        "requests run": requests.running,
+        "requests wait": requests.waiting,
+        "requests wait for KV": requests.waiting_for_remote_kvs,
+        "blocks are leased": blocks.leased,
+        "blocks are quarantined": blocks.quarantined,
+    }
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return ", ".join(left) or "its engine had not finished a step"
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -7,7 +7,8 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import zmq
@@ -17,17 +18,32 @@ from baton.clock import Clock
 from baton.config import NetworkConfig
 from baton.curve import Doorkeeper, PlaneKeys
 from baton.errors import WireError
-from baton.messages import TO_GATEWAY, TO_WORKER, AbortRequests, Hello, Outputs, SubmitRequest
-from baton.request import EngineRequest, RequestOutput
+from baton.messages import (
+    REQUEST_PLANE_VERSION,
+    TO_GATEWAY,
+    TO_WORKER,
+    AbortRequests,
+    Hello,
+    KVEvents,
+    Outputs,
+    SubmitRequest,
+    SubscribeKVEvents,
+    foreign_version,
+)
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.session import WorkerSessions
 from baton.wakeup import WakeUp
 from baton.wire import MAX_MESSAGE_BYTES
-from baton.worker import WorkerStatus
+from baton.worker import WorkerState, WorkerStatus
+from engine.kv_events import KVChange, parts
 
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
 """What may wait for one gateway that does not read; past this it counts as gone."""
+
+LAST_WORDS_MS = 500
+"""What the last messages get to leave before the port is closed."""
 
 
 class RequestSink(Protocol):
@@ -38,6 +54,18 @@ class RequestSink(Protocol):
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None: ...
 
     def abort_client(self, client_id: str) -> None: ...
+
+    def subscribe_kv_events(self, client_id: str) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody can be talked to any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _KVNews:
+    client_ids: tuple[str, ...]
+    change: KVChange
 
 
 class RequestServer:
@@ -58,10 +86,13 @@ class RequestServer:
         self._status = status
         self._clock = clock
         self._sessions = WorkerSessions(incarnation)
-        self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]] | _KVNews] = queue.SimpleQueue()
+        self._is_beat_due = threading.Event()
         self._wakeup = WakeUp()
         self._is_stopping = False
         self.num_bad_messages = 0
+        self.num_foreign_hellos = 0
+        """From gateways that speak another version."""
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -87,13 +118,36 @@ class RequestServer:
         self._outbox.put((client_id, outputs))
         self._wakeup.set()
 
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        """Queues what changed in the prefix cache for gateways that have subscribed; from any thread, never blocks."""
+        self._outbox.put(_KVNews(client_ids, change))
+        self._wakeup.set()
+
+    def beat(self) -> None:
+        """Lets every gateway know at once how the worker stands; from any thread, never blocks."""
+        self._is_beat_due.set()
+        self._wakeup.set()
+
     def stop(self) -> None:
-        """Sends what is queued, then closes the port."""
+        """Sends what is queued and how the worker stands, then closes the port."""
         self._is_stopping = True
         self._wakeup.set()
         self._thread.join()
 
     def _run(self, sink: RequestSink) -> None:
+        try:
+            self._serve(sink)
+        except Exception as error:  # the edge of the thread: a worker that nobody can talk to must not go on
+            logger.exception("the request plane ended")
+            sink.fail(error)
+            self._say_last(error)
+        finally:
+            self._doorkeeper.close()
+            self._socket.close(LAST_WORDS_MS)
+            self._context.term()
+            self._wakeup.close()
+
+    def _serve(self, sink: RequestSink) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -105,14 +159,24 @@ class RequestServer:
             self._doorkeeper.attend(ready)
             self._send_outbox(sink)
             self._receive_all(sink)
-            if self._clock.now() >= next_beat:
+            if self._clock.now() >= next_beat or self._is_beat_due.is_set():
+                self._is_beat_due.clear()
                 self._beat(sink)
                 next_beat = self._clock.now() + self._network.heartbeat_interval_s
         self._send_outbox(sink)
-        self._doorkeeper.close()
-        self._socket.close()
-        self._context.term()
-        self._wakeup.close()
+        self._beat(sink)
+
+    def _say_last(self, error: Exception) -> None:
+        """Gateways need not wait until they notice the silence."""
+        try:
+            status = replace(
+                self._status(), state=WorkerState.DEAD, failure=f"its request plane ended: {error}"
+            )
+            for peer in self._sessions.peers:
+                frame = TO_GATEWAY.encode(self._sessions.heartbeat(peer, status))
+                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+        except Exception as last_error:  # whatever was broken is broken for this, too
+            logger.debug("nor could it say so: %s", last_error)
 
     def _receive_all(self, sink: RequestSink) -> None:
         while True:
@@ -125,6 +189,9 @@ class RequestServer:
                     raise WireError(f"expected one frame, got {len(frames)}")
                 self._receive(peer, frames[0], sink)
             except WireError as error:
+                if len(frames) == 1 and (version := foreign_version(frames[0])) is not None:
+                    self._refuse(peer, version, sink)
+                    continue
                 self.num_bad_messages += 1
                 logger.warning("dropped a message: %s", error)
 
@@ -136,10 +203,26 @@ class RequestServer:
             self._send_heartbeat(peer, self._status(), sink)
             return
         self._sessions.take(peer, message)
-        if isinstance(message, SubmitRequest):
-            sink.submit(_client_id(peer), message.request)
-        elif isinstance(message, AbortRequests):
-            sink.abort(_client_id(peer), message.request_ids)
+        match message:
+            case SubmitRequest(request):
+                sink.submit(_client_id(peer), request)
+            case AbortRequests(request_ids):
+                sink.abort(_client_id(peer), request_ids)
+            case SubscribeKVEvents():
+                sink.subscribe_kv_events(_client_id(peer))
+
+    def _refuse(self, peer: bytes, version: int, sink: RequestSink) -> None:
+        """It gets no session; our own version is all that it can read for certain."""
+        self.num_foreign_hellos += 1
+        if self.num_foreign_hellos.bit_count() == 1:  # 1, 2, 4, 8, ...: it goes on trying
+            logger.warning(
+                "refused gateway %s: it speaks version %d of the request plane, this worker %d; let both run the same "
+                "version of Baton",
+                peer.hex(),
+                version,
+                REQUEST_PLANE_VERSION,
+            )
+        self._send_heartbeat(peer, self._status(), sink)
 
     def _beat(self, sink: RequestSink) -> None:
         for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._clock.now()):
@@ -154,12 +237,39 @@ class RequestServer:
     def _send_outbox(self, sink: RequestSink) -> None:
         while True:
             try:
-                client_id, outputs = self._outbox.get_nowait()
+                news = self._outbox.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(news, _KVNews):
+                self._send_kv_change(news, sink)
+                continue
+            client_id, outputs = news
             peer = bytes.fromhex(client_id)
-            if self._sessions.count_outputs(peer):
-                self._send(peer, TO_GATEWAY.encode(Outputs(tuple(outputs))), sink)
+            for frame in self._frames(client_id, outputs, sink):
+                if self._sessions.count_outputs(peer):
+                    self._send(peer, frame, sink)
+
+    def _frames(self, client_id: str, outputs: list[RequestOutput], sink: RequestSink) -> Iterator[bytes]:
+        """As few messages as hold them all. One output that none can hold ends its request."""
+        try:
+            yield TO_GATEWAY.encode(Outputs(tuple(outputs)))
+        except WireError as error:
+            if len(outputs) > 1:
+                half = len(outputs) // 2
+                yield from self._frames(client_id, outputs[:half], sink)
+                yield from self._frames(client_id, outputs[half:], sink)
+                return
+            logger.error("request %s ends: %s", outputs[0].request_id, error)
+            sink.abort(client_id, (outputs[0].request_id,))
+            yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
+
+    def _send_kv_change(self, news: _KVNews, sink: RequestSink) -> None:
+        for part in parts(news.change):
+            for peer in map(bytes.fromhex, news.client_ids):
+                number = self._sessions.number_kv_events(peer, part.is_anew)
+                if number is not None:
+                    events = KVEvents(number, part.is_anew, part.removed, part.stored)
+                    self._send(peer, TO_GATEWAY.encode(events), sink)
 
     def _send(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         try:
@@ -183,3 +293,13 @@ class RequestServer:
 def _client_id(peer: bytes) -> str:
     """Gateways choose their ZMQ identity; hex keeps any bytes printable."""
     return peer.hex()
+
+
+def _too_large(output: RequestOutput, error: WireError) -> RequestOutput:
+    return RequestOutput(
+        request_id=output.request_id,
+        first_position=output.first_position,
+        finish_reason=FinishReason.ERROR,
+        error=f"what it brought cannot be sent: {error}",
+        error_kind=ErrorKind.INTERNAL,
+    )

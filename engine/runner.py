@@ -151,6 +151,8 @@ class LaunchedStep:
         token_ids, logprobs = {}, {}
         for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
             self._batch.settle(request, index, token.token_id)
+            if request.request_id in self._failed:
+                continue  # what it came with contradicts its grammar, so nothing can follow that
             self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:

@@ -204,9 +204,7 @@ def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str
 def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
     """Hits of those that get blocks with this plan: what they have computed, less what comes from elsewhere."""
     num_cached = {
-        new.request_id: new.num_computed_tokens
-        for new in plan.scheduled_new_reqs
-        if not new.output_token_ids  # token 0 came with the whole prompt, from another worker
+        new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
     }
     cached = plan.scheduled_cached_reqs
     if cached.resumed_request_ids:

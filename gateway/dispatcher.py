@@ -23,6 +23,7 @@ from gateway.attempt import Attempt, AttemptFailed, legs
 from gateway.client_request import ClientRequest, Delta
 from gateway.fleet import Fleet
 from gateway.journey import Errand, Journey, LoadFailurePolicy
+from gateway.latency_window import LatencyWindow
 from gateway.roster import Roster
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
@@ -57,7 +58,10 @@ class Dispatcher:
         """Those that are with workers, by the id that these know."""
         self._room: WaitingRoom[Run] = WaitingRoom(config.max_queued, self._try_to_place)
         self._is_sweep_due = False
+        self._subscribing: set[asyncio.Task[None]] = set()
+        """Orders on their way into a socket, which takes them at once or not at all."""
         self.tally = Tally()
+        self.latencies = LatencyWindow()
 
     @property
     def fleet(self) -> Fleet:
@@ -130,15 +134,19 @@ class Dispatcher:
         self._roster.heard(status)
         self._router.heard(status)
         self._note_room()
+        self._subscribe_if_lacking(status.ref.name)
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+        now = self._clock.now()
         for output in outputs:
             run = self._by_attempt.get(output.request_id)
             if run is not None:
+                run.latency.tokens(output.first_position, len(output.token_ids), now)
                 run.events.put_nowait((worker, output))
 
     def kv_events(self, worker: str, events: KVEvents) -> None:
-        """No policy follows them."""
+        if not self._router.kv_events(worker, events):
+            self._subscribe_if_lacking(worker)
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
@@ -147,6 +155,13 @@ class Dispatcher:
         for run in self._by_attempt.values():
             if run.attempt is not None and worker in run.attempt.workers:
                 run.events.put_nowait((worker, Lost(run.attempt.engine_request_id, reason)))
+
+    def _subscribe_if_lacking(self, worker: str) -> None:
+        client = self._fleet.client(worker)
+        if client is not None and self._router.lacks_kv_account(worker):
+            task = asyncio.create_task(client.subscribe_kv_events())
+            self._subscribing.add(task)
+            task.add_done_callback(self._subscribing.discard)
 
     # admission, and a place
 
@@ -164,7 +179,8 @@ class Dispatcher:
             must_not_fall_back=self._config.require_disaggregated,
         )
         request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, now)
-        run = Run(generation, request, Journey(errand, self._load_failure_policy, self._roster, now))
+        journey = Journey(errand, self._load_failure_policy, self._roster, now)
+        run = Run(generation, request, journey, self.latencies.stream(now))
         self._runs[generation.request_id] = run
         return run
 
@@ -264,6 +280,7 @@ class Dispatcher:
     def _finish(self, run: Run) -> None:
         run.is_finished = True
         self.tally.finished(run.request.path, run.request.path_reason)
+        self.latencies.finished(self._clock.now())
 
     async def _attempt(self, run: Run, attempt: Attempt) -> AsyncGenerator[Delta, None]:
         try:

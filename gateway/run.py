@@ -8,6 +8,7 @@ from baton.sampling import SamplingParams
 from gateway.attempt import Attempt
 from gateway.client_request import ClientRequest
 from gateway.journey import Journey
+from gateway.latency_window import StreamLatency
 from gateway.routing.placement import Mode
 from gateway.text import TextStream
 
@@ -51,6 +52,7 @@ class Run:
     generation: Generation
     request: ClientRequest
     journey: Journey
+    latency: StreamLatency
     events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
     attempt: Attempt | None = None
     """While it is with workers."""

@@ -1,6 +1,7 @@
 """Gateway: composes the services into one gRPC server with health and reflection, and runs it."""
 
 import asyncio
+import secrets
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -10,6 +11,7 @@ from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import PlaneKeys
 from baton.errors import ConfigError
+from baton.fleet import GatewayReport
 from baton.v1 import (
     cluster_service_pb2,
     cluster_service_pb2_grpc,
@@ -22,6 +24,7 @@ from gateway.dispatcher import Dispatcher
 from gateway.fleet_control import FleetControl
 from gateway.generation_service import GenerationService, ServedModel
 from gateway.journey import LoadFailurePolicy
+from gateway.latency_window import MAX_WINDOW_S
 from gateway.text import Tokenizer
 
 SERVICES = (
@@ -52,6 +55,8 @@ class Gateway:
         """
         assert (keys is None) == (network.security == "none")
         self._config = config
+        self._clock = clock
+        self._incarnation = secrets.token_hex(8)
         self._dispatcher = Dispatcher(config, network, keys, prefix_key, load_failure_policy, clock)
         self._health = health.aio.HealthServicer()
         max_bytes = config.max_message_mib * 2**20
@@ -100,6 +105,23 @@ class Gateway:
         """Workers that are heard of."""
         clients = self._dispatcher.fleet.clients
         return sum(client.status is not None and not client.is_silent for client in clients)
+
+    def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
+        """What clients of the last `window_s` waited for, at most a minute, and what workers last said."""
+        dispatcher = self._dispatcher
+        seen = dispatcher.latencies.latencies(window_s, self._clock.now())
+        heard = [client for client in dispatcher.fleet.clients if not client.is_silent]
+        return GatewayReport(
+            gateway=self._incarnation,
+            window_s=min(window_s, MAX_WINDOW_S),
+            num_queued=dispatcher.num_queued,
+            oldest_queued_s=dispatcher.oldest_queued_s,
+            num_in_flight=dispatcher.num_in_flight,
+            num_finished=seen.num_finished,
+            ttft_s=seen.ttft_s,
+            itl_s=seen.itl_s,
+            workers=tuple(client.status for client in heard if client.status is not None),
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""

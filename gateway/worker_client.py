@@ -75,7 +75,11 @@ class WorkerClient:
         self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """Nothing was heard for `peer_timeout_s`: it gets no requests, until it is heard again."""
+        """Nothing was heard for `peer_timeout_s`, or there is no connection: it gets no requests until it is heard again."""
+        self._is_connected = True
+        """Or never was: then only silence tells."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Ends the time that a broken connection has to come back."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -83,7 +87,9 @@ class WorkerClient:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_client(self._socket, keys)
         # Before `connect`: some refusals come once and are not tried again by libzmq.
-        self._handshakes = self._socket.get_monitor_socket(FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connection = self._socket.get_monitor_socket(
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         connect(self._socket, endpoint.request_address)
 
     @property
@@ -95,15 +101,16 @@ class WorkerClient:
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
-        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_handshakes())]
+        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_connection())]
         try:
             return await self._listen()
         finally:
             for task in tasks:
                 task.cancel()
+            self._end_grace()
             self.first_sign.set()
             self._socket.disable_monitor()
-            self._handshakes.close()
+            self._connection.close()
             self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
@@ -124,13 +131,18 @@ class WorkerClient:
             await self._send(TO_WORKER.encode(self._session.hello()))
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
-    async def _watch_handshakes(self) -> None:
+    async def _watch_connection(self) -> None:
         num_unexplained = 0
         while True:
-            match (await recv_monitor_message(self._handshakes))["event"]:
+            match (await recv_monitor_message(self._connection))["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     num_unexplained = 0
                     self.refusal = None
+                    self._is_connected = True
+                    self._end_grace()
+                    continue
+                case zmq.EVENT_DISCONNECTED:
+                    self._begin_grace()
                     continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                     # The usual answer to a wrong secret is none, but a worker that dies in mid-handshake does it once.
@@ -138,6 +150,24 @@ class WorkerClient:
                     if num_unexplained == 1:
                         continue
             self._refuse(REFUSED)
+
+    def _begin_grace(self) -> None:
+        """libzmq connects anew by itself, ten times a second. A process that was killed does not answer."""
+        if self._grace is None:
+            grace_s = self._network.reconnect_grace_s
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._note_disconnection)
+
+    def _end_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _note_disconnection(self) -> None:
+        self._grace = None
+        self._is_connected = False
+        if not self.is_silent:
+            grace_s = self._network.reconnect_grace_s
+            self._fall_silent(f"its connection broke, and did not come back within {grace_s:g} s")
 
     async def _listen(self) -> str:
         while True:
@@ -169,7 +199,7 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message of worker %s: %s", self.name, error)
             return None
-        self.is_silent = False
+        self.is_silent = not self._is_connected  # what it said before its connection broke is no sign of life
         return message
 
     def _refuse(self, reason: str) -> None:
@@ -206,7 +236,8 @@ class WorkerClient:
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             reason = f"its engine is {message.status.state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
-        self._listener.heard(message.status)
+        if not self.is_silent:
+            self._listener.heard(message.status)
         return None
 
     async def _order(self, order: Order) -> None:

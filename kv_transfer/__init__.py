@@ -1,4 +1,7 @@
-"""How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray."""
+"""How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray.
+
+What is handed over is called a prompt here, although after a move it has what others sampled of the output, too.
+"""
 
 from kv_transfer.connector_scheduler import KVConnectorScheduler
 from kv_transfer.connector_worker import KVConnectorWorker

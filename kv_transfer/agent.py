@@ -44,10 +44,12 @@ class TransferAgent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and closes every socket; transfers under way end by their deadlines elsewhere."""
+        """Ends the thread and closes every socket; transfers under way end by their deadlines elsewhere. May be
+        repeated, also before `start`."""
         self._is_stopping = True
         self._wakeup.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._wakeup.close()
 
     def post(self, orders: Sequence[Order]) -> None:

@@ -30,7 +30,10 @@ class TransferRequest(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def num_initial_tokens(self) -> int:
+        """What it came with, prompt and output: all of that is handed over."""
+        ...
+
     @property
     def kv_transfer(self) -> KVTransferParams | None: ...
     @property
@@ -51,7 +54,7 @@ class TransferRequest(Protocol):
 class Sending:
     """A producer's progress: blocks before `num_sent` were ordered out."""
 
-    num_prompt_tokens: int
+    num_tokens: int
     block_ids: list[int]
     num_sent: int = 0
 
@@ -74,7 +77,7 @@ class KVConnectorScheduler:
 
     def request_added(self, request: TransferRequest) -> None:
         """Both ends announce themselves as soon as they are queued, so that neither takes the other for lost."""
-        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+        request_id, num_tokens = request.request_id, request.num_initial_tokens
         assert request.kv_transfer is not None
         if request.is_producer:
             self._sending[request_id] = Sending(num_tokens, [])
@@ -96,12 +99,12 @@ class KVConnectorScheduler:
             return None, False
         if request.request_id not in self._waiting_to_load:
             return 0, False
-        return request.num_prompt_tokens - num_computed_tokens, True
+        return request.num_initial_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        first_index = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+        first_index = (request.num_initial_tokens - num_external_tokens) // self._block_size
         self._waiting_to_load.remove(request.request_id)
         self._loading.add(request.request_id)
         self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
@@ -153,8 +156,8 @@ class KVConnectorScheduler:
             self._orders.append(AbortSend(request.request_id, _why_aborted(request), is_cancelled, is_held))
             return is_held
         assert request.first_token is not None
-        num_full = request.num_prompt_tokens // self._block_size
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        num_full = request.num_initial_tokens // self._block_size
+        num_blocks = -(-request.num_initial_tokens // self._block_size)
         tail = block_ids[num_full:num_blocks]
         self._orders.append(FinishSend(request.request_id, num_blocks, tail, request.first_token))
         return True
@@ -197,7 +200,7 @@ class KVConnectorScheduler:
             sending.block_ids = []
         sending.block_ids += block_ids
         self._computing.add(request_id)
-        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_prompt_tokens)
+        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_tokens)
         first, num_full = sending.num_sent, num_known // self._block_size
         if num_full <= first:
             return None

@@ -125,9 +125,7 @@ class GivingEnd:
         self._open.begin(order.request_id, [end.leg for end in ends])
         for end in ends:
             self._do(
-                self._producer.begin(
-                    end.leg, end.key, order.num_prompt_tokens, end.view.shape, end.view.nbytes
-                )
+                self._producer.begin(end.leg, end.key, order.num_tokens, end.view.shape, end.view.nbytes)
             )
 
     def _do(self, effects: Iterable[Effect]) -> None:

@@ -12,7 +12,7 @@ class BeginSend:
 
     request_id: str
     transfer: KVTransferParams
-    num_prompt_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class BeginLoad:
 
     request_id: str
     transfer: KVTransferParams
-    num_prompt_tokens: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

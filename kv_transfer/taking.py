@@ -173,9 +173,7 @@ class TakingEnd:
         self._timelines.begin(order.request_id, order.transfer)
         for end in self._legs.open(order.request_id, order.transfer):
             self._do(
-                self._consumer.begin(
-                    end.leg, end.key, end.address, order.num_prompt_tokens, end.view.shape, now
-                )
+                self._consumer.begin(end.leg, end.key, end.address, order.num_tokens, end.view.shape, now)
             )
 
     def _load(self, order: LoadBlocks) -> None:

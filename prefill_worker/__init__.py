@@ -1,4 +1,4 @@
-"""The prefill role: computes prompts, samples token 0 and hands the KV cache over."""
+"""The prefill role: computes prompts, samples one token and hands the KV cache over."""
 
 from prefill_worker.worker import PrefillWorker
 

@@ -1,6 +1,6 @@
 """PrefillWorker: the role that computes prompts for others; knows neither its engine nor who will decode."""
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import Overloaded
 from baton.kv import TransferRole
 from baton.request import EngineRequest
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
@@ -9,7 +9,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 class PrefillWorker:
     """Takes only the producing leg of a hand-over, and is drained once its last block was read.
 
-    When to hand over is not decided here: a producing request ends with token 0 by definition (scheduler/).
+    When to hand over is not decided here: a producing request ends with its first new token by definition (scheduler/).
     """
 
     kind = WorkerRole.PREFILL
@@ -20,8 +20,9 @@ class PrefillWorker:
     def admit(self, request: EngineRequest, load: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is None or transfer.role is not TransferRole.PRODUCER:
-            raise InvalidRequest(
-                "kv_transfer", "a prefill worker computes prompts for a decode worker and needs to know which"
+            # Nobody's mistake: who sent it has not heard yet that the worker changed its role.
+            raise Overloaded(
+                "this is a prefill worker at present: it computes prompts for decode workers", 1.0
             )
         if load.waiting >= self._max_waiting:
             raise Overloaded(

@@ -131,7 +131,7 @@ class Admission:
                 break
             assert request.num_tokens == request.num_computed_tokens + 1, "a received request lacks one token"
             granted = self._kv.extend_table(request, request.num_tokens)
-            assert granted == (), "a load reserves the block of token 0"
+            assert granted == (), "a load reserves the block of the first new token"
             step.start(request, 1)
             request.move_to(RequestStatus.RUNNING)
             received.append(request)
@@ -216,9 +216,9 @@ class Admission:
             return Outcome.NO_ROOM
         if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits, num_spare=num_spare):
             return Outcome.NO_ROOM
-        num_hit_tokens = self._count_hits(request, hits)
+        num_cached_tokens = self._count_hits(request, hits)
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = num_cached_tokens
         self._swap_in(request, len(hits), step)
         request.num_computed_tokens = num_computed_tokens
         self._running.requests.append(request)
@@ -246,9 +246,9 @@ class Admission:
             self._counters["swapped_in_blocks"] += len(copies)
 
     def _count_hits(self, request: Request, hits: list[Block]) -> int:
-        """Once per admission, however often the request was looked at before. Returns the tokens that were found."""
+        """Once per admission, however often the request was looked at before. Returns how much of the prompt it was."""
         num_hit_tokens = len(hits) * self._kv.block_size
         if self._kv.is_caching:
             self._counters["prefix_cache_queries"] += request.num_tokens
             self._counters["prefix_cache_hits"] += num_hit_tokens
-        return num_hit_tokens
+        return min(num_hit_tokens, request.num_prompt_tokens)

@@ -21,6 +21,7 @@ class BlockEvents:
         self._is_anew = False
         """The next account starts with `BlocksCleared`."""
         self._is_overrun = False
+        self._is_ignored = False
 
     def stored(self, block_hash: bytes) -> None:
         self._add(BlocksStored, block_hash)
@@ -30,6 +31,8 @@ class BlockEvents:
 
     def cleared(self) -> None:
         """What came before matters to nobody any more."""
+        if self._is_ignored:
+            return
         self._drop_pending()
         self._is_anew, self._is_overrun = True, False
 
@@ -42,12 +45,23 @@ class BlockEvents:
         self._is_anew = self._is_overrun = False
         return self.account() if is_overrun else events
 
+    def ignore(self) -> None:
+        """Nobody takes events any more: nothing is kept until `begin`."""
+        self._is_ignored, self._is_anew, self._is_overrun = True, False, False
+        self._drop_pending()
+
+    def begin(self) -> list[KVEvent]:
+        """An account, from which the next `take` goes on."""
+        self._is_ignored = self._is_anew = self._is_overrun = False
+        self._drop_pending()
+        return self.account()
+
     def account(self) -> list[KVEvent]:
         """For a reader that knows nothing yet, or missed something: forget all, then what can be hit now."""
         return [BlocksCleared(), BlocksStored(tuple(self._snapshot()))]
 
     def _add(self, kind: type[BlocksStored] | type[BlocksRemoved], block_hash: bytes) -> None:
-        if self._is_overrun:
+        if self._is_overrun or self._is_ignored:
             return
         if self._num_pending == self._max_pending:
             self._drop_pending()

@@ -19,7 +19,7 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many prompt tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
+        """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
         yet, ask again next step". Free of side effects, since it may be asked any number of times; but not again once

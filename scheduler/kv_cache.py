@@ -185,6 +185,14 @@ class KVCache:
         """What changed in the prefix cache since the last call, in order."""
         return self._events.take()
 
+    def begin_events(self) -> list[KVEvent]:
+        """An account of the prefix cache, from which `take_events` goes on."""
+        return self._events.begin()
+
+    def ignore_events(self) -> None:
+        """Keeps no events until `begin_events`."""
+        self._events.ignore()
+
     def counts(self) -> KVBlockCounts:
         return KVBlockCounts(
             total=self._pool.num_usable,

@@ -1,9 +1,12 @@
 """ContextLimits: how long a request may be and become on this engine; knows nobody's progress."""
 
+from collections.abc import Sequence
+
 from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
 from scheduler.request import Request
+from scheduler.stop import end_of_initial_output
 
 
 class ContextLimits:
@@ -22,7 +25,7 @@ class ContextLimits:
         num_slots = (config.num_blocks - 1) * config.block_size
         splits_prompts = config.batching == "unified" and config.enable_chunked_prefill
         most_computed = num_slots if splits_prompts else min(num_slots, config.max_num_batched_tokens)
-        self._max_prompt_len = min(config.max_model_len - 1, num_slots - 1, most_computed)
+        self._max_initial_len = min(config.max_model_len - 1, num_slots - 1, most_computed)
         self._allowed = f"max_model_len ({config.max_model_len}) and {num_slots} slots of KV cache"
         if not splits_prompts:
             self._allowed += f" and one step's budget of {config.max_num_batched_tokens}"
@@ -30,13 +33,25 @@ class ContextLimits:
         """Tokens of one request, prompt and output, at which it ends."""
 
     def apply(self, request: Request) -> None:
-        """Caps the request's length. InvalidRequest if it could never run; a slot for the first output must fit."""
-        if request.num_prompt_tokens > self._max_prompt_len:
+        """Caps the request's length. InvalidRequest if it could never run; a slot for the next token must fit.
+
+        Nor does one run whose output has ended already: whoever has those tokens had the end along with them.
+        """
+        self._check_token_ids("prompt", request.prompt_token_ids)
+        self._check_token_ids("output_token_ids", request.output_token_ids)
+        if end := end_of_initial_output(request):
+            raise InvalidRequest("output_token_ids", end)
+        if request.num_initial_tokens > self._max_initial_len:
+            num_outputs = request.num_output_tokens
+            so_far = f", {num_outputs} of output" if num_outputs else ""
             raise InvalidRequest(
                 "prompt",
-                f"{request.num_prompt_tokens} tokens and one to generate do not fit into {self._allowed}",
+                f"{request.num_prompt_tokens} tokens{so_far} and one to generate do not fit into {self._allowed}",
             )
-        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if lowest < 0 or highest > MAX_TOKEN_ID:
-            raise InvalidRequest("prompt", f"token ids are 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}")
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        if token_ids:
+            lowest, highest = min(token_ids), max(token_ids)
+            if lowest < 0 or highest > MAX_TOKEN_ID:
+                raise InvalidRequest(name, f"token ids are 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}")

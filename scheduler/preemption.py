@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton.config import SchedulerConfig
+from baton.request import OnPreemption
 from scheduler.kv_cache import KVCache
 from scheduler.order import Order
 from scheduler.queue import WaitingQueue
@@ -15,7 +16,10 @@ DEFAULT_BLOCK_COST_TOKENS = 1.0
 
 
 class Preemption:
-    """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back."""
+    """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back.
+
+    Those that would have to recompute it, and are to go on elsewhere then, wait for nothing but to be ended.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,8 @@ class Preemption:
         self._kv = kv
         self._swap = swap
         self._counters = counters
+        self.given_back: dict[str, Request] = {}
+        """Victims that are to go on elsewhere, until they have ended."""
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
         """In mid-step: `victim` runs no more, and what it was to compute in this step is withdrawn."""
@@ -46,11 +52,17 @@ class Preemption:
             self._counters["swap_preemptions"] += 1
             self._counters["swapped_out_blocks"] += len(copies)
             self._put_back(victim, victim.num_computed_tokens)
+        elif victim.on_preemption is OnPreemption.GIVE_BACK:
+            self._take_blocks(victim, 0)
+            self.given_back[victim.request_id] = victim
         else:
             self._put_back(victim, 0)
 
     def preempt_all(self, running: list[Request]) -> None:
-        """Between steps: the youngest first, so that the oldest is first in line; all of their KV is given up."""
+        """Between steps: the youngest first, so that the oldest is first in line; all of their KV is given up.
+
+        Nobody is given back: there is room for all of them here.
+        """
         while running:
             self._put_back(running.pop(), 0)
 
@@ -78,10 +90,13 @@ class Preemption:
         return num_tokens - num_kept > num_blocks * self._block_cost_tokens
 
     def _put_back(self, victim: Request, num_kept_tokens: int) -> None:
+        self._take_blocks(victim, num_kept_tokens)
+        victim.queue_key = self._order.key_of_returning(victim)
+        self._waiting.push(victim)
+
+    def _take_blocks(self, victim: Request, num_kept_tokens: int) -> None:
         self._kv.free(victim)
         victim.num_computed_tokens = num_kept_tokens
         victim.move_to(RequestStatus.PREEMPTED)
         victim.count_preemption()
         self._counters["preemptions"] += 1
-        victim.queue_key = self._order.key_of_returning(victim)
-        self._waiting.push(victim)

@@ -1,5 +1,6 @@
 """RemotePrompts: the scheduler's side of a hand-over, whichever end of it a request is on.
 
+What is handed over is what the request came with: its prompt, and after a move what others sampled of its output.
 Everything here concerns requests with `kv_transfer` set; the connector behind the Protocol does the moving.
 """
 
@@ -63,19 +64,19 @@ class RemotePrompts:
         return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
-        """Reserves blocks for the whole prompt and one token more, so that whatever arrives can take its first step.
+        """Reserves blocks for all it came with and one token more, so that whatever arrives can take its first step.
 
         False, and nothing has changed, if fewer than `num_spare` would be left free.
         """
         assert self._connector is not None
         num_hit_tokens = len(hits) * self._kv.block_size
-        num_tokens = request.num_prompt_tokens + 1
+        num_tokens = request.num_initial_tokens + 1
         if not self._kv.open_table(
             request, num_tokens, hits, cache_up_to=num_hit_tokens, num_spare=num_spare
         ):
             return False
-        num_prompt_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
-        blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_prompt_blocks]
+        num_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
+        blocks_to_fill = self._kv.block_ids(request)[len(hits) : num_blocks]
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
         request.may_load = False
@@ -84,15 +85,15 @@ class RemotePrompts:
         return True
 
     def receive(self, received: ReceivedKV) -> Request | None:
-        """The request whose prompt is complete now and only lacks token 0; None if nobody waits for it."""
+        """The request that has all it came with now, and only lacks the next token; None if nobody waits for it."""
         load = self._end_load(received.request_id)
         if load is None:
             return None
         request = load.request
         self._counters["kv_prompt_loads_done"] += 1
         request.first_token = received.first_token
-        request.num_computed_tokens = request.num_prompt_tokens
-        self._kv.cache_received(request, request.num_prompt_tokens)
+        request.num_computed_tokens = request.num_initial_tokens
+        self._kv.cache_received(request, request.num_initial_tokens)
         request.move_to(RequestStatus.WAITING)
         self._received.push(request)
         return request
@@ -124,7 +125,7 @@ class RemotePrompts:
         return self._received.remove(request)
 
     def hand_over(self, request: Request, output: RequestOutput) -> None:
-        """A producer sampled its only token; it goes along with the last block."""
+        """A producer sampled its only token, the first new one; it goes along with the last block."""
         logprobs = output.logprobs[0] if output.logprobs else None
         request.first_token = FirstToken(output.token_ids[0], logprobs)
 

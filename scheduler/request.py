@@ -5,17 +5,18 @@
 (add) --> WAITING / PREEMPTED -- blocks, budget granted --> RUNNING --> FINISHED_
             |      ^                                          STOPPED        EOS or a stop token
             |      | received, put off, or failed             LENGTH_CAPPED  max_tokens, max_model_len
-  blocks    |      | and to be recomputed                     HANDED_OVER    token 0 sampled; D goes on
+  blocks    |      | and to be recomputed                     HANDED_OVER    one token sampled; D goes on
   reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state
           WAITING_FOR_REMOTE_KVS                                              above too)
 
 (add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING
 """
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
-from baton.request import FinishReason, FirstToken
+from baton.request import FinishReason, FirstToken, OnPreemption
 from baton.sampling import SamplingParams
 from scheduler.block_table import BlockTable
 
@@ -91,10 +92,12 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_futile_preemptions",
+        "num_initial_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_at_preemption",
+        "on_preemption",
         "priority",
         "prompt_token_ids",
         "queue_key",
@@ -117,7 +120,10 @@ class Request:
         client_id: str = "",
         cache_salt: str | None = None,
         kv_transfer: KVTransferParams | None = None,
+        output_token_ids: Iterable[int] = (),
+        on_preemption: OnPreemption = OnPreemption.RESUME,
     ) -> None:
+        """`output_token_ids` were sampled elsewhere: the request goes on behind them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -129,13 +135,19 @@ class Request:
         self.client_id = client_id
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
+        self.on_preemption = on_preemption
 
         has_grammar = sampling_params.structured_output is not None
         self.status = RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING
         self.is_finished = False
-        self.all_token_ids: list[int] = list(self.prompt_token_ids)
-        self.max_num_tokens = self.num_prompt_tokens + (1 if self.is_producer else sampling_params.max_tokens)
+        self.all_token_ids: list[int] = [*self.prompt_token_ids, *output_token_ids]
+        self.num_initial_tokens = len(self.all_token_ids)
+        """What it came with: its prompt, and what others sampled of its output. A producer computes these and hands
+        them over, a consumer gets them, and what is sampled first comes behind them."""
+        self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         """Prompt and output tokens at which it is sure to end; the scheduler lowers it to what fits the engine."""
+        if self.is_producer:
+            self.max_num_tokens = min(self.max_num_tokens, self.num_initial_tokens + 1)
         self.num_computed_tokens = 0
         """Tokens whose KV is in its blocks, or will be when the steps that were planned are done."""
         self.num_output_placeholders = 0
@@ -147,7 +159,7 @@ class Request:
         """In a row, with no token sampled between one and the next."""
         self.num_tokens_at_preemption = 0
         self.may_load = self.is_consumer
-        """Its prompt is to come from another worker, and no load was started, or only one that was put off."""
+        """What it came with is to be loaded from another worker; no load was started, or only one that was put off."""
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`, computed once as tokens arrive."""
         self.next_hash_at = 0
@@ -159,7 +171,7 @@ class Request:
         self.queue_key: QueueKey = ()
         """Its place among those that wait; written by the order of the queue."""
         self.first_token: FirstToken | None = None
-        """Token 0 of a hand-over: sampled here on the producer, received here on the consumer."""
+        """The first new token of a hand-over: sampled here on the producer, received here on the consumer."""
 
     @property
     def num_tokens(self) -> int:
@@ -175,8 +187,8 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Some of its prompt is not computed yet."""
-        return self.num_computed_tokens < self.num_prompt_tokens
+        """Some of what it came with is not computed yet."""
+        return self.num_computed_tokens < self.num_initial_tokens
 
     @property
     def is_handed_over(self) -> bool:
@@ -192,17 +204,17 @@ class Request:
 
     @property
     def is_producer(self) -> bool:
-        """Computes the prompt for another worker and stops after token 0."""
+        """Computes what it came with for another worker, and stops after one new token."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.PRODUCER
 
     @property
     def is_consumer(self) -> bool:
-        """Its prompt's KV comes from another worker."""
+        """The KV of what it came with is to come from another worker."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
 
     @property
     def must_report_failure(self) -> bool:
-        """A prompt that does not arrive is not to be computed here."""
+        """What does not arrive is not to be computed here."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
     def count_preemption(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.config import SchedulerConfig
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
@@ -35,7 +35,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
-from scheduler.swap import SwapSpace
+from scheduler.swap import SwapSpace, num_swap_blocks
 
 _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
 
@@ -61,7 +61,7 @@ class Scheduler:
         self._counters: Counter[str] = Counter()
         hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
         self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
-        self._swap = SwapSpace(_num_swap_blocks(config))
+        self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
         waiting, order = WaitingQueue(), make_order(config)
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
@@ -114,11 +114,13 @@ class Scheduler:
                 continue  # its known tokens are not all computed yet, or it ended meanwhile, or its grammar failed
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
-            if request.is_producer and request.status is RequestStatus.PREEMPTED:
-                continue  # it cannot hand over blocks that it lost; it will sample the same token again
+            if self._must_sample_again(request):
+                continue
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
         if model_runner_output.failed:
             self._end_failed(requests, model_runner_output.failed, outputs)
+        if self._preemption.given_back:
+            self._end_given_back(outputs)
         self._drop_finished_from_running()
         return outputs.by_client()
 
@@ -216,13 +218,23 @@ class Scheduler:
         """What changed in the prefix cache since the last call. Nobody has to: what is not taken is bounded."""
         return self._kv.take_events()
 
+    def begin_kv_events(self) -> list[KVEvent]:
+        """An account of the prefix cache for a reader who knows nothing, from which `take_kv_events` goes on."""
+        return self._kv.begin_events()
+
+    def ignore_kv_events(self) -> None:
+        """Nobody will take events: none is kept until `begin_kv_events`."""
+        self._kv.ignore_events()
+
     def kv_block_counts(self) -> KVBlockCounts:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)
 
     def request_counts(self) -> RequestCounts:
         return RequestCounts(
             running=len(self._running.requests),
-            waiting=self._admission.num_waiting + self._remote.num_received,
+            waiting=self._admission.num_waiting
+            + self._remote.num_received
+            + len(self._preemption.given_back),
             waiting_for_remote_kvs=self._remote.num_loading,
         )
 
@@ -290,6 +302,11 @@ class Scheduler:
         else:
             self._finish_with(request, status, output, outputs)
 
+    def _must_sample_again(self, request: Request) -> bool:
+        """A producer that lost its blocks has nothing to hand over, and computes all of it again; unless it leaves."""
+        is_victim = request.is_producer and request.status is RequestStatus.PREEMPTED
+        return is_victim and request.request_id not in self._preemption.given_back
+
     def _is_computed_for_others(self, request_id: str) -> bool:
         return request_id in self._requests and self._requests[request_id].is_producer
 
@@ -318,6 +335,13 @@ class Scheduler:
                 self._unqueue(request)
                 reason, kind = failed[request.request_id], ErrorKind.INVALID_REQUEST
                 self._end(request, RequestStatus.FINISHED_ERROR, outputs, reason, kind)
+
+    def _end_given_back(self, outputs: OutputsByClient) -> None:
+        """Ends victims that are to go on elsewhere, once no token of theirs is under way any more."""
+        for request in list(self._preemption.given_back.values()):
+            if not request.num_output_placeholders:
+                status = RequestStatus.FINISHED_GIVEN_BACK
+                self._end(request, status, outputs, "this worker needed its blocks for other requests")
 
     def _finish_with(
         self, request: Request, status: RequestStatus, output: RequestOutput, outputs: OutputsByClient
@@ -355,6 +379,7 @@ class Scheduler:
         request.move_to(status)
         self._remote.release(request)
         self._swap.discard(request)
+        self._preemption.given_back.pop(request.request_id, None)
         del self._requests[request.request_id]
         self._finished_between_steps.add(request.request_id)
 
@@ -368,11 +393,3 @@ class Scheduler:
         if self._has_ended_running:
             self._running.drop_gone()
             self._has_ended_running = False
-
-
-def _num_swap_blocks(config: SchedulerConfig) -> int:
-    if config.preemption == "recompute":
-        return 0
-    if config.num_swap_blocks is None:
-        raise ConfigError(f"scheduler: preemption '{config.preemption}' needs num_swap_blocks")
-    return config.num_swap_blocks

@@ -7,7 +7,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     """The status that the request's last token leads to, or None if it goes on.
 
     In this order: nothing but a full context ends a request before `min_tokens`; then EOS and stop tokens; then
-    `max_tokens` and `max_model_len`; and a producer always ends with token 0.
+    `max_tokens` and `max_model_len`; and a producer ends with its first new token, if it has blocks to hand over.
     """
     params = request.sampling_params
     num_tokens = request.num_tokens
@@ -16,6 +16,18 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
         return RequestStatus.FINISHED_STOPPED
     if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH_CAPPED
-    if request.is_producer:
+    if request.is_producer and request.block_table is not None:
         return RequestStatus.FINISHED_HANDED_OVER
+    return None
+
+
+def end_of_initial_output(request: Request) -> str | None:
+    """What has ended a request that came with output by the same rules, in words; None if it may go on."""
+    params = request.sampling_params
+    outputs = request.output_token_ids
+    if len(outputs) >= params.max_tokens:
+        return f"{len(outputs)} tokens, of which max_tokens allows {params.max_tokens}: nothing is left to sample"
+    for num_tokens, token_id in enumerate(outputs, start=1):
+        if token_id in request.stop_token_ids and num_tokens >= params.min_tokens:
+            return f"token {num_tokens - 1} is {token_id}, which ends the request"
     return None

@@ -3,6 +3,8 @@
 A step copies out before it copies in. So a host block that a step reads is not written again before the next one.
 """
 
+from baton.config import SchedulerConfig
+from baton.errors import ConfigError
 from scheduler.request import Request
 
 Copies = list[tuple[int, int]]
@@ -57,3 +59,12 @@ class SwapSpace:
         held, request.swapped_block_ids = request.swapped_block_ids, ()
         self.num_held -= len(held)
         return held
+
+
+def num_swap_blocks(config: SchedulerConfig) -> int:
+    """Host blocks that it asks for. ConfigError if nobody has said how many there are."""
+    if config.preemption == "recompute":
+        return 0
+    if config.num_swap_blocks is None:
+        raise ConfigError(f"scheduler: preemption '{config.preemption}' needs num_swap_blocks")
+    return config.num_swap_blocks

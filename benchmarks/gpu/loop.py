@@ -22,6 +22,7 @@ from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
+from engine.kv_events import KVChange
 from engine.loop import EngineLoop
 from engine.pipeline import InlinePipeline, StreamPipeline
 from engine.runner import ModelRunner
@@ -59,6 +60,9 @@ class InstantLoads:
     def peers(self) -> tuple[KVPeerCounts, ...]:
         return ()
 
+    def shutdown(self) -> None:
+        """Nothing is under way."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -95,7 +99,7 @@ class LoopedEngine:
             (),
             clock,
         )
-        self._loop = EngineLoop(self._core, DecodeWorker(1_000_000), self._take, clock)
+        self._loop = EngineLoop(self._core, DecodeWorker(1_000_000), self, clock, lease_s=0.0)
 
     def __enter__(self) -> "LoopedEngine":
         self._loop.start()
@@ -133,7 +137,7 @@ class LoopedEngine:
             kv_transfer=load,
         )
 
-    def _take(self, client_id: str, outputs: list[RequestOutput]) -> None:
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
         """On the engine's thread, after every step."""
         assert client_id == "check"
         self._outcome.times.append(time.perf_counter())
@@ -145,3 +149,9 @@ class LoopedEngine:
                 self._num_missing -= 1
         if self._num_missing == 0:
             self._done.set()
+
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        """Nobody has subscribed."""
+
+    def beat(self) -> None:
+        """Nobody waits for a heartbeat."""

@@ -74,7 +74,7 @@ class Consumer:
     # orders of this worker's engine
 
     def begin(
-        self, leg: Leg, key: TransferKey, address: str, num_prompt_tokens: int, shape: PieceShape, now: float
+        self, leg: Leg, key: TransferKey, address: str, num_tokens: int, shape: PieceShape, now: float
     ) -> list[Effect]:
         """The engine took the request; until it has room, the producer is asked to hold.
 
@@ -83,7 +83,7 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = Incoming(key, leg, address, num_prompt_tokens, shape, self._identity.reach.transports)
+        transfer = Incoming(key, leg, address, num_tokens, shape, self._identity.reach.transports)
         self._transfers.add(transfer)
         self._transfers.bind(transfer)
         self._silence.begin(key, now)

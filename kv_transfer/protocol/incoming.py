@@ -66,7 +66,7 @@ class Incoming:
     key: TransferKey
     leg: Leg
     address: str
-    num_prompt_tokens: int
+    num_tokens: int
     shape: PieceShape
     ways: tuple[str, ...]
     """Transports that may still reach the producer's pool."""
@@ -106,7 +106,7 @@ class Incoming:
     def reserve(self, first_token: int, block_ids: tuple[int, ...]) -> None:
         """These blocks are for the prompt's tokens from `first_token` on."""
         self.first_piece = first_token // self.shape.num_tokens
-        self.num_pieces = self.shape.num_pieces_for(self.num_prompt_tokens) - self.first_piece
+        self.num_pieces = self.shape.num_pieces_for(self.num_tokens) - self.first_piece
         self.block_ids = block_ids
 
     def ask(self, identity: ConsumerIdentity, transports: tuple[str, ...]) -> Open:
@@ -114,7 +114,7 @@ class Incoming:
         return Open(
             self.key,
             identity.fingerprint,
-            self.num_prompt_tokens,
+            self.num_tokens,
             self.first_piece,
             tuple(self.verified),
             tuple(self.verified.values()),

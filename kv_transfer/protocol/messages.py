@@ -6,7 +6,7 @@
                 <----------------------------   Opened (this way, from this pool; how far it is), or Refused
                 <----------------------------   Pieces, as they are computed: their bytes, or where to read them
       Ack       ---------------------------->   these pieces are verified (and those must be sent again)
-                <----------------------------   End: that was all, and this is token 0
+                <----------------------------   End: that was all, and this is the next token
       Release   ---------------------------->   everything is verified; free your blocks
       Cancel    ---------------------------->   from any state; free your blocks
                 <----------------------------   Aborted: from any state; there will be no more
@@ -75,7 +75,7 @@ class Hold:
 class Open:
     key: TransferKey
     fingerprint: KVFingerprint
-    num_prompt_tokens: int
+    num_tokens: int
     first_piece: int
     """Pieces before this one are in the consumer's prefix cache."""
     received: tuple[int, ...]

@@ -54,7 +54,7 @@ class Outgoing:
     """None until our own engine has heard of it."""
     shape: PieceShape | None = None
     piece_nbytes: int = 0
-    num_prompt_tokens: int = 0
+    num_tokens: int = 0
     peer: Peer = b""
     open: Open | None = None
     """The latest Open; it may come early."""
@@ -96,7 +96,7 @@ class Outgoing:
     @property
     def num_pieces(self) -> int:
         assert self.shape is not None
-        return self.shape.num_pieces_for(self.num_prompt_tokens)
+        return self.shape.num_pieces_for(self.num_tokens)
 
     def blocks_ready(self, first_block: int, block_ids: Iterable[int]) -> None:
         """These blocks of the prompt are computed."""

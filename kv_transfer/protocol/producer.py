@@ -88,7 +88,7 @@ class Producer:
         return [Send(transfer.peer, self._opened(transfer)) for transfer in waiting]
 
     def begin(
-        self, leg: Leg, key: TransferKey, num_prompt_tokens: int, shape: PieceShape, piece_nbytes: int
+        self, leg: Leg, key: TransferKey, num_tokens: int, shape: PieceShape, piece_nbytes: int
     ) -> list[Effect]:
         """The engine took the request; its prompt will be computed, unless the consumer was told no, or said so.
 
@@ -107,7 +107,7 @@ class Producer:
             self._leases.cancel(key)
             if transfer.state is State.EARLY:
                 transfer.move_to(State.PREPARING)
-        transfer.leg, transfer.num_prompt_tokens = leg, num_prompt_tokens
+        transfer.leg, transfer.num_tokens = leg, num_tokens
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._transfers.bind(transfer)
         self._counters["kv_sends_started"] += 1
@@ -309,8 +309,8 @@ class Producer:
         their_layout = RankLayout(theirs.block_size, theirs.num_ranks, message.key.consumer_rank)
         if reason := mismatch(ours.num_kv_heads, self._identity.layout, their_layout):
             return f"the workers do not match: {reason}"
-        if message.num_prompt_tokens != transfer.num_prompt_tokens:
-            return f"the prompts differ: {transfer.num_prompt_tokens} != {message.num_prompt_tokens} tokens"
+        if message.num_tokens != transfer.num_tokens:
+            return f"the prompts differ: {transfer.num_tokens} != {message.num_tokens} tokens"
         return None
 
     def _on_ack(self, transfer: Outgoing, message: Ack) -> list[Effect]:

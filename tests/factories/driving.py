@@ -37,7 +37,7 @@ class Driver:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add_request(request)
-            self.tokens[request.request_id] = []
+            self.tokens[request.request_id] = request.output_token_ids
 
     def step(self) -> SchedulerOutput:
         """Plans one step, and takes in as many as then are too many; the plan."""

@@ -231,7 +231,7 @@ class EndpointUnderFire:
                 return replace(
                     message,
                     fingerprint=FINGERPRINT if rng.random() < 0.9 else wrong,
-                    num_prompt_tokens=self._num_tokens(message.key),
+                    num_tokens=self._num_tokens(message.key),
                     first_piece=rng.choice((0, 0, 1, message.first_piece)),
                     received=received,
                     received_versions=tuple(rng.choice((0, 0, 1, -1)) for _ in received),

@@ -14,7 +14,8 @@ from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.core import ConnectorWorker, EngineCore
 from engine.grammar import GrammarCompiler
-from engine.loop import EngineLoop
+from engine.kv_events import KVChange
+from engine.loop import EngineLoop, EngineSnapshot
 from engine.pipeline import Runner, make_pipeline
 from engine.role import Role
 from engine.step_trace_writer import StepTraceWriter
@@ -23,6 +24,9 @@ from kv_transfer.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 
+VOCAB_SIZE = 100_000
+"""The fake model says anything up to 50,100."""
+
 
 @dataclass
 class FakeConnectorWorker:
@@ -30,6 +34,7 @@ class FakeConnectorWorker:
 
     news: list[KVConnectorOutput] = field(default_factory=list)
     orders: list[Any] = field(default_factory=list)
+    is_shut_down: bool = False
 
     def get_finished(self) -> KVConnectorOutput:
         return self.news.pop(0) if self.news else KVConnectorOutput()
@@ -49,6 +54,9 @@ class FakeConnectorWorker:
     def peers(self) -> tuple[KVPeerCounts, ...]:
         return ()
 
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
 
 class StepHook:
     """A runner that calls a test before each step; what the call raises is the device's failure."""
@@ -65,7 +73,7 @@ class StepHook:
 
 def make_grammars() -> GrammarCompiler:
     """For requests without a structured output; it has no tokenizer."""
-    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), on_news=lambda: None)
 
 
 def make_core(
@@ -89,17 +97,21 @@ def make_core(
 
 def make_engine_request(request_id: str = "r", num_tokens: int = 10, **options: Any) -> EngineRequest:
     params = SamplingParams(max_tokens=options.pop("max_tokens", 4))
-    return EngineRequest(
-        request_id=request_id, prompt_token_ids=(7,) * num_tokens, sampling_params=params, **options
-    )
+    prompt = options.pop("prompt_token_ids", (7,) * num_tokens)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, **options)
 
 
 class RunningLoop:
-    """An EngineLoop with an inbox for what it delivers; a context manager."""
+    """An EngineLoop and its outbox, which keeps what it delivers; a context manager."""
 
-    def __init__(self, core: EngineCore | None = None, role: Role | None = None) -> None:
+    def __init__(
+        self, core: EngineCore | None = None, role: Role | None = None, *, lease_s: float = 0.1
+    ) -> None:
         self.outputs: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
-        self.loop = EngineLoop(core or make_core(), role or DecodeWorker(100), self._deliver, SystemClock())
+        self.kv_changes: queue.Queue[tuple[tuple[str, ...], KVChange]] = queue.Queue()
+        self.beats: queue.Queue[EngineSnapshot] = queue.Queue()
+        """How the engine stood when it asked for a heartbeat."""
+        self.loop = EngineLoop(core or make_core(), role or DecodeWorker(100), self, SystemClock(), lease_s)
 
     def __enter__(self) -> "RunningLoop":
         self.loop.start()
@@ -118,6 +130,20 @@ class RunningLoop:
             if output.request_id == request_id and output.finish_reason is not None:
                 return output
 
-    def _deliver(self, client_id: str, outputs: list[RequestOutput]) -> None:
+    def next_finish(self) -> RequestOutput:
+        """The next output that ends a request."""
+        while (output := self.next_output()[1]).finish_reason is None:
+            continue
+        return output
+
+    # Outbox
+
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             self.outputs.put((client_id, output))
+
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        self.kv_changes.put((client_ids, change))
+
+    def beat(self) -> None:
+        self.beats.put(self.loop.snapshot)

@@ -21,6 +21,7 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
+from engine.kv_events import KVChange
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.fleet_control import FleetControl
@@ -62,6 +63,13 @@ class ScriptedWorker:
 
     def abort_client(self, client_id: str) -> None:
         self.heard.put(f"client {client_id}")
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        """It has no prefix cache: its account is empty, and nothing follows."""
+        self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(f"failure {error}")
 
     def say(self, request: EngineRequest, outputs: list[RequestOutput]) -> None:
         if outputs:
@@ -170,15 +178,16 @@ async def gateway_with(
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
     fleet_control: FleetControl | None = None,
+    network: NetworkConfig = NETWORK,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 0.5, **config})  # type: ignore[arg-type]
+    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
-        NETWORK,
+        network,
         KEYS.request,
         KEYS.prefix,
         load_failure_policy,

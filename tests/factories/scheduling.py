@@ -8,7 +8,7 @@ from zlib import crc32
 
 from baton.config import SchedulerConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
-from baton.request import FirstToken, RequestOutput
+from baton.request import FirstToken, OnPreemption, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import (
     EngineCoreOutputs,
@@ -52,6 +52,8 @@ def make_request(
     cache_salt: str | None = None,
     role: TransferRole | None = None,
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
+    output_token_ids: Iterable[int] = (),
+    on_preemption: OnPreemption = OnPreemption.RESUME,
     **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own, unless one is given."""
@@ -67,6 +69,8 @@ def make_request(
         client_id="client",
         cache_salt=cache_salt,
         kv_transfer=KVTransferParams(role, f"t{number}", 0, PEER, on_failure) if role else None,
+        output_token_ids=output_token_ids,
+        on_preemption=on_preemption,
     )
 
 
@@ -214,7 +218,7 @@ class FakeConnector:
             return None, False
         if request.request_id in self.started:
             return 0, False
-        return request.num_prompt_tokens - num_computed_tokens, True
+        return request.num_initial_tokens - num_computed_tokens, True
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
@@ -246,7 +250,7 @@ class FakeConnector:
             if request := self.loading.pop(request_id, None):
                 block_ids, num_external_tokens = self.started[request_id]
                 num_blocks = num_valid.get(request_id, len(block_ids))
-                kv = kv_of(request.prompt_token_ids)[-num_external_tokens:]
+                kv = kv_of(request.all_token_ids[: request.num_initial_tokens])[-num_external_tokens:]
                 self._fill(request, kv[: num_blocks * self.memory.block_size])
         for request_id in output.quiesced:
             self.loading.pop(request_id, None)
@@ -254,7 +258,7 @@ class FakeConnector:
         for request_id in output.finished_sending:
             if request_id in self.leased:
                 request, block_ids = self.leased.pop(request_id)
-                kv = kv_of(request.prompt_token_ids)
+                kv = kv_of(request.all_token_ids[: request.num_initial_tokens])
                 assert self.memory.read(block_ids, len(kv)) == kv, (
                     f"{request_id} lost what it has to hand over"
                 )

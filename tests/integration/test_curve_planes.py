@@ -88,6 +88,12 @@ class NoSink:
     def abort_client(self, client_id: str) -> None:
         self.heard.put(client_id)
 
+    def subscribe_kv_events(self, client_id: str) -> None:
+        self.heard.put(client_id)
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(error)
+
 
 @contextmanager
 def request_server(keys: Keys) -> Iterator[RequestServer]:

@@ -230,7 +230,9 @@ def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> None:
 
 def test_when_every_worker_is_full_the_client_is_told_to_come_back(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": failing(ErrorKind.OVERLOADED, "full")}) as under_test:
+        async with gateway_with(
+            folder, {}, {"d0": failing(ErrorKind.OVERLOADED, "full")}, placement_timeout_s=0.5
+        ) as under_test:
             error = await refusal(under_test)
             assert (error.code, "full" in str(error)) == ("RESOURCE_EXHAUSTED", True)
 
@@ -272,7 +274,7 @@ def test_invalid_arguments_name_the_field(folder: Path, options: dict[str, Any],
 
 def test_an_id_in_use_and_a_full_house_are_refused(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
+        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
             call = asyncio.create_task(refusal(under_test, request_id="mine"))
             await under_test.workers["d0"].next_leg()
             assert (await refusal(under_test, request_id="mine")).code == "INVALID_ARGUMENT"
@@ -285,7 +287,7 @@ def test_an_id_in_use_and_a_full_house_are_refused(folder: Path) -> None:
 
 def test_without_workers_a_request_is_unavailable_and_says_why(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {"p0": silent}, {}) as under_test:
+        async with gateway_with(folder, {"p0": silent}, {}, placement_timeout_s=0.5) as under_test:
             complaint = str(await refusal(under_test))
             assert complaint == "UNAVAILABLE: no decode worker is available; waited 0.5 s for one"
 
@@ -294,7 +296,7 @@ def test_without_workers_a_request_is_unavailable_and_says_why(folder: Path) -> 
 
 def test_c53_required_disaggregation_fails_instead_of_falling_back(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, placement_timeout_s=0.5) as under_test:
             assert (await refusal(under_test, mode="disaggregated")).code == "UNAVAILABLE"
 
     run(test())
@@ -302,7 +304,7 @@ def test_c53_required_disaggregation_fails_instead_of_falling_back(folder: Path)
 
 def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
             call = asyncio.create_task(refusal(under_test))
             await under_test.workers["d0"].next_leg()
             under_test.workers.pop("d0").stop()
@@ -327,7 +329,7 @@ def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: P
 
 def test_a_worker_that_is_heard_again_gets_requests_again_and_forgets_what_it_had(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
             worker = under_test.workers["d0"]
             call = asyncio.create_task(refusal(under_test))
             leg = await worker.next_leg()

@@ -1,6 +1,7 @@
 """Behaviours 51 to 53 at the gateway: a request that loses its worker goes on elsewhere, behind what the client has."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from baton.worker import WorkerRole
 from gateway import GatewayError
 from gateway.client import Event
 from tests.factories.gateway import (
+    NETWORK,
     GatewayUnderTest,
     Script,
     ScriptedWorker,
@@ -107,6 +109,25 @@ def test_c52_a_request_goes_on_elsewhere_behind_the_tokens_that_the_client_has(f
             assert await counters(under_test) == {"received": 1, "finished": 1, "migrated_lost": 1} | {
                 "finished_fallback: no prefill worker": 1
             }
+
+    run(test())
+
+
+def test_c52_a_process_that_is_gone_is_noticed_long_before_its_silence_is(folder: Path) -> None:
+    async def test() -> None:
+        patient = NETWORK.model_copy(update={"peer_timeout_s": 30.0})
+        async with gateway_with(folder, {}, {"w0": half}, network=patient) as under_test:
+            call = asyncio.create_task(ask(under_test))
+            await under_test.workers["w0"].next_leg()
+            w1 = add(under_test, "w1", answering(ANSWER))
+            await under_test.until(lambda: under_test.gateway.num_ready == 2)
+            gone_at = time.monotonic()
+            under_test.workers.pop("w0").stop()
+            await w1.next_leg()
+            assert time.monotonic() - gone_at < 10 * patient.reconnect_grace_s
+            assert tokens_of(await call) == ANSWER
+            description = await under_test.client.describe()
+            assert [worker["state"] for worker in description["workers"]] == ["dead", "ready"]
 
     run(test())
 

@@ -15,19 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
-from decode_worker import DecodeWorker
-from engine.loop import EngineLoop
 from engine.ranks.entry import EXIT_ALONE
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
 from engine.ranks.start import OtherRanks
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.orders import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
-from tests.factories.engine import make_core
+from tests.factories.engine import RunningLoop, make_core
 from tests.factories.fake_rank import (
     DELAY_S,
     DIGEST,
@@ -159,9 +156,7 @@ def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp
 def test_a_rank_that_is_killed_ends_the_worker_also_when_it_is_idle(tmp_path: Path) -> None:
     with running(tmp_path, num_ranks=3) as ranks:
         assert ranks.compute(1) == 3
-        loop = EngineLoop(
-            make_core(connector=ranks.connector), DecodeWorker(1), lambda *_: None, SystemClock()
-        )
+        loop = RunningLoop(make_core(connector=ranks.connector)).loop
         loop.start()
         victim = rank_pids(os.getpid())[1]
         os.kill(victim, signal.SIGKILL)

@@ -1,8 +1,10 @@
 """A worker's end of the request plane over real ZeroMQ: who may talk, what comes back, and who counts as gone."""
 
 import queue
+import threading
 from collections.abc import Iterator
 
+import msgpack
 import pytest
 import zmq
 
@@ -11,19 +13,24 @@ from baton.config import NetworkConfig
 from baton.curve import secure_client
 from baton.kv import WorkerRef
 from baton.messages import (
+    REQUEST_PLANE_VERSION,
     TO_GATEWAY,
     TO_WORKER,
     AbortRequests,
     Heartbeat,
     Hello,
+    KVEvents,
     Outputs,
     SubmitRequest,
+    SubscribeKVEvents,
     ToGateway,
     ToWorker,
 )
-from baton.request import EngineRequest, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
+from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+from engine.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
 from engine.request_plane import RequestServer
 from tests.factories.security import KEYS
 
@@ -53,6 +60,12 @@ class RecordingSink:
 
     def abort_client(self, client_id: str) -> None:
         self.heard.put(("abort_client", client_id))
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        self.heard.put(("subscribe", client_id))
+
+    def fail(self, error: BaseException) -> None:
+        self.heard.put(("fail", error))
 
 
 class GatewaySocket:
@@ -184,3 +197,133 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
     server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
     gateway.receive_outputs()
     assert gateway.receive() == Heartbeat(STATUS, 1, 1)
+
+
+def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
+    patient = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
+    server = RequestServer(patient, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    server.start(sink)
+    outputs = [
+        RequestOutput(request_id=f"r{number}", first_position=0, error="x" * (MAX_MESSAGE_BYTES // 2 - 99))
+        for number in range(3)
+    ]
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+        gateway.send(Hello("life-1", None, 0))
+        gateway.receive()
+        server.send(gateway.client_id, outputs)
+        received = [gateway.receive_outputs() for _ in range(2)]
+        assert [len(message.outputs) for message in received] == [1, 2]
+        assert [output for message in received for output in message.outputs] == outputs
+        assert gateway.receive() == Heartbeat(STATUS, 1, 2), "both were counted"
+        server.stop()
+        gateway.socket.close()
+
+
+def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
+    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+) -> None:
+    gateway.send(Hello("life-1", None, 0))
+    gateway.receive()
+    monster = RequestOutput(request_id="r", first_position=3, error="x" * MAX_MESSAGE_BYTES)
+    server.send(gateway.client_id, [monster])
+    (last,) = gateway.receive_outputs().outputs
+    assert (last.request_id, last.finish_reason, last.error_kind) == (
+        "r",
+        FinishReason.ERROR,
+        ErrorKind.INTERNAL,
+    )
+    assert "exceeds the limit" in (last.error or "")
+    assert sink.heard.get(timeout=10) == ("abort", gateway.client_id, ("r",))
+    server.send(gateway.client_id, [RequestOutput(request_id="s", first_position=0, token_ids=(7,))])
+    assert gateway.receive_outputs().outputs[0].request_id == "s"
+
+
+def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> None:
+    is_broken = threading.Event()
+
+    def status() -> WorkerStatus:
+        if is_broken.is_set():
+            is_broken.clear()
+            raise RuntimeError("no status")
+        return STATUS
+
+    server = RequestServer(NETWORK, KEYS.request, "life-1", status, SystemClock())
+    server.start(sink)
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+        gateway.send(Hello("life-1", None, 0))
+        gateway.receive()
+        is_broken.set()
+        server.beat()
+        kind, error = sink.heard.get(timeout=10)
+        assert (kind, str(error)) == ("fail", "no status")
+        while (beat := gateway.receive()) == Heartbeat(STATUS, 1, 0):
+            continue
+        assert isinstance(beat, Heartbeat)
+        assert (beat.status.state, beat.status.failure) == (
+            WorkerState.DEAD,
+            "its request plane ended: no status",
+        )
+        gateway.socket.close()
+    server.stop()
+
+
+def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) -> None:
+    slow = NetworkConfig(heartbeat_interval_s=60.0, peer_timeout_s=120.0)
+    server = RequestServer(slow, KEYS.request, "life-1", lambda: STATUS, SystemClock())
+    server.start(sink)
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, b"\x01gateway")
+        gateway.send(Hello("life-1", None, 0))
+        gateway.receive()
+        server.beat()
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+        server.stop()
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0), "its last word"
+        gateway.socket.close()
+
+
+def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
+    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.socket.send(msgpack.packb(["Hello", 99, "what", "ever"]))
+    assert gateway.receive() == Heartbeat(STATUS, None, 0)
+    assert f"it speaks version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
+    assert (server.num_foreign_hellos, server.num_bad_messages) == (1, 0)
+    gateway.send(SubmitRequest(REQUEST, None))
+    gateway.send(Hello("life-1", None, 0))
+    gateway.receive()
+    assert sink.heard.empty()
+
+
+def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
+    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+) -> None:
+    def change(*names: bytes, is_anew: bool = False) -> KVChange:
+        return KVChange(is_anew, b"", b"".join(names))
+
+    def next_events() -> KVEvents:
+        while not isinstance(message := gateway.receive(), KVEvents):
+            continue
+        return message
+
+    gateway.send(Hello("life-1", None, 0))
+    gateway.send(SubscribeKVEvents(1))
+    us = (gateway.client_id,)
+    assert sink.heard.get(timeout=10) == ("subscribe", *us)
+    server.send_kv_change(us, change(b"too soon"))  # meant for a session before this one
+    server.send_kv_change(us, change(b"12345678", is_anew=True))
+    server.send_kv_change((*us, b"\x07nobody".hex()), change(b"abcdefgh"))
+    assert next_events() == KVEvents(0, True, b"", b"12345678")
+    assert next_events() == KVEvents(1, False, b"", b"abcdefgh")
+    server.send_kv_change(us, KVChange(True, b"", bytes(8 * (MAX_HASHES_PER_MESSAGE + 1))))
+    assert [(next_events().number, len(next_events().stored)) for _ in range(1)] == [(0, 8)]
+    server.send_kv_change(us, change(b"ijklmnop"))
+    assert next_events() == KVEvents(2, False, b"", b"ijklmnop")
+    gateway.send(Hello("life-1", 1, 1))
+    gateway.send(Hello("life-1", 1, 7))  # some were lost: another session
+    assert sink.heard.get(timeout=10) == ("abort_client", *us)
+    server.send_kv_change(us, change(b"stale..."))
+    server.send_kv_change(us, change(b"newnewne", is_anew=True))
+    assert next_events() == KVEvents(0, True, b"", b"newnewne")

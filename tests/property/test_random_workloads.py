@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.kv import TransferRole
+from baton.request import FinishReason, OnPreemption
 from baton.step import KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
@@ -21,6 +22,7 @@ from tests.factories.scheduling import (
 from tests.property.workloads import (
     MODES,
     Mode,
+    Options,
     check,
     expected_tokens,
     make_workload,
@@ -31,6 +33,7 @@ from tests.property.workloads import (
 
 NUM_WORKLOADS = 300
 NUM_WORKLOADS_WITH_TRANSFERS = 100
+NUM_WORKLOADS_THAT_MOVE = 50
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:
@@ -63,7 +66,7 @@ class RandomTransfers:
             return KVConnectorOutput(quiesced=(request.request_id,))
         if self._rng.random() < 0.3:
             return failed(request, num_valid_blocks=self._rng.randrange(2))
-        return received(request, next_token(request.request_id, 0))
+        return received(request, next_token(request.request_id, request.num_output_tokens))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
@@ -80,7 +83,10 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
     roles = {
         options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload.requests
     }
-    requests = {o["request_id"]: make_request(**o, role=roles[o["request_id"]]) for o in workload.requests}
+    requests = {
+        o["request_id"]: make_request(**o, role=roles[o["request_id"]], output_token_ids=some_outputs(o, rng))
+        for o in workload.requests
+    }
     transfers = RandomTransfers(rng, connector, requests)
     aborted: set[str] = set()
     arrivals = list(requests.values())
@@ -107,8 +113,61 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
         assert request_id in aborted or got == expected, f"seed {seed}: {request_id}"
 
 
+def some_outputs(options: Options, rng: random.Random) -> list[int]:
+    """Of every second request, what another worker sampled of it before it moved here."""
+    expected = expected_tokens(options)
+    return expected[: rng.choice([0, rng.randrange(len(expected))])]
+
+
 def test_a_workload_can_be_replayed() -> None:
     def run() -> list[str]:
         return play(make_workload(5), MODES[1]).finished_in_plans
 
     assert run() == run()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
+def test_c36_requests_that_small_pools_give_back_go_on_elsewhere_and_lose_no_token(mode: Mode) -> None:
+    num_given_back = sum(give_back_and_go_on(seed, mode) for seed in range(NUM_WORKLOADS_THAT_MOVE))
+    assert num_given_back > NUM_WORKLOADS_THAT_MOVE / 5
+
+
+def give_back_and_go_on(seed: int, mode: Mode) -> int:
+    """Two engines: whoever is given back by one goes on at either, with what was told so far. How often that was."""
+    rng, workload = random.Random(seed), make_workload(seed)
+    settings = settings_for(workload, mode) | {"num_blocks": 12, "max_num_seqs": 16, "watermark": 0.0}
+    drivers = [
+        Driver(
+            make_scheduler(**settings),
+            FakeRunner(lambda name, position: next_token(name.partition("#")[0], position)),
+            mode.num_ahead,
+        )
+        for _ in range(2)
+    ]
+    left = {options["request_id"]: options for options in workload.requests}
+    at: dict[str, tuple[str, Driver]] = {}
+    said: dict[str, list[int]] = {request_id: [] for request_id in left}
+    num_moves = 0
+    while left:
+        for request_id, options in left.items():
+            if request_id not in at:
+                name, driver = f"{request_id}#{num_moves}", rng.choice(drivers)
+                moved = options | {"request_id": name, "output_token_ids": said[request_id]}
+                driver.add(make_request(**moved, on_preemption=OnPreemption.GIVE_BACK))
+                at[request_id] = name, driver
+                num_moves += 1
+        for driver in drivers:
+            driver.step()
+        for request_id, (name, driver) in list(at.items()):
+            end = driver.ends.get(name)
+            if end is not None:
+                said[request_id] = driver.tokens[name]
+                del at[request_id]
+                if end is not FinishReason.ERROR:
+                    del left[request_id]
+    for driver in drivers:
+        driver.complete()
+        driver.step()
+        driver.check_rest()
+    assert said == {options["request_id"]: expected_tokens(options) for options in workload.requests}, seed
+    return num_moves - len(workload.requests)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.kv import OnLoadFailure, TransferRole
-from baton.request import FinishReason
+from baton.request import FinishReason, OnPreemption
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
@@ -35,6 +35,11 @@ PREEMPTIONS: list[dict[str, object]] = [
     {"preemption": "auto", "num_swap_blocks": 30, "swap_block_cost_tokens": 8.0},
 ]
 GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no", "[0-9]+")]
+
+
+def next_token(request: Request) -> int:
+    """What comes along with all that the request came with."""
+    return token_at(request.request_id, request.num_output_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -90,11 +95,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         stem_length=st.integers(0, 60),
         tail_length=st.integers(1, 50),
         max_tokens=st.integers(1, 20),
+        num_outputs=st.just(0) | st.integers(0, 19),
         priority=st.integers(0, 2),
         role=st.sampled_from([None, None, TransferRole.CONSUMER, TransferRole.PRODUCER]),
         cache_salt=st.sampled_from([None, None, "a", "b"]),
         grammar=st.sampled_from([None, None, None, *GRAMMARS]),
         on_failure=st.sampled_from(OnLoadFailure),
+        on_preemption=st.sampled_from(OnPreemption),
     )
     def add(
         self,
@@ -102,11 +109,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         stem_length: int,
         tail_length: int,
         max_tokens: int,
+        num_outputs: int,
         priority: int,
         role: TransferRole | None,
         cache_salt: str | None,
         grammar: StructuredOutput | None,
         on_failure: OnLoadFailure,
+        on_preemption: OnPreemption,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -117,8 +126,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_time=float(number),
             role=role,
             on_failure=on_failure,
+            on_preemption=on_preemption,
             cache_salt=cache_salt,
             structured_output=grammar,
+            output_token_ids=[token_at(f"r{number}", i) for i in range(min(num_outputs, max_tokens - 1))],
         )
         self.requests[request.request_id] = request
         self.driver.add(request)
@@ -150,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, data: st.DataObject, num_valid_blocks: int | None, is_cancelled: bool, is_repeated: bool
     ) -> None:
         request = data.draw(st.sampled_from(list(self.connector.loading.values())))
-        news = received(request, token_at(request.request_id, 0))
+        news = received(request, next_token(request))
         if request.is_finished:
             news = KVConnectorOutput(quiesced=(request.request_id,))
         elif num_valid_blocks is not None:
@@ -166,10 +177,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.note(self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,))))
 
     @precondition(lambda self: self.scheduler.request_ids)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_GIVEN_BACK]),
+    )
+    def end(self, data: st.DataObject, status: RequestStatus) -> None:
         request_id = data.draw(st.sampled_from(self.scheduler.request_ids))
-        self.note(self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED))
+        self.note(self.scheduler.finish_requests([request_id], status))
 
     @rule()
     def complete(self) -> None:
@@ -217,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def good_end(self, request: Request) -> KVConnectorOutput:
         if request.is_finished:
             return KVConnectorOutput(quiesced=(request.request_id,))
-        return received(request, token_at(request.request_id, 0))
+        return received(request, next_token(request))
 
     def release_aborted_producers(self) -> None:
         for request in self.connector.finished:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.request import RequestOutput
 from gateway.attempt import Attempt
 from gateway.journey import Journey
 from gateway.waiting import Seat
@@ -25,7 +26,6 @@ class ClientRequest:
     journey: Journey
     attempt: Attempt | None = None
     seat: "Seat[ClientRequest] | None" = None
-    """While it waits, or waited last."""
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     num_tokens_at_end: int | None = None
@@ -51,3 +51,9 @@ class ClientRequest:
         self.attempt = attempt
         self.early.clear()
         self.num_tokens_at_end = None
+
+
+def brief(output: RequestOutput) -> str:
+    """For the log."""
+    reason = output.finish_reason.value if output.finish_reason else ""
+    return f"{output.first_position} {list(output.token_ids)} {reason}"

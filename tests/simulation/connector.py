@@ -86,6 +86,9 @@ class SimConnector:
     def peers(self) -> tuple[KVPeerCounts, ...]:
         return self.endpoint.metrics.snapshot()
 
+    def shutdown(self) -> None:
+        self.endpoint.close()
+
     # the transfer thread's part
 
     def turn(self) -> None:

@@ -6,6 +6,9 @@ from tests.simulation.gateway import SimGateway
 from tests.simulation.scenario import Fault, WorkerSpec
 from tests.simulation.worker import Site, Worker
 
+MAX_HEARTBEAT_S = 0.05
+"""Until a gateway hears of a change."""
+
 
 class Fleet:
     """The workers as they are at present, each in the latest of its lives."""
@@ -31,6 +34,7 @@ class Fleet:
             "device": self._fail_device,
             "reset": self._reset,
             "break": self._break_reads,
+            "drain": self._drain,
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
@@ -65,6 +69,28 @@ class Fleet:
         noticed_s = self._world.between(0.0, self._peer_timeout_s)
         self._later(min(noticed_s, fault.duration_s), lambda: self._gateway.lose(fault.worker, "killed"))
         self._later(fault.duration_s, lambda: self._start(self._specs[fault.worker]))
+
+    def _drain(self, fault: Fault) -> None:
+        """It takes nothing new, gives back what has not ended in time, and is restarted, or takes requests again."""
+        worker = self.workers[fault.worker]
+        if worker.is_dead or worker.is_draining:
+            return
+        worker.is_draining = True
+        heard_s = self._world.between(0.0, MAX_HEARTBEAT_S)
+        self._later(heard_s, lambda: self._gateway.hear(worker))
+        self._later(fault.duration_s / 2, worker.give_back)
+        self._later(fault.duration_s, lambda: self._end_drain(worker, is_restart=fault.is_mutual))
+
+    def _end_drain(self, worker: Worker, *, is_restart: bool) -> None:
+        if worker.is_dead:
+            return
+        worker.is_draining = False
+        if not is_restart:
+            self._gateway.hear(worker)
+        elif worker.paused_until <= self._world.now:
+            self._world.counts["fault restarted"] += 1
+            worker.is_dead = True
+            self._start(self._specs[worker.name])
 
     def _part(self, fault: Fault) -> None:
         until = self._world.now + fault.duration_s

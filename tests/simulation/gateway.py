@@ -21,13 +21,13 @@ from gateway.roster import Roster
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
 from gateway.waiting import Seat, WaitingRoom
-from tests.simulation.attempts import ClientRequest, End
+from tests.simulation.attempts import ClientRequest, End, brief
+from tests.simulation.request_plane import RequestPlane
 from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import CLIENT_ID, Worker
 from tests.simulation.world import World
 
 HEARTBEAT_S = 0.05
-MAX_DELAY_S = 0.002
 
 
 class SimGateway:
@@ -44,14 +44,21 @@ class SimGateway:
         self._is_listening = False
         self._workers: dict[str, Worker] = {}
         self._silent: set[str] = set()
-        self._cut_off: set[str] = set()
+        self._plane = RequestPlane(world)
         self._sessions: dict[str, GatewaySession] = {}
         self._by_attempt: dict[str, ClientRequest] = {}
-        self._last_arrival: dict[tuple[str, str], float] = {}
         self._num_ids = 0
         self.requests: dict[str, ClientRequest] = {}
         self.num_open = 0
         self.ended: Counter[End] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._room)
+
+    @property
+    def num_with_workers(self) -> int:
+        return len(self._by_attempt)
 
     # workers come and go
 
@@ -84,21 +91,23 @@ class SimGateway:
 
     def cut_off(self, name: str) -> None:
         """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
-        self._cut_off.add(name)
+        self._plane.cut_off.add(name)
 
     def reconnect(self, name: str) -> None:
         """What is said from now on arrives. A Hello and its answer, as they come at a fixed pace, tell what did not."""
-        self._cut_off.discard(name)
+        self._plane.cut_off.discard(name)
         self.hear_again(name)
         if worker := self._workers.get(name):
             hello = self._sessions[name].hello()
-            self._send("gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello)))
+            self._plane.send(
+                "gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello))
+            )
 
     def _answer(self, worker: Worker, hello: Hello) -> None:
         """On a worker's request plane."""
         worker.hear(hello)
         heartbeat = worker.heartbeat()
-        self._send(worker.name, "gateway", lambda: self._take_heartbeat(worker, heartbeat))
+        self._plane.send(worker.name, "gateway", lambda: self._take_heartbeat(worker, heartbeat))
 
     def _take_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if self._workers.get(worker.name) is not worker:
@@ -135,7 +144,7 @@ class SimGateway:
         """On a worker's thread: sends outputs to the gateway, unless it finds no connection, or has no session."""
         if not worker.sessions.count_outputs(CLIENT_ID):
             return
-        if worker.name in self._cut_off and self._world.chance(0.5):
+        if worker.name in self._plane.cut_off and self._world.chance(0.5):
             worker.lose_gateway()
             return
 
@@ -145,10 +154,10 @@ class SimGateway:
                 for output in outputs:
                     self._on_output(worker.name, output)
 
-        self._send(worker.name, "gateway", arrive)
+        self._plane.send(worker.name, "gateway", arrive)
 
     def _on_output(self, worker: str, output: RequestOutput) -> None:
-        self._world.log("gateway", f"<- {worker} {output.request_id} {_brief(output)}", lambda: output)
+        self._world.log("gateway", f"<- {worker} {output.request_id} {brief(output)}", lambda: output)
         request = self._by_attempt.get(output.request_id)
         if request is not None and request.end is None:
             self._try(request, lambda: self._take(request, worker, output))
@@ -180,7 +189,6 @@ class SimGateway:
 
     def _give_up_waiting(self, request: ClientRequest, seat: Seat[ClientRequest]) -> None:
         if seat in self._room:
-            self._room.leave(seat)
             waited_s = self._config.placement_timeout_s
             reason = seat.reason or NoRoom("others came first")
             self._finish(request, End.ERROR, str(request.journey.too_late(reason, waited_s)))
@@ -250,6 +258,8 @@ class SimGateway:
             return
         self._check_times(worker, news)
         self._note_path(attempt, worker, news)
+        if news.token_ids and news.first_position < attempt.num_tokens_before:
+            self._world.violate("nothing is computed twice", f"{worker}: {news} behind {request.tokens}")
         self._accept(request, worker, news)
         if request.end is None:
             attempt.check_under_way()
@@ -337,12 +347,17 @@ class SimGateway:
 
     def _listen(self) -> None:
         self._is_listening = False
-        for name, worker in self._workers.items():
-            is_mute = worker.is_dead or worker.paused_until > self._world.now
-            if not is_mute and name not in self._silent and name not in self._cut_off:
-                self._hear(worker.heartbeat().status)
+        for worker in list(self._workers.values()):
+            self.hear(worker)
         if len(self._room):
             self._listen_soon()
+
+    def hear(self, worker: Worker) -> None:
+        """A heartbeat, if it can be sent and arrives."""
+        is_mute = worker.is_dead or worker.paused_until > self._world.now
+        is_known = self._workers.get(worker.name) is worker
+        if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
+            self._hear(worker.heartbeat().status)
 
     def _hear(self, status: WorkerStatus) -> None:
         self._roster.heard(status)
@@ -353,27 +368,9 @@ class SimGateway:
         self._roster.gone(name)
         self._router.gone(name)
 
-    # the request plane: in order and reliable, except that it can be cut
-
     def _order(self, worker: Worker, order: SubmitRequest | AbortRequests) -> None:
         self._sessions[worker.name].count_order()
-        self._send("gateway", worker.name, lambda: self._reach(worker, lambda: worker.take(order)))
-
-    def _send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
-        """Lost if the two are cut off from each other when it is sent, or when it would arrive."""
-
-        def try_to_arrive() -> None:
-            if source in self._cut_off or target in self._cut_off:
-                self._world.counts["fault request plane cut"] += 1
-            else:
-                arrive()
-
-        if source in self._cut_off or target in self._cut_off:
-            try_to_arrive()
-            return
-        when = self._world.now + self._world.between(0.0001, MAX_DELAY_S)
-        when = self._last_arrival[source, target] = max(when, self._last_arrival.get((source, target), 0.0))
-        self._world.at(when, try_to_arrive)
+        self._plane.send("gateway", worker.name, lambda: self._reach(worker, lambda: worker.take(order)))
 
     def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:
@@ -386,8 +383,3 @@ class SimGateway:
     def _new_id(self) -> str:
         self._num_ids += 1
         return f"e{self._num_ids}"
-
-
-def _brief(output: RequestOutput) -> str:
-    reason = output.finish_reason.value if output.finish_reason else ""
-    return f"{output.first_position} {list(output.token_ids)} {reason}"

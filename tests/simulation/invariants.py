@@ -84,7 +84,7 @@ class Invariants:
 
     def _check_gateway(self) -> None:
         gateway = self._gateway
-        num_known = gateway.num_open + gateway.ended.total()
+        num_known = gateway.num_waiting + gateway.num_with_workers + gateway.ended.total()
         if num_known != len(gateway.requests):
             raise Violation(
                 "conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known"

@@ -18,7 +18,7 @@ Policy = Literal["retry", "recompute", "fail"]
 CROWDED_EVERY = 8
 """One seed in so many is a crowded one."""
 
-FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break"]
+FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _requests(rng: random.Random, duration_s: float, is_tight: bool) -> tuple[Re
 
 
 FAULT_KINDS: list[FaultKind] = ["pause", "pause", "crash", "partition", "partition", "disconnect"]
-FAULT_KINDS += ["device", "reset", "break"]
+FAULT_KINDS += ["device", "reset", "break", "drain", "drain"]
 
 
 def _faults(rng: random.Random, duration_s: float, lease_s: float, is_stale: bool) -> tuple[Fault, ...]:

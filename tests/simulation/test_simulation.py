@@ -20,13 +20,13 @@ MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec
 FAULTS = (
     "lost", "late", "doubled", "overtaken", "header damaged", "payload damaged", "partitioned",
     "pause", "crash", "partition", "disconnect", "device", "device failed", "reset", "request plane cut",
-    "client left", "pool out of reach", "read failed", "read hangs", "read slow", "read damaged",
+    "drain", "restarted", "client left", "pool out of reach", "read failed", "read hangs", "read slow", "read damaged",
 )  # fmt: skip
 PATHS = (
     "attempt 1 disaggregated", "attempt 1 local", "attempt 2 disaggregated", "attempt 3 disaggregated",
-    "attempt 3 local", "attempt failed", "deadline passed", "ended with token 0", "handed over",
-    "recomputed on decode", "Overloaded", "session lost", "order missed", "order of another session",
-    "gateway lost",
+    "attempt 3 local", "attempt 4 disaggregated", "attempt failed", "lost", "failed", "given_back", "refused",
+    "resumed", "waited", "deadline passed", "ended with token 0", "handed over", "recomputed on decode",
+    "Overloaded", "session lost", "order missed", "order of another session", "gateway lost",
 )  # fmt: skip
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",

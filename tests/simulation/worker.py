@@ -69,6 +69,7 @@ class Worker(Process):
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
+        self.is_draining = False
         self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: set[str] = set()
         """Of the gateway's, those that have not ended here."""
@@ -108,7 +109,8 @@ class Worker(Process):
 
     def heartbeat(self) -> Heartbeat:
         blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
-        status = WorkerStatus(self.ref, self.kind, WorkerState.READY, blocks, requests, {})
+        state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
+        status = WorkerStatus(self.ref, self.kind, state, blocks, requests, {})
         return self.sessions.heartbeat(CLIENT_ID, status)
 
     def take(self, order: SubmitRequest | AbortRequests) -> None:
@@ -140,6 +142,11 @@ class Worker(Process):
     def abort_client(self) -> None:
         """The gateway's session is over."""
         self._commands.append(lambda: self._abort(tuple(self.request_ids)))
+        self.wake()
+
+    def give_back(self) -> None:
+        """Everything that has not ended."""
+        self._commands.append(lambda: self._deliver(self.core.give_back_requests()))
         self.wake()
 
     def reset_prefix_cache(self) -> None:
@@ -177,6 +184,8 @@ class Worker(Process):
         try:
             if request.request_id in self.request_ids:
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
+            if self.is_draining:
+                raise Overloaded("it drains", 1.0)
             self.role.admit(request, self.core.request_counts())
             self.core.add_request(request, CLIENT)
         except RequestError as error:
@@ -270,7 +279,7 @@ class Worker(Process):
 
 def _grammars() -> GrammarCompiler:
     """Nobody asks for a structured output."""
-    return GrammarCompiler(Path("no model"), 1_000, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:

@@ -185,6 +185,17 @@ def test_a_prompt_from_another_worker_is_no_prefix_hit(start: Start) -> None:
     assert (decode.num_prompt_tokens, decode.num_cached_tokens) == ({"a": 40}, {})
 
 
+def test_outputs_of_a_request_that_moved_here_are_found_in_the_cache_like_its_prompt(start: Start) -> None:
+    engine = start(make_scheduler(), FakeRunner())
+    outputs = [token_at("a", position) for position in range(9)]
+    engine.scheduler.add_request(make_request(prompt=[5] * 40, request_id="a", max_tokens=10))
+    engine.run()
+    moved = make_request(prompt=[5] * 40, request_id="a", max_tokens=10, output_token_ids=outputs)
+    engine.scheduler.add_request(moved)
+    last = engine.run()[-1]
+    assert (last.scheduled, last.num_cached_tokens) == ({"a": (1, 48, 1)}, {"a": 48})
+
+
 def test_with_steps_under_way_each_record_is_completed_by_its_number(start: Start) -> None:
     def stop_third(request_id: str, position: int) -> int:
         return EOS if (request_id, position) == ("a", 2) else token_at(request_id, position)

@@ -1,0 +1,155 @@
+"""Whole engines over a tiny model, joined by their real KV plane and stepped by the test: all but the gateway."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.request import EngineRequest, RequestOutput, TokenLogprobs
+from engine.core import ClientOutputs, EngineCore
+from engine.grammar import GrammarCompiler
+from engine.ranks.start import start_ranks
+from kv_transfer import KVConnectorScheduler
+from scheduler import Scheduler
+from tests.factories.security import KEYS
+
+PATIENCE_S = 60.0
+
+
+@dataclass(slots=True)
+class Told:
+    """What an engine said about one request: every position once, in order, and nothing after the end."""
+
+    first_position: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: RequestOutput | None = None
+
+    def note(self, output: RequestOutput) -> None:
+        if output.finish_reason is None and not output.token_ids:
+            return  # what was handed over has been released
+        assert self.end is None, f"{output} after the end"
+        if self.first_position is None:
+            self.first_position = output.first_position
+        assert output.first_position == self.first_position + len(self.token_ids)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        if output.finish_reason is not None:
+            self.end = output
+
+
+class WholeEngine:
+    """All of a worker but its loop, its role and its request plane."""
+
+    def __init__(
+        self, folder: Path, name: str, news: threading.Event, num_ranks: int = 1, **scheduler: Any
+    ) -> None:
+        settings = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "max_model_len": 256, "num_blocks": 64}
+        config = BatonConfig.from_mapping(
+            {
+                "model": {"dtype": "float32"},
+                "engine": {"num_threads": 1},
+                "scheduler": settings | scheduler,
+                "kv_transfer": {"peer_timeout_s": PATIENCE_S},
+            }
+        )
+        incarnation = f"{name}-life"
+        self.ranks = start_ranks(
+            config,
+            num_ranks,
+            KEYS.kv,
+            folder,
+            incarnation,
+            SystemClock(),
+            on_news=news.set,
+            on_progress=lambda _what, _done, _count: None,
+        )
+        model, scheduler_config = self.ranks.parts.model, self.ranks.scheduler_config
+        self.model = model
+        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set)
+        self.scheduler = Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size))
+        self.core = EngineCore(
+            self.scheduler,
+            self.ranks.make_pipeline(grammars),
+            self.ranks.connector,
+            grammars,
+            model.eos_token_ids,
+            SystemClock(),
+        )
+        self.ranks.start()
+        self.ref = WorkerRef(name, incarnation, self.ranks.kv_addresses, scheduler_config.block_size)
+        self.told: dict[str, Told] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        self.core.add_request(request, "gateway")
+        self.told[request.request_id] = Told()
+
+    def note(self, outputs: ClientOutputs) -> None:
+        for output in (output for news in outputs.values() for output in news):
+            self.told[output.request_id].note(output)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody runs or waits, and no block is in use, here or elsewhere."""
+        blocks = self.core.kv_block_counts()
+        return not self.scheduler.has_requests() and blocks.free == blocks.total
+
+    def stop(self) -> None:
+        self.core.close()
+        self.ranks.stop()
+
+
+class EnginesOf:
+    """Engines that are stepped in turn; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._news = threading.Event()
+        self._engines: list[WholeEngine] = []
+
+    def __enter__(self) -> "EnginesOf":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self._engines:
+            engine.stop()
+
+    def start(self, name: str, num_ranks: int = 1, **scheduler: Any) -> WholeEngine:
+        engine = WholeEngine(self._folder, name, self._news, num_ranks, **scheduler)
+        self._engines.append(engine)
+        return engine
+
+    def step(self) -> None:
+        """Each once; where none can do more, it waits for news first."""
+        self._news.clear()
+        may_progress = False
+        for engine in self._engines:
+            engine.note(engine.core.step())
+            may_progress |= engine.core.may_progress
+        if not may_progress and not all(engine.is_idle for engine in self._engines):
+            assert self._news.wait(PATIENCE_S), "nothing happens any more"
+
+    def run(self) -> None:
+        """Until everybody is idle."""
+        end = time.monotonic() + PATIENCE_S
+        while not all(engine.is_idle for engine in self._engines):
+            assert time.monotonic() < end, "it does not come to an end"
+            self.step()
+        for engine in self._engines:
+            engine.scheduler.check_integrity()
+
+
+def legs(
+    producer: WorkerRef,
+    consumer: WorkerRef,
+    transfer_id: str,
+    on_failure: OnLoadFailure = OnLoadFailure.REPORT,
+) -> Iterable[KVTransferParams]:
+    """For the producer, and for the consumer."""
+    yield KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, consumer, on_failure)
+    yield KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, producer, on_failure)
