@@ -265,14 +265,14 @@ class ClusterConfig(Section):
     """`local` starts a private Ray for this command; anything else joins that cluster."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
     """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
-    prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = {}
+    prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """Ray's custom resources that a worker started as a prefill worker asks of its node, e.g. `{prefill: 1}`."""
-    decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = {}
+    decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """Likewise of decode workers."""
-    prefill_labels: dict[str, str] = {}
+    prefill_labels: dict[str, str] = Field(default_factory=dict)
     """Ray's labels that the node of a worker started as a prefill worker must have, e.g. `{role: prefill}`; a value may
     be a condition, as `!x` or `in(x,y)`."""
-    decode_labels: dict[str, str] = {}
+    decode_labels: dict[str, str] = Field(default_factory=dict)
     """Likewise of decode workers."""
     start_timeout_s: float = Field(300.0, gt=0.0)
     """What a worker gets to load its model in, and the whole fleet when it starts for the first time."""

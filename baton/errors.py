@@ -12,6 +12,7 @@
     + Overloaded            no room now; says when to come back
     + WorkerUnavailable     no worker could take or finish it
     + RequestAborted        somebody who may do so ended it
+      + DeadlinePassed      its own deadline did
 """
 
 
@@ -69,3 +70,7 @@ class WorkerUnavailable(RequestError):
 
 class RequestAborted(RequestError):
     """The request was ended on purpose before it was complete."""
+
+
+class DeadlinePassed(RequestAborted):
+    """The request's time was over before it was complete."""

@@ -78,8 +78,8 @@ class FleetView:
     controller_incarnation: str
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
-    departures: tuple[tuple[str, str], ...] = ()
-    """Incarnations that served lately and do no more, each with the reason."""
+    deaths: tuple[tuple[str, str], ...] = ()
+    """Incarnations that ended unasked not long ago, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Deployment: Ray, one gateway and the fleet behind it, from nothing to ready and back to nothing."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -11,17 +12,25 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
+from baton.errors import ClusterError
 from baton.worker import WorkerEndpoint
 from cluster.fleet.desired import worker_names
+from cluster.fleet.first_start import OnProgress, first_start
+from cluster.fleet.follower import Follower, keep_reporting
 from cluster.fleet.spec import served_model
 from cluster.loading import Loading
+from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
+from cluster.on_ray.placement import bundle_of, check_room, no_room
 from cluster.on_ray.session import connect
-from cluster.on_ray.supervisor import OnProgress, Supervisor
 from cluster.screen import Screen
 from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Gateway, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_ABSENT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,7 @@ async def _run(
 
 
 class _Deployment:
-    """One gateway and the supervisor of its fleet. `stop` is right whatever `start` did."""
+    """A gateway, and a handle to the fleet that it follows. `stop` is right whatever `start` did."""
 
     def __init__(
         self,
@@ -94,13 +103,22 @@ class _Deployment:
         self._keys = keys
         self._model_path = model_path
         self._loading = loading
-        self._supervisor = Supervisor(config, keys, model_path)
+        self._fleet: ControllerHandle | None = None
         self._gateway: Gateway | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_progress: OnProgress) -> Service:
         """Opens the door once the workers serve and the tokenizer is there."""
-        endpoints = await self._supervisor.start(on_progress)
-        gateway = Gateway(
+        fleet = await find_fleet(self._config, self._keys, self._model_path)
+        if fleet is None:
+            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
+            if self._config.cluster.ray_address == "local":
+                check_room(bundles)
+            shortage = no_room(bundles)  # as it would be said now, before there are workers
+            self._fleet = fleet = begin_fleet(self._config, self._keys, self._model_path)
+            await first_start(fleet, self._config.cluster.start_timeout_s, shortage, on_progress)
+        self._fleet = fleet
+        self._gateway = gateway = Gateway(
             self._config.gateway,
             self._config.network,
             self._keys.request,
@@ -109,10 +127,17 @@ class _Deployment:
             served_model(self._config, self._model_path),
             await asyncio.wrap_future(self._loading),
             SystemClock(),
+            fleet,
         )
         await gateway.start()
-        self._gateway = gateway
-        await self._supervisor.publish(endpoints, gateway)
+        follower = Follower(fleet, gateway)
+        endpoints = await follower.catch_up(0.0)
+        await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
+        self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
+        scaling = self._config.autoscaling
+        if scaling.mode != "off":
+            reporting = keep_reporting(fleet, gateway.report, scaling.interval_s)
+            self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -121,7 +146,24 @@ class _Deployment:
             grace_s = self._config.cluster.drain_timeout_s
             if not await unless(hurry, self._gateway.stop(grace_s)):
                 await self._gateway.stop(0.0)
-        await self._supervisor.stop(hurry)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._fleet is not None:
+            await self._end(self._fleet, hurry)
+
+    async def _end(self, fleet: ControllerHandle, hurry: asyncio.Event) -> None:
+        try:
+            if not self._tasks or not await unless(hurry, fleet.shutdown(may_drain=True)):
+                # A controller that never answered may have no process yet, and take minutes to get one. On a private Ray
+                # nothing of it can be left behind.
+                absent_s = 0.0 if self._config.cluster.ray_address == "local" else _ABSENT_TIMEOUT_S
+                async with asyncio.timeout(None if fleet.has_answered else absent_s):
+                    await fleet.shutdown(may_drain=False)
+        except (TimeoutError, ClusterError) as error:
+            logger.debug("the controller did not end the fleet: %s", error)
+        finally:
+            fleet.end()
 
 
 def _resolve_model(config: BatonConfig, screen: Screen) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.curve import PlaneKeys
-from baton.errors import InvalidRequest, RequestAborted, RequestError
+from baton.errors import DeadlinePassed, InvalidRequest, RequestAborted, RequestError
 from baton.messages import KVEvents
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import MAX_SEED
@@ -209,7 +209,7 @@ class Dispatcher:
         except TimeoutError:
             if run.attempt is None:
                 if time_left_s is not None and time_left_s <= may_seek_s:
-                    raise RequestAborted("the request's deadline passed while it waited") from None
+                    raise DeadlinePassed("the request's deadline passed while it waited") from None
                 reason = seat.reason or NoRoom("others came first")
                 raise run.journey.too_late(reason, self._config.placement_timeout_s) from None
         finally:
@@ -271,7 +271,7 @@ class Dispatcher:
             self._finish(run)
             return last
         if run.time_left(now) == 0.0:
-            raise RequestAborted("the request's deadline passed") from failure
+            raise DeadlinePassed("the request's deadline passed") from failure
         if error is not None:
             raise error from failure
         self.tally.migrated(failure.cause)

@@ -8,6 +8,7 @@ import grpc.aio
 from baton.errors import (
     BatonError,
     ClusterError,
+    DeadlinePassed,
     FleetError,
     InvalidRequest,
     Overloaded,
@@ -19,6 +20,7 @@ CODES: dict[type[BatonError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestAborted: grpc.StatusCode.ABORTED,
     FleetError: grpc.StatusCode.FAILED_PRECONDITION,
     ClusterError: grpc.StatusCode.UNAVAILABLE,

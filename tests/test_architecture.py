@@ -109,11 +109,31 @@ def test_packages_without_a_door_export_nothing(name: str) -> None:
     )
 
 
-def test_only_actors_knows_ray_remote() -> None:
+def test_one_module_knows_ray_remote() -> None:
     users = [
         relative(file) for file in modules(*PACKAGES) if re.search(r"\bray\.remote\b\(", file.read_text())
     ]
-    assert users == ["cluster/on_ray/actors.py"]
+    assert users == ["cluster/on_ray/calls.py"]
+
+
+def test_only_on_ray_imports_ray() -> None:
+    users = [
+        relative(file)
+        for file in modules(*PACKAGES)
+        if re.search(r"^\s*(import|from) ray\b", file.read_text(), re.MULTILINE)
+    ]
+    assert users
+    assert [file for file in users if not file.startswith("cluster/on_ray/")] == []
+
+
+def test_a_controller_needs_neither_the_gateway_nor_torch() -> None:
+    """Ray ships some of our packages to the nodes of a cluster, and a head has no device."""
+    block = "sys.modules.update(dict.fromkeys(('gateway', 'torch', 'grpc')))"
+    program = f"import sys; {block}; import cluster.on_ray.controller"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_is_pickled_but_by_ray() -> None:

@@ -4,13 +4,13 @@ import asyncio
 import json
 from collections.abc import Callable
 
-from cluster.commands.orders import carry_out, ordering
+from cluster.commands.orders import carry_out, of_worker, ordering
 from gateway.client import GatewayClient
 
 
 def run(target: str, worker: str, as_json: bool) -> int:
     """Returns once the worker is gone. GatewayError says why it is not."""
-    with ordering("drain", f"{worker}: what it has ends or goes on elsewhere", as_json) as stage:
+    with ordering("drain", f"{worker} leaves", as_json) as stage:
         total_s = asyncio.run(_drain(target, worker, stage.say))
         stage(f"{worker} is gone")
     if as_json:
@@ -20,4 +20,4 @@ def run(target: str, worker: str, as_json: bool) -> int:
 
 async def _drain(target: str, worker: str, say: Callable[[str], None]) -> float:
     async with GatewayClient(target) as client:
-        return await carry_out(client.drain(worker), client, worker, say)
+        return await carry_out(client.drain(worker), client, of_worker(worker), say)

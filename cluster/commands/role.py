@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 
 from baton.worker import WorkerRole
-from cluster.commands.orders import carry_out, ordering
+from cluster.commands.orders import carry_out, of_worker, ordering
 from gateway.client import GatewayClient
 
 
@@ -21,4 +21,4 @@ def run(target: str, worker: str, role: str, as_json: bool) -> int:
 
 async def _set_role(target: str, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
     async with GatewayClient(target) as client:
-        return await carry_out(client.set_role(worker, role), client, worker, say)
+        return await carry_out(client.set_role(worker, role), client, of_worker(worker), say)

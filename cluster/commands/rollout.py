@@ -2,39 +2,41 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 
 from baton.fleet import RolloutStep
-from cluster.commands.orders import ordering
+from cluster.commands.orders import carry_out, of_absent, ordering
 from gateway.client import GatewayClient, GatewayError
 
 
 def run(target: str, as_json: bool) -> int:
     """Returns once every worker lives anew. GatewayError says what stopped it, and how many did by then."""
-    started = time.monotonic()
     steps: list[RolloutStep] = []
 
     def on_step(step: RolloutStep) -> None:
         steps.append(step)
         stage.note(f"{step.worker} serves anew, {step.done} of {step.count}")
 
-    with ordering("rollout", "every worker is restarted, one after the other", as_json) as stage:
+    with ordering("rollout", "one worker after the other", as_json) as stage:
         try:
-            asyncio.run(_follow(target, on_step))
+            total_s = asyncio.run(_follow(target, on_step, stage.say))
         except GatewayError as error:
             raise error if not steps else _with_progress(error, steps) from None
         stage(f"{len(steps)} workers live anew")
     if as_json:
         workers = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
-        print(json.dumps({"workers": workers, "total_s": time.monotonic() - started}))
+        print(json.dumps({"workers": workers, "total_s": total_s}))
     return 0
 
 
-async def _follow(target: str, on_step: Callable[[RolloutStep], None]) -> None:
+async def _follow(target: str, on_step: Callable[[RolloutStep], None], say: Callable[[str], None]) -> float:
     async with GatewayClient(target) as client:
-        async for step in client.rollout():
-            on_step(step)
+
+        async def all_steps() -> None:
+            async for step in client.rollout():
+                on_step(step)
+
+        return await carry_out(all_steps(), client, of_absent, say)
 
 
 def _with_progress(error: GatewayError, steps: list[RolloutStep]) -> GatewayError:

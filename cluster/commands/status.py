@@ -28,13 +28,14 @@ def run(target: str, as_json: bool) -> int:
 
 
 def show(description: dict[str, Any], console: Console) -> None:
-    """Lines about gateway and controller, a row for each node and worker, and a line for what failed last."""
+    """Lines about requests and the controller, a row for each node and worker, and a line for what failed last."""
     gateway, workers = description["gateway"], description["workers"]
     console.print(
         Text.assemble(description["model"], "  ", (description["model_path"], "dim")), soft_wrap=True
     )
     in_flight = f"{gateway['in_flight']} requests in flight, {gateway['queued']} queued; finished: "
     console.print(in_flight + words.paths_text(gateway["paths"]), soft_wrap=True, highlight=False)
+    console.print(words.outcomes_text(gateway["counters"]), soft_wrap=True, highlight=False)
     console.print(words.controller_text(description["controller"]), soft_wrap=True)
     is_wide = console.width >= words.WIDE
     if description["nodes"]:

@@ -6,14 +6,13 @@ Plain asyncio: what runs workers is a Launcher, and what survives this process i
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ConfigError, FleetError, ModelError
-from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep, SlotDescription
+from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep, SlotDescription, SlotState
 from baton.worker import StartProgress, WorkerRole
 from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.desired import DesiredFleet, DesiredSlot, Store
@@ -22,8 +21,6 @@ from cluster.fleet.launcher import Found, Launcher
 from cluster.fleet.slot import RestartPolicy, Restarts, Slot
 
 logger = logging.getLogger(__name__)
-
-_NUM_DEPARTURES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class Controller:
         self._start_version = 0
         self._changed = asyncio.Event()
         self._view = FleetView(self._incarnation, 0, ())
-        self._departures: deque[tuple[str, str]] = deque(maxlen=_NUM_DEPARTURES)
         is_scaled = config.autoscaling.mode != "off"
         self._autoscaler = Autoscaler(config, self, clock) if is_scaled else None
         self._scaling: asyncio.Task[None] | None = None
@@ -121,7 +117,7 @@ class Controller:
         return StartReport(
             self._start_version,
             tuple((keeper.slot.name, keeper.progress) for keeper in keepers if keeper.progress),
-            tuple(keeper.slot.name for keeper in keepers if not keeper.slot.node and not keeper.is_serving),
+            tuple(keeper.slot.name for keeper in keepers if keeper.slot.state is SlotState.PLACING),
             tuple((k.slot.name, k.slot.last_failure) for k in keepers if not k.is_serving),
             self._failure,
         )
@@ -237,8 +233,11 @@ class Controller:
 
     async def orphaned(self, timeout_s: float) -> None:
         """Returns once no gateway has asked for so long."""
-        while (left_s := self._last_asked + timeout_s - self._clock.now()) > 0 or self._num_asking:
-            await asyncio.sleep(timeout_s if self._num_asking else left_s)  # noqa: ASYNC110: a deadline that moves
+        while True:
+            left_s = self._last_asked + timeout_s - self._clock.now()
+            if self._num_asking == 0 and left_s <= 0:
+                return
+            await asyncio.sleep(timeout_s if self._num_asking else left_s)
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers at once, after they were drained if they may; then nothing of the fleet is left."""
@@ -292,7 +291,6 @@ class Controller:
         await asyncio.gather(task, return_exceptions=True)
         keeper = self._keepers.pop(name)
         del self._desired.slots[name]
-        self._departures.append((keeper.departure[0], "it was drained"))
         self._save()
         self._note(keeper)
 
@@ -329,8 +327,8 @@ class Controller:
         endpoints = tuple(k.endpoint for k in self._keepers.values() if k.endpoint is not None)
         if endpoints != self._view.endpoints:
             self._version += 1
-            departures = (*self._departures, *[k.departure for k in self._keepers.values() if k.departure[0]])
-            self._view = FleetView(self._incarnation, self._version, endpoints, departures)
+            deaths = tuple(k.death for k in self._keepers.values() if k.death is not None)
+            self._view = FleetView(self._incarnation, self._version, endpoints, deaths)
         self._start_version += 1
         self._changed.set()
         self._changed = asyncio.Event()

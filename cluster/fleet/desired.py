@@ -15,6 +15,22 @@ def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
     return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
+def differences(there: BatonConfig, here: BatonConfig) -> list[str]:
+    """In what two configurations would make different fleets, one line for each key. Gateways may differ."""
+    found = []
+    for section in BatonConfig.model_fields:
+        if section == "gateway":
+            continue
+        values, others = getattr(there, section), getattr(here, section)
+        for key in type(values).model_fields:
+            if (section, key) == ("cluster", "ray_address"):  # several lead to the same cluster
+                continue
+            value, other = getattr(values, key), getattr(others, key)
+            if value != other:
+                found.append(f"{section}.{key} is {value!r} there, {other!r} here")
+    return found
+
+
 @dataclass(slots=True)
 class DesiredSlot:
     """One worker that there is to be."""

@@ -56,8 +56,8 @@ class Keeper:
         self.progress: StartProgress | None = None
         self.failure: BatonError | None = None
         """What ended the latest life, if it ended unasked."""
-        self.departure = ("", "")
-        """The incarnation that served last, and what became of it."""
+        self.death: tuple[str, str] | None = None
+        """The incarnation that served and ended unasked last, and why."""
         self._launcher = launcher
         self._patience = patience
         self._clock = clock
@@ -227,8 +227,8 @@ class Keeper:
 
     async def _bury(self, reason: str, timeout_s: float) -> None:
         """No process, no room, and nobody sends anything to it."""
-        if self.endpoint is not None:
-            self.departure = (self.endpoint.ref.incarnation, reason)
+        if self.endpoint is not None and self.is_serving:
+            self.death = (self.endpoint.ref.incarnation, reason)
         self.endpoint, self.status, self.progress = None, None, None
         life, self._life = self._life, None
         if life is not None:

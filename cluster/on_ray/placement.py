@@ -1,20 +1,30 @@
-"""Room for workers: one placement group for the whole fleet, one bundle per worker; knows no worker.
+"""Room for workers on Ray's nodes: what each asks for, where it goes first, and what to say if there is none."""
 
-A group is granted whole or not at all, so two fleets that want the same cluster cannot starve each other half-way.
-"""
-
-import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.worker import WorkerRole
 
 Bundle = dict[str, float]
+
+_SLACK = 1e-6  # 3 * 0.1 is a little more than 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """A live node as a place for a worker."""
+
+    node_id: str
+    is_head: bool
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+    num_workers: int
+    """Of this fleet, placed there or on their way."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
@@ -23,28 +33,36 @@ def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
     bundle: Bundle = {"CPU": config.cluster.cpus_per_worker * num_ranks}
     if config.engine.device == "cuda":
         bundle["GPU"] = float(num_ranks)
-    return bundle
+    cluster = config.cluster
+    return bundle | (cluster.prefill_resources if role is WorkerRole.PREFILL else cluster.decode_resources)
 
 
-async def reserve(bundles: Sequence[Bundle], timeout_s: float, may_grow: bool) -> PlacementGroup:
-    """Room for one worker per bundle, spread over as many nodes as there are.
+def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
+    """Which labels the node of such a worker must have."""
+    cluster = config.cluster
+    return dict(cluster.prefill_labels if role is WorkerRole.PREFILL else cluster.decode_labels)
 
-    ClusterError says what was asked and what is there: at once if the cluster `may_grow` no more, else (an
-    autoscaler may be adding nodes) after `timeout_s`.
+
+def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
+    """Where a worker goes first: the node with the fewest of its fleet, the head only if no other has room.
+
+    None leaves it to Ray: no node has room at present, or the labels are conditions that only Ray understands.
     """
-    if not may_grow and not fits(bundles, (node["Resources"] for node in ray.nodes() if node["Alive"])):
-        raise ClusterError(_no_room(bundles))
-    group: PlacementGroup = placement_group(list(bundles), strategy="SPREAD")
-    try:
-        async with asyncio.timeout(timeout_s):
-            await group.ready()
-    except TimeoutError:
-        remove_placement_group(group)
-        raise ClusterError(f"{_no_room(bundles)}; waited {timeout_s:.0f} s") from None
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return group
+    if any(value.startswith("!") or "(" in value for value in labels.values()):
+        return None
+    fitting = [
+        room
+        for room in rooms
+        if _holds(room.free, bundle) and all(room.labels.get(name) == value for name, value in labels.items())
+    ]
+    fitting.sort(key=lambda room: (room.is_head, room.num_workers, room.node_id))
+    return fitting[0].node_id if fitting else None
+
+
+def check_room(bundles: Sequence[Bundle]) -> None:
+    """ClusterError, with what was asked and what is there, if the whole cluster could not hold all of them."""
+    if not fits(bundles, (node["Resources"] for node in ray.nodes() if node["Alive"])):
+        raise ClusterError(no_room(bundles))
 
 
 def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
@@ -53,11 +71,10 @@ def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
     The largest are placed first, each where it first fits. That is exact on one node, which is all that a cluster has
     whose size is settled; over several nodes it may overlook a way to place unequal bundles.
     """
-    slack = 1e-6  # 3 * 0.1 is a little more than 0.3
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda bundle: sorted(bundle.items()), reverse=True):
         for node in free:
-            if all(node.get(name, 0.0) + slack >= amount for name, amount in bundle.items()):
+            if _holds(node, bundle):
                 for name, amount in bundle.items():
                     node[name] -= amount
                 break
@@ -66,19 +83,25 @@ def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
     return True
 
 
-def _no_room(bundles: Sequence[Bundle]) -> str:
+def no_room(bundles: Sequence[Bundle]) -> str:
+    """Why the cluster, as it is now, cannot hold these."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if any("GPU" in bundle for bundle in bundles) and not any("GPU" in node["Resources"] for node in nodes):
         return "engine.device: got 'cuda', but Ray finds no GPU on any node of the cluster"
     free = Counter[str](ray.available_resources())
+    asked = {"CPU", "GPU"}.union(*bundles)
     kinds = Counter(_describe(bundle) for bundle in bundles)
     fleet = " and ".join(f"{count} workers of {kind} each" for kind, count in kinds.items())
     return (
         f"the Ray cluster has no room for {fleet}: {len(nodes)} nodes, "
-        f"free {_describe({name: free[name] for name in ('CPU', 'GPU')})}. Ask for fewer workers "
+        f"free {_describe({name: free[name] for name in sorted(asked)})}. Ask for fewer workers "
         "(cluster.prefill, cluster.decode), for less per worker (cluster.cpus_per_worker, "
         "engine.tensor_parallel), or add nodes"
     )
+
+
+def _holds(node: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(node.get(name, 0.0) + _SLACK >= amount for name, amount in bundle.items())
 
 
 def _describe(resources: Bundle) -> str:

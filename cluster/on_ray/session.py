@@ -55,6 +55,8 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     is joined by its address Ray would not look for a token by itself.
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would print each lost worker and each repeated call to a driver's stdout, which is ours for JSON.
+    environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"
@@ -76,7 +78,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
     import ray
 
     if config.ray_address != "local":
-        with _joined(ray, config.ray_address):
+        with _joined(ray, config):
             yield
         return
     folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
@@ -110,6 +112,7 @@ def _private(
         _init(
             ray,
             address="local",
+            namespace=config.name,
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
             num_gpus=None if device == "cuda" else 0,  # None: those the machine has
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -123,12 +126,13 @@ def _private(
 
 
 @contextmanager
-def _joined(ray: ModuleType, address: str) -> Iterator[None]:
-    _probe(address)
+def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
+    _probe(config.ray_address)
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     try:
-        _init(ray, address=address, runtime_env={"py_modules": modules})
+        environment = {"py_modules": modules}
+        _init(ray, address=config.ray_address, namespace=config.name, runtime_env=environment)
         yield
     finally:
         ray.shutdown()

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# usage: start_node.sh head
-#        start_node.sh HEAD HOST=ROLE[:WORKERS][,ROLE[:WORKERS]]...
-# Starts Ray on this host: as the head, which gets no work, or as a node of the head at the address HEAD.
+# usage: start_node.sh HEAD:PORT HOST=ROLE[:WORKERS][,ROLE[:WORKERS]]...
+# Starts Ray on this host, as a node of the head at that address.
 #
-# `ray up` runs the same command on every host of a local provider, which knows no node types. So the command names all
-# hosts with their roles, and each one looks itself up: under the address by which `ray up` reached it over ssh. A node
-# then offers the custom resources `prefill` and `decode`, one for each WORKERS (without it: 1), and the label `role`.
+# The head runs the same command on every host of a local provider, which knows no node types. So the command names all
+# hosts with their roles, and each one looks itself up: under the address by which it was reached over ssh. The node then
+# offers the custom resources `prefill` and `decode`, one for each WORKERS (without it: 1), and has the label `role`.
 set -euo pipefail
-
-readonly PORT=6379
 
 fail() {
     echo "start_node.sh: $*" >&2
@@ -47,19 +44,14 @@ roles_of() {
     fail "no role is given for this host, $own; the command names $*"
 }
 
-[ $# -ge 1 ] || fail "say 'head', or the head's address and the roles of all hosts"
+[ $# -ge 2 ] || fail "expected the head's address and the roles of all hosts, got '$*'"
 address=$(own_address)
-# `ray up` sets these for its own commands; workers would inherit them, and compute with one thread each.
-unset OMP_NUM_THREADS PYTHONWARNINGS
-ulimit -n 65536 2>/dev/null || echo "start_node.sh: goes on with $(ulimit -n) open files at most" >&2
-
-if [ "$1" = head ]; then
-    exec ray start --head --port="$PORT" --node-ip-address="$address" --num-cpus=0 --num-gpus=0 \
-        --autoscaling-config="$HOME/ray_bootstrap_config.yaml"
-fi
 head=$1
 shift
 roles=$(roles_of "$address" "$@")
 resources=$(resources_of "$roles")
 label=$(sed 's/:[0-9]*//g; s/,/-/g' <<<"$roles")
-exec ray start --address="$head:$PORT" --node-ip-address="$address" --resources="$resources" --labels="role=$label"
+# `ray up` sets these for its own commands; workers would inherit them, and compute with one thread each.
+unset OMP_NUM_THREADS PYTHONWARNINGS
+ulimit -n 65536 2>/dev/null || echo "start_node.sh: goes on with $(ulimit -n) open files at most" >&2
+exec ray start --address="$head" --node-ip-address="$address" --resources="$resources" --labels="role=$label"

@@ -68,7 +68,8 @@ class TopView:
         state = Text.assemble((in_flight, "bold"), "   ", words.controller_text(current["controller"]))
         if current["nodes"]:
             state.append("   ").append_text(_nodes_text(current["nodes"]))
-        lines = [name, state, paths]
+        outcomes = Text(words.outcomes_text(gateway["counters"]))
+        lines = [name, state, paths, outcomes]
         if self.notice:
             lines.append(Text(f"{self.notice}; what follows is old", "bold red"))
         for line in lines:
@@ -200,7 +201,7 @@ def _legend(num_hidden: int) -> Text:
         legend.append(glyph, style).append(f" {kind}  ", "dim")
     legend.append(f"{_FREE} free", "dim")
     if num_hidden:
-        legend.append(f"   and {num_hidden} more workers; `baton status` lists all", "yellow")
+        legend.append(f"   {num_hidden} more in `baton status`", "yellow")
     return legend
 
 

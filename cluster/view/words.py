@@ -1,5 +1,6 @@
 """How a worker, a node or a controller stands, in a few words and a colour; `status` and `top` share them."""
 
+import re
 from typing import Any
 
 from rich.table import Table
@@ -49,7 +50,8 @@ def role_text(worker: dict[str, Any], is_wide: bool) -> str:
 
 
 def node_of(worker: dict[str, Any]) -> str:
-    return str(worker["node"] or (worker["slot"] or {}).get("node") or "-")
+    """By the name that the controller's list of nodes has, if it is there; else by the worker's own word."""
+    return str((worker["slot"] or {}).get("node") or worker["node"] or "-")
 
 
 def starts_of(worker: dict[str, Any]) -> str:
@@ -67,7 +69,9 @@ def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Without line ends, colours and what else would move a terminal's cursor: it may be any program's last words."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text)
+    return " ".join("".join(c if c.isprintable() else " " for c in plain).split())
 
 
 def controller_text(controller: dict[str, Any]) -> Text:
@@ -83,6 +87,16 @@ def controller_text(controller: dict[str, Any]) -> Text:
 def paths_text(paths: dict[str, int]) -> str:
     """By which path finished requests went: `12 disaggregated, 1 local, 0 fallback`."""
     return ", ".join(f"{count} {path}" for path, count in paths.items()) or "none"
+
+
+def outcomes_text(counters: dict[str, int]) -> str:
+    """What became of requests beside those that finished: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
+    text = ", ".join(f"{counters.get(what, 0)} {what}" for what in ("failed", "rejected", "aborted"))
+    moves = {key.removeprefix("migrated_"): n for key, n in counters.items() if key.startswith("migrated_")}
+    if total := sum(moves.values()):
+        causes = ", ".join(f"{n} {cause.replace('_', ' ')}" for cause, n in moves.items() if n)
+        text += f"; {total} went on elsewhere ({causes})"
+    return text
 
 
 def amount(value: float) -> str:

@@ -74,12 +74,18 @@ def node(name: str, **fields: Any) -> dict[str, Any]:
     return {**found, "resources": {"CPU": 8.0}, **fields}
 
 
+def gateway(**fields: Any) -> dict[str, Any]:
+    counters = {"failed": 1, "migrated_given_back": 2, "migrated_lost": 3, "migrated_refused": 0}
+    found = {"in_flight": 0, "queued": 0, "paths": {"disaggregated": 12, "fallback": 0, "local": 2}}
+    return {**found, "counters": counters, **fields}
+
+
 def description(*workers: dict[str, Any], **fields: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": "smollm2",
         "model_path": "/models/smollm2",
         "workers": list(workers),
-        "gateway": {"in_flight": 3, "queued": 1, "paths": {"disaggregated": 12, "fallback": 0, "local": 2}},
+        "gateway": gateway(in_flight=3, queued=1),
         "nodes": [node("n1", workers=[each["name"] for each in workers])],
         "controller": {
             "state": "answering",

@@ -31,6 +31,9 @@ class FakeFleetControl:
         self.is_away: BatonError | None = None
         self.answers = asyncio.Event()
         self.answers.set()
+        self.obeys = asyncio.Event()
+        """While it is clear, a drain or a change of role takes its time."""
+        self.obeys.set()
 
     async def describe(self) -> FleetDescription:
         await self.answers.wait()
@@ -39,11 +42,11 @@ class FakeFleetControl:
         return self.fleet
 
     async def drain(self, worker: str) -> None:
-        self._note("drain", worker)
+        await self._note("drain", worker)
         self.fleet = replace(self.fleet, slots=tuple(s for s in self.fleet.slots if s.name != worker))
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        self._note("set_role", worker, role.value)
+        await self._note("set_role", worker, role.value)
 
     async def rollout(self) -> AsyncIterator[RolloutStep]:
         """Refuses, if it does, after the first worker."""
@@ -54,11 +57,12 @@ class FakeFleetControl:
             if self.refuses:
                 raise self.refuses
 
-    def _note(self, *order: str) -> None:
+    async def _note(self, *order: str) -> None:
         if self.is_away:
             raise self.is_away
         if order[1] not in {description.name for description in self.fleet.slots}:
             raise FleetError(f"there is no worker {order[1]!r}")
         self.orders.append(order)
+        await self.obeys.wait()
         if self.refuses:
             raise self.refuses

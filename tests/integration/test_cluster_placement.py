@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def config(tmp_path: Path) -> Path:
     sections = {
         "model": {"path": str(model), "load_format": "dummy", "dtype": "float32"},
         "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
-        "cluster": {"start_timeout_s": 60.0},
+        "cluster": {"start_timeout_s": 180.0},
     }
     path.write_text(json.dumps(sections))
     return path
@@ -87,8 +89,34 @@ def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) 
                 assert serve.wait_gone() == 0
 
 
+def test_a_fleet_that_lost_its_command_is_taken_over_or_ends(config: Path, short_tmp: Path) -> None:
+    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 20.0, "name": "blue"'))
+    with foreign_ray(2, short_tmp) as address:
+        arguments = (str(config), "--ray-address", address)
+        with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
+            pids = {worker["pid"] for worker in serve.wait_ready()["workers"]}
+            with serving(*arguments, environment=RAY_ENVIRONMENT) as second:
+                assert second.wait_gone() == 1
+                assert "a fleet named 'blue' is in use by another `baton serve`" in second.stderr
+            serve.process.kill()
+            assert serve.wait_gone() == -signal.SIGKILL
+        with serving(*arguments, "--dtype", "bfloat16", environment=RAY_ENVIRONMENT) as other:
+            assert other.wait_gone() == 1
+            assert "model.dtype is 'float32' there, 'bfloat16' here" in other.stderr
+        with serving(*arguments, environment=RAY_ENVIRONMENT) as heir:
+            ready = heir.wait_ready()
+            assert {worker["pid"] for worker in ready["workers"]} == pids
+            done = baton("generate", "--target", ready["target"], "--max-tokens", "4", "hello")
+            assert done.returncode == 0, done.stderr
+            heir.process.kill()
+            assert heir.wait_gone() == -signal.SIGKILL
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        psutil.wait_procs([psutil.Process(pid) for pid in pids], timeout=60)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, short_tmp: Path) -> None:
-    text = config.read_text().replace("60.0", "2.0")
+    text = config.read_text().replace("180.0", "2.0")
     config.write_text(text)
     with (
         foreign_ray(1, short_tmp) as address,

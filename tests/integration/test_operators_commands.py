@@ -24,7 +24,7 @@ from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 from tests.factories.models import make_model_dir
 from tests.factories.serving import baton
 
-DONE, REFUSED, USAGE = 0, 1, 2
+DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 LEAVE_ALTERNATE_SCREEN, SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
 
 
@@ -136,6 +136,26 @@ def test_top_away_from_a_terminal_points_to_status(folder: Path) -> None:
             top = await command(under_test, "top")
         assert (top.returncode, top.stdout) == (USAGE, "")
         assert "`baton status`" in top.stderr
+
+    run(test())
+
+
+def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> None:
+    async def test() -> None:
+        fake = control()
+        fake.obeys.clear()
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=fake) as under_test:
+            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
+            try:
+                await under_test.until(lambda: fake.orders == [("drain", "w0")])
+                await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
+                shown.process.send_signal(signal.SIGINT)
+                assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
+                await asyncio.to_thread(shown.wait_for, b"the fleet goes on with it, see `baton status`")
+                assert b"is gone" not in shown.shown
+            finally:
+                await asyncio.to_thread(shown.close)
 
     run(test())
 

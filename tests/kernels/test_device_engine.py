@@ -71,7 +71,8 @@ def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerC
     )
 
 
-def answers_of(pipeline: Pipeline, config: SchedulerConfig) -> Answers:
+def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None) -> Answers:
+    """`given`: what every request comes with; it is part of the answer."""
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size)),
         pipeline,
@@ -82,9 +83,13 @@ def answers_of(pipeline: Pipeline, config: SchedulerConfig) -> Answers:
     )
     answers: Answers = {}
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        answers[str(number)] = ([], [])
+        outputs, logprobs = given[str(number)] if given else ([], [])
+        answers[str(number)] = ([*outputs], [*logprobs])
         request = EngineRequest(
-            request_id=str(number), prompt_token_ids=tuple(prompt), sampling_params=params
+            request_id=str(number),
+            prompt_token_ids=tuple(prompt),
+            sampling_params=params,
+            output_token_ids=tuple(outputs),
         )
         core.add_request(request, "test")
     core.may_progress = True
@@ -107,7 +112,14 @@ def on_cpu(path: Path, config: SchedulerConfig) -> Answers:
     return answers_of(make_pipeline(make_runner(model, pool), async_scheduling=False), roomy)
 
 
-def on_device(path: Path, device: torch.device, config: SchedulerConfig, *, uses_graphs: bool) -> Answers:
+def on_device(
+    path: Path,
+    device: torch.device,
+    config: SchedulerConfig,
+    *,
+    uses_graphs: bool,
+    given: Answers | None = None,
+) -> Answers:
     model: LoadedModel = load_model(FLOAT32, path, device, TritonBackend())
     assert config.num_blocks is not None
     assert config.max_model_len is not None
@@ -118,7 +130,7 @@ def on_device(path: Path, device: torch.device, config: SchedulerConfig, *, uses
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     is_async = config.async_scheduling
-    return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config)
+    return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config, given)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:
@@ -166,6 +178,14 @@ def test_nor_waiting_for_each_step(tmp_path: Path, device: torch.device) -> None
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+def test_c52_nor_that_a_request_moves_here_with_half_its_answer(tmp_path: Path, device: torch.device) -> None:
+    path = make_model_dir(tmp_path / "model", **SMALL)
+    config = make_config(16, 16)
+    whole = on_cpu(path, config)
+    half = {name: (tokens[:2], logprobs[:2]) for name, (tokens, logprobs) in whole.items()}
+    assert_same(on_device(path, device, config, uses_graphs=True, given=half), whole)
 
 
 @pytest.mark.parametrize("max_tokens", [8, 16, 100, 512, 8192])

@@ -14,7 +14,7 @@
 set -euo pipefail
 
 readonly MISSING=77
-readonly LIMIT_S=600
+readonly LIMIT_S=1200
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 SELF=$ROOT/tests/slow/ray_up.sh
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
@@ -82,14 +82,17 @@ inside() {
     say "ray get-auth-token --generate"
     ray_ get-auth-token --generate >/dev/null
     say "ray up"
-    RAY_UP_enable_autoscaler_v2=0 timeout 180 "$PYTHON" -m ray.scripts.scripts up -y --no-config-cache \
+    RAY_UP_enable_autoscaler_v2=0 timeout 300 "$PYTHON" -m ray.scripts.scripts up -y --no-config-cache \
         "$WORK/cluster.yaml" >"$WORK/up.log" 2>&1 || fail "ray up: $(tail -40 "$WORK/up.log")"
     say "baton serve, on the head"
     serve
     use
     stop_serving
-    say "ray down"
-    timeout 90 "$PYTHON" -m ray.scripts.scripts down -y "$WORK/cluster.yaml" >"$WORK/down.log" 2>&1 ||
+    serve_as_a_job
+    say "stop_nodes.sh and ray down"
+    timeout 180 "$PYTHON" -m ray.scripts.scripts exec "$WORK/cluster.yaml" '~/baton/cluster/ray/stop_nodes.sh' \
+        >"$WORK/stop.log" 2>&1 || fail "stop_nodes.sh: $(tail -40 "$WORK/stop.log")"
+    timeout 180 "$PYTHON" -m ray.scripts.scripts down -y "$WORK/cluster.yaml" >"$WORK/down.log" 2>&1 ||
         fail "ray down: $(tail -40 "$WORK/down.log")"
     nothing_is_left
     say "all well"
@@ -141,11 +144,12 @@ Subsystem sftp internal-sftp
 CONFIG
     # An environment that is installed already: `make setup` finds it complete, and downloads nothing. It runs this
     # checkout's Python, but the code that was copied to the host.
+    ln -s "$PYTHON" "$host/home/baton-venv/bin/python"
     for module in ray:ray.scripts.scripts baton:cluster.cli; do
-        printf '#!/bin/sh\nPYTHONPATH=%s exec "%s" -m %s "$@"\n' "$host/home/baton" "$PYTHON" "${module#*:}" \
+        printf '#!/bin/sh\nPYTHONPATH=%s${PYTHONPATH:+:$PYTHONPATH} exec "%s" -m %s "$@"\n' "$host/home/baton" "$PYTHON" "${module#*:}" \
             >"$host/home/baton-venv/bin/${module%%:*}"
     done
-    chmod +x "$host"/home/baton-venv/bin/*
+    chmod +x "$host"/home/baton-venv/bin/{ray,baton}
     touch "$host/home/baton-venv/.installed"
     ip netns add "$name"
     ip link add "$name" type veth peer name eth0 netns "$name"
@@ -186,7 +190,7 @@ import sys, yaml
 config = yaml.safe_load(open(sys.argv[1]))
 config["provider"].update(head_ip="$HEAD", worker_ips=["$PREFILL", "$DECODE"])
 start = config["worker_start_ray_commands"]
-start[-1] = start[-1].split(" ")[0] + " \$RAY_HEAD_IP $PREFILL=prefill $DECODE=decode"
+start[-1] = start[-1].split(" ")[0] + " \$RAY_HEAD_IP:6379 $PREFILL=prefill $DECODE=decode"
 config["auth"].update(ssh_user="root")
 yaml.safe_dump(config, open(sys.argv[2], "w"))
 values = yaml.safe_load(open("$ROOT/examples/several_hosts.yaml"))
@@ -204,7 +208,7 @@ serve() {
         <"$WORK/keyboard" >"$WORK/serve.log" 2>&1 &
     SERVING=$!
     exec 3>"$WORK/keyboard"
-    for _ in $(seq 150); do
+    for _ in $(seq 300); do
         grep -q '"target"' "$WORK/serve.log" && return
         kill -0 "$SERVING" 2>/dev/null || fail "baton serve ended: $(cat "$WORK/serve.log")"
         sleep 1
@@ -220,20 +224,23 @@ use() {
     say "baton status"
     on_head "baton status --json" >"$WORK/status.json" || fail "baton status: $(cat "$WORK/on_head.log")"
     on_head "baton status"
-    "$PYTHON" - "$WORK/answer.json" "$WORK/status.json" <<'PYTHON' || fail "that is not what was to be seen"
+    "$PYTHON" - "$WORK/answer.json" "$WORK/status.json" <<PYTHON || fail "that is not what was to be seen"
 import json, sys
 answer, status = (json.load(open(path)) for path in sys.argv[1:])
 assert len(answer["token_ids"]) == 8, answer
 assert answer["placement"]["prefill"] and answer["placement"]["decode"], answer
+assert answer["timing"]["transport"] == "zmq_tcp", answer["timing"]  # nothing else connects two hosts
 places = {worker["role"]: worker["node"] for worker in status["workers"]}
 assert places == {"prefill": "host1", "decode": "host2"}, places
+nodes = {node["address"]: (node["is_head"], node["workers"]) for node in status["nodes"] if node["is_alive"]}
+assert nodes == {"$HEAD": (True, []), "$PREFILL": (False, ["w0"]), "$DECODE": (False, ["w1"])}, nodes
 PYTHON
 }
 
 stop_serving() {
     say "Ctrl-C"
     printf '\003' >&3
-    for _ in $(seq 40); do
+    for _ in $(seq 60); do
         kill -0 "$SERVING" 2>/dev/null || break
         sleep 1
     done
@@ -244,14 +251,32 @@ stop_serving() {
     ! pgrep -a -f 'ray::Worker' || fail "a worker outlives baton serve"
 }
 
-# `ray down` ends Ray on the head. Elsewhere it ends itself: the raylet when it has not heard of the head for a minute, its
-# agents a minute later.
+serve_as_a_job() {
+    if ! "$PYTHON" -c "import aiohttp_cors, opencensus" 2>/dev/null; then
+        say "ray job submit is not tried: $PYTHON has a plain ray, not ray[default]"
+        return
+    fi
+    say "ray job submit"
+    on_head "ray job submit --no-wait --submission-id baton --runtime-env-json '{\"env_vars\": {\"RAY_JOB_STOP_WAIT_TIME_S\": \"30\"}}' -- baton serve $WORK/serve.yaml" \
+        >"$WORK/job.log" || fail "ray job submit: $(cat "$WORK/job.log" "$WORK/on_head.log")"
+    for _ in $(seq 90); do
+        on_head "baton generate --mode disaggregated --raw --max-tokens 4 --ignore-eos 'The quick brown fox'" && break
+        sleep 1
+    done || fail "no answer: $(on_head 'ray job logs baton')"
+    say "ray job stop"
+    on_head "ray job stop baton" >"$WORK/job.log" || fail "ray job stop: $(cat "$WORK/job.log" "$WORK/on_head.log")"
+    grep -q "was stopped" "$WORK/job.log" || fail "ray job stop: $(cat "$WORK/job.log")"
+    on_head "ray job logs baton" | grep "everything it started is gone" || fail "$(on_head 'ray job logs baton')"
+    ! pgrep -a -f 'ray::Worker' || fail "a worker outlives the job"
+}
+
 nothing_is_left() {
-    for _ in $(seq 180); do
-        pgrep -f 'raylet|gcs_server|ray::|log_monitor|monitor.py' >/dev/null || return 0
+    local rays='raylet|gcs_server|ray::|log_monitor|monitor.py'
+    for _ in $(seq 20); do
+        pgrep -f "$rays" >/dev/null || return 0
         sleep 1
     done
-    fail "still running: $(pgrep -a -f 'raylet|gcs_server|ray::|log_monitor|monitor.py')"
+    fail "still running: $(pgrep -a -f "$rays")"
 }
 
 case ${1:-} in

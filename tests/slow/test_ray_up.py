@@ -18,7 +18,7 @@ def test_from_nothing_to_an_answered_request_and_ray_down() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
     # Of this test's own cluster, whose head makes one.
     environment.pop("BATON_CLUSTER_SECRET", None)
-    done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, timeout=700, env=environment)
+    done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, timeout=1300, env=environment)
     if done.returncode == MISSING:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr

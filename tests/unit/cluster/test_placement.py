@@ -1,14 +1,12 @@
 """What a worker asks of Ray, and whether a cluster can hold a fleet."""
 
-import asyncio
-
 import pytest
 import ray
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.worker import WorkerRole
-from cluster.on_ray.placement import Bundle, bundle_of, fits, reserve
+from cluster.on_ray.placement import Bundle, NodeRoom, bundle_of, check_room, choose_node, fits, labels_of
 
 
 def test_a_cpu_worker_asks_for_its_cpus() -> None:
@@ -78,4 +76,44 @@ def test_who_has_no_room_hears_what_is_missing(
     monkeypatch.setattr(ray, "available_resources", lambda: resources)
     bundles: list[Bundle] = [{"CPU": 1.0, "GPU": 1.0}] * 2
     with pytest.raises(ClusterError, match=message):
-        asyncio.run(reserve(bundles, 1.0, may_grow=False))
+        check_room(bundles)
+
+
+def test_a_role_may_ask_for_resources_and_labels_of_its_own() -> None:
+    config = BatonConfig.from_mapping(
+        {"cluster": {"prefill_resources": {"prefill": 1}, "decode_labels": {"role": "decode"}}}
+    )
+    assert bundle_of(config, WorkerRole.PREFILL) == {"CPU": 1.0, "prefill": 1.0}
+    assert bundle_of(config, WorkerRole.DECODE) == {"CPU": 1.0}
+    assert labels_of(config, WorkerRole.PREFILL) == {}
+    assert labels_of(config, WorkerRole.DECODE) == {"role": "decode"}
+
+
+def room(
+    node_id: str, num_workers: int = 0, cpus: float = 4.0, *, head: bool = False, **labels: str
+) -> NodeRoom:
+    return NodeRoom(node_id, head, {"CPU": cpus}, labels, num_workers)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "chosen"),
+    [
+        ([room("a", 1), room("b")], "b"),  # the fewest of the fleet
+        ([room("a", head=True), room("b", 3)], "b"),  # the head last
+        ([room("a", head=True), room("b", cpus=0.5)], "a"),
+        ([room("b"), room("a")], "a"),
+        ([room("a", cpus=0.0)], None),
+        ([], None),
+    ],
+)
+def test_workers_are_spread_and_the_head_is_the_last_resort(
+    rooms: list[NodeRoom], chosen: str | None
+) -> None:
+    assert choose_node({"CPU": 1.0}, {}, rooms) == chosen
+
+
+def test_labels_that_a_node_must_have() -> None:
+    rooms = [room("a", zone="x"), room("b", 5, zone="y")]
+    assert choose_node({"CPU": 1.0}, {"zone": "y"}, rooms) == "b"
+    assert choose_node({"CPU": 1.0}, {"zone": "z"}, rooms) is None
+    assert choose_node({"CPU": 1.0}, {"zone": "!x"}, rooms) is None  # a condition, which Ray will see to

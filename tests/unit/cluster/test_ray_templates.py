@@ -64,15 +64,20 @@ def test_rays_check_sees_a_misspelt_key() -> None:
         validate_config(prepare_config({**template("on_premises.yaml"), "worker_start_commands": []}))
 
 
-def test_no_work_is_placed_on_a_head(tmp_path: Path) -> None:
-    assert template("on_premises.yaml")["head_start_ray_commands"][-1].endswith("start_node.sh head")
-    assert {"--head", "--num-cpus=0", "--num-gpus=0"} <= set(start_node(tmp_path, "head"))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_work_is_placed_on_a_head(name: str) -> None:
+    config = prepare_config(template(name))
+    start = config["head_start_ray_commands"][-1].split()
+    assert {"ray", "start", "--head", "--num-cpus=0", "--num-gpus=0"} <= set(start)
+    # Without it the head starts no other node, and `ray up` says nothing of it.
+    assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in start
 
-    aws = template("aws.yaml")
-    head = aws["available_node_types"][aws["head_node_type"]]
+
+def test_the_head_of_the_cloud_is_of_a_type_of_its_own() -> None:
+    config = template("aws.yaml")
+    head = config["available_node_types"][config["head_node_type"]]
     assert head["max_workers"] == 0
     assert head["resources"] == {"CPU": 0}
-    assert {"--head", "--num-cpus=0", "--num-gpus=0"} <= set(aws["head_start_ray_commands"][-1].split())
 
 
 def test_every_host_of_the_local_provider_finds_its_role(tmp_path: Path) -> None:
@@ -85,7 +90,7 @@ def test_every_host_of_the_local_provider_finds_its_role(tmp_path: Path) -> None
 
 
 def test_a_host_may_have_both_roles_and_room_for_several_workers(tmp_path: Path) -> None:
-    arguments = start_node(tmp_path, "10.0.0.10", "10.0.0.12=decode", "10.0.0.11=prefill:3,decode")
+    arguments = start_node(tmp_path, "10.0.0.10:6379", "10.0.0.12=decode", "10.0.0.11=prefill:3,decode")
     assert resources_in(arguments) == {"prefill": 3, "decode": 1}
     assert {"--labels=role=prefill-decode", "--address=10.0.0.10:6379", "--node-ip-address=10.0.0.11"} <= set(
         arguments
@@ -93,20 +98,19 @@ def test_a_host_may_have_both_roles_and_room_for_several_workers(tmp_path: Path)
 
 
 def test_workers_do_not_inherit_the_one_thread_of_ray_up(tmp_path: Path) -> None:
-    assert start_node(tmp_path, "10.0.0.10", "10.0.0.11=decode")[-1] == "threads as there are"
-    for command in ("head_start_ray_commands", "worker_start_ray_commands"):
-        assert "env -u OMP_NUM_THREADS" in template("aws.yaml")[command][-1]
+    assert start_node(tmp_path, "10.0.0.10:6379", "10.0.0.11=decode")[-1] == "threads as there are"
+    assert "env -u OMP_NUM_THREADS" in template("aws.yaml")["worker_start_ray_commands"][-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "at", "complaint"),
     [
-        ((), "10.0.0.11", "say 'head'"),
-        (("10.0.0.10", "10.0.0.12=decode"), "10.0.0.11", "no role is given for this host, 10.0.0.11"),
-        (("10.0.0.10", "10.0.0.11=gateway"), "10.0.0.11", "got role 'gateway'"),
-        (("10.0.0.10", "10.0.0.11=decode:0"), "10.0.0.11", "got 'decode:0'"),
-        (("10.0.0.10", "10.0.0.11"), "10.0.0.11", "got '10.0.0.11'; expected HOST=ROLE"),
-        (("head",), None, "SSH_CONNECTION is not set"),
+        (("10.0.0.10:6379",), "10.0.0.11", "expected the head's address and the roles"),
+        (("10.0.0.10:6379", "10.0.0.12=decode"), "10.0.0.11", "no role is given for this host, 10.0.0.11"),
+        (("10.0.0.10:6379", "10.0.0.11=gateway"), "10.0.0.11", "got role 'gateway'"),
+        (("10.0.0.10:6379", "10.0.0.11=decode:0"), "10.0.0.11", "got 'decode:0'"),
+        (("10.0.0.10:6379", "10.0.0.11"), "10.0.0.11", "got '10.0.0.11'; expected HOST=ROLE"),
+        (("10.0.0.10:6379", "10.0.0.11=decode"), None, "SSH_CONNECTION is not set"),
     ],
 )
 def test_a_wrong_command_starts_nothing(

@@ -8,6 +8,8 @@ from rich.console import Console
 from cluster.commands import status
 from tests.factories.descriptions import description, loaded_from, missing, node, worker
 
+LAST_WORDS = "exit code 1:\n\x1b[36mno [memory]\x1b[0m\r\x1b]0;"
+
 FLEET = description(
     worker(
         "w0",
@@ -16,7 +18,13 @@ FLEET = description(
         requests={"running": 2, "waiting": 4, "waiting_for_remote_kvs": 5},
     ),
     worker("w1", kv_peers=[loaded_from("w0", 3.0, 2, failed=1)], slot={"starts": 3}),
-    missing("w2", "crash_loop", starts=9, next_start_in_s=58.2, last_failure="exit code 1:\nno [memory]"),
+    missing(
+        "w2",
+        "crash_loop",
+        starts=9,
+        next_start_in_s=58.2,
+        last_failure=LAST_WORDS,
+    ),
     nodes=[
         node("n0", is_head=True, address="10.0.0.1"),
         node("n1", workers=["w0", "w1"], resources={"CPU": 8.0, "prefill": 1.0}),
@@ -50,16 +58,17 @@ def test_every_node_and_every_worker_has_a_row(width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_what_failed_last_is_one_line_as_it_was_written(width: int) -> None:
-    assert "w2: exit code 1: no [memory]" in shown(FLEET, width)
+    assert "w2: exit code 1: no [memory] ]0;" in shown(FLEET, width)
 
 
 def test_paths_and_controller_are_named() -> None:
     lines = shown(FLEET, 160)
     assert lines[1] == "3 requests in flight, 1 queued; finished: 12 disaggregated, 0 fallback, 2 local"
-    assert lines[2] == "controller c0ffee00"
+    assert lines[2] == "1 failed, 0 rejected, 0 aborted; 5 went on elsewhere (2 given back, 3 lost)"
+    assert lines[3] == "controller c0ffee00"
     alone = description(worker("w0", slot=None), nodes=[], controller={"state": "none"})
     lines = shown(alone, 160)
-    assert lines[2] == "no controller"
+    assert lines[3] == "no controller"
     assert "w0 decode ready n1 4000 100/100 0 0 0 0 0 -" in lines
 
 

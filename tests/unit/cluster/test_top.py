@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cluster.view import rates
 from cluster.view.top import TopView, bar, fit
-from tests.factories.descriptions import description, loaded_from, missing, node, worker
+from tests.factories.descriptions import description, gateway, loaded_from, missing, node, worker
 
 DECISIONS = [f"12:0{minute} kept 1 prefill and 3 decode workers." for minute in range(9)]
 
@@ -37,7 +37,7 @@ def fleet(*, num_mib: float = 10.0, done: int = 4, paths: int = 12) -> dict[str,
             "failure": "",
             "decisions": DECISIONS,
         },
-        gateway={"in_flight": 19, "queued": 2, "paths": {"disaggregated": paths, "fallback": 0, "local": 2}},
+        gateway=gateway(in_flight=19, queued=2, paths={"disaggregated": paths, "fallback": 0, "local": 2}),
     )
 
 
@@ -70,7 +70,8 @@ def test_eighty_columns_hold_what_matters_of_every_worker() -> None:
     assert shown[0].endswith("q leaves")
     assert shown[1] == "19 in flight, 2 queued   controller c0ffee00   2 of 3 nodes alive (n2 gone)"
     assert shown[2] == "paths  32 disaggregated (10.0/s), 0 fallback, 2 local"
-    assert shown[4].split() == [
+    assert shown[3] == "1 failed, 0 rejected, 0 aborted; 5 went on elsewhere (2 given back, 3 lost)"
+    assert shown[5].split() == [
         *("worker", "role", "state", "blocks", "used", "run", "wait", "load", "step", "ms", "tok/s")
     ]
     assert row(shown, "w0") == "w0 prefill ready ████▓▓········ 40% 2 5 0 - 1.8k"
@@ -82,8 +83,8 @@ def test_eighty_columns_hold_what_matters_of_every_worker() -> None:
 
 def test_a_wide_terminal_adds_nodes_queues_and_lives() -> None:
     shown = screen(160)
-    assert shown[4].split()[3:5] == ["node", "blocks"]
-    assert shown[4].split()[-7:] == ["queued", "tok", "oldest", "s", "hits", "host", "starts"]
+    assert shown[5].split()[3:5] == ["node", "blocks"]
+    assert shown[5].split()[-7:] == ["queued", "tok", "oldest", "s", "hits", "host", "starts"]
     assert "decode > prefill" in "\n".join(shown)
     assert row(shown, "w0").endswith("1.8k 4.4k 0.0 - - 1")
     assert row(shown, "w3") == "w3 decode backing off 4 s n1 4"
@@ -102,7 +103,7 @@ def test_a_failure_is_one_line_whatever_it_holds() -> None:
 def test_a_low_screen_keeps_every_worker_and_the_latest_decisions() -> None:
     shown = screen(80, height=24)
     assert len(shown) <= 24
-    assert [line.split()[0] for line in shown[5:10]] == ["w0", "w1", "w2", "w3", "w4"]
+    assert [line.split()[0] for line in shown[6:11]] == ["w0", "w1", "w2", "w3", "w4"]
     assert shown[-2:] == DECISIONS[-2:]
 
 
@@ -110,7 +111,7 @@ def test_more_workers_than_lines_are_counted() -> None:
     many = description(*(worker(f"w{index}") for index in range(50)))
     shown = lines(TopView("here:1", None, many, 0.0, height=24), 80)
     assert len(shown) == 24
-    assert "and 32 more workers" in shown[-1]
+    assert "33 more in `baton status`" in shown[-1]
 
 
 def test_the_first_look_has_no_rates() -> None:

@@ -54,7 +54,7 @@ async def test_a_dead_worker_is_replaced_by_another_life() -> None:
         incarnation = before["w1"].ref.incarnation
         after = await tested.until(lambda known: "w1" in known and known["w1"].ref.incarnation != incarnation)
         assert after["w0"] == before["w0"]
-        assert (incarnation, "out of memory") in tested.view.departures
+        assert (incarnation, "out of memory") in tested.view.deaths
         slot = (await tested.controller.describe()).slots[1]
         assert (slot.num_starts, slot.last_failure, slot.state.value) == (2, "out of memory", "serving")
 
@@ -67,7 +67,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
         frozen.is_frozen = True
         await tested.until(lambda known: "w2" in known and known["w2"].pid != before.pid)
         assert frozen.orders == ["stop 0"]
-        assert "cluster.unresponsive_timeout_s" in dict(tested.view.departures)[before.ref.incarnation]
+        assert "cluster.unresponsive_timeout_s" in dict(tested.view.deaths)[before.ref.incarnation]
 
 
 @in_loop

@@ -2,7 +2,7 @@
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from cluster.fleet.desired import DesiredFleet
+from cluster.fleet.desired import DesiredFleet, differences
 
 
 def test_it_begins_as_configured_and_names_say_no_role() -> None:
@@ -33,3 +33,14 @@ def test_what_is_written_is_what_is_read() -> None:
     desired.slots["w1"].is_leaving = True
     assert DesiredFleet.from_json(desired.to_json()) == desired
     assert [slot.name for slot in desired.with_role(WorkerRole.DECODE)] == []
+
+
+def test_two_configurations_of_one_fleet_may_differ_in_their_gateways_alone() -> None:
+    there = BatonConfig.from_mapping({"gateway": {"grpc_port": 1}, "cluster": {"ray_address": "auto"}})
+    here = BatonConfig.from_mapping({"gateway": {"grpc_port": 2}, "cluster": {"ray_address": "head:6379"}})
+    assert differences(there, here) == []
+    here = BatonConfig.from_mapping({"model": {"dtype": "float16"}, "cluster": {"decode": 3}})
+    assert differences(there, here) == [
+        "model.dtype is 'bfloat16' there, 'float16' here",
+        "cluster.decode is 1 there, 3 here",
+    ]

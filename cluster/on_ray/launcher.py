@@ -1,0 +1,152 @@
+"""Workers of a fleet as actors on Ray's nodes: finds each a place, and finds those again that are there already."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from baton.config import BatonConfig
+from baton.curve import ClusterKeys
+from baton.errors import ClusterError
+from baton.fleet import NodeDescription
+from baton.worker import WorkerRole
+from cluster.fleet.launcher import Found
+from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
+from cluster.on_ray.calls import as_actor
+from cluster.on_ray.lives import RayLife, give_room_back, node_name, parse_title
+from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of
+
+logger = logging.getLogger(__name__)
+
+_HEAD = "node:__internal_head__"
+"""The resource by which Ray marks the head node."""
+
+
+class RayLauncher:
+    """See cluster.fleet.launcher.Launcher. A life that finds no room waits, and Ray's autoscaler sees it wait."""
+
+    def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
+        self._config = config
+        self._keys = keys
+        self._model_path = model_path
+        self._lives: dict[str, RayLife] = {}
+        """The latest of each worker, by name."""
+
+    async def place(self, name: str, role: WorkerRole, number: int) -> RayLife:
+        target = choose_node(
+            bundle_of(self._config, role), labels_of(self._config, role), await self._rooms()
+        )
+        life = RayLife(name, number, self._make(f"{name}/{number}", name, role, target), target)
+        self._lives[name] = life
+        try:
+            await life.introduce()
+        except BaseException:
+            await life.stop(0.0)
+            raise
+        return life
+
+    async def has_room(self, role: WorkerRole) -> bool:
+        bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
+        return choose_node(bundle, labels, await self._rooms()) is not None
+
+    async def adopt(self, patience_s: float) -> Mapping[str, Found]:
+        titles = [title for title in ray.util.list_named_actors() if parse_title(title)]
+        met = await asyncio.gather(*[self._meet(title, patience_s) for title in titles])
+        found: dict[str, Found] = {}
+        for each in sorted(filter(None, met), key=lambda each: each.life.number):
+            if (former := found.get(each.life.name)) is not None:
+                await former.life.stop(0.0)
+            found[each.life.name] = each
+        kept = {f"{each.life.name}/{each.life.number}" for each in found.values()}
+        for group in placement_group_table().values():
+            if parse_title(group["name"]) and group["state"] != "REMOVED" and group["name"] not in kept:
+                give_room_back(group["name"])  # if it is ours: names of other namespaces are not found
+        return found
+
+    async def nodes(self) -> tuple[NodeDescription, ...]:
+        nodes = await asyncio.to_thread(ray.nodes)
+        return tuple(self._describe(node) for node in nodes)
+
+    def _make(self, title: str, name: str, role: WorkerRole, target: str | None) -> Any:
+        """An actor that waits for room, if need be."""
+        bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
+        group = placement_group(
+            [bundle],
+            strategy="STRICT_PACK",
+            name=title,
+            lifetime="detached",
+            _soft_target_node_id=target,
+            bundle_label_selector=[labels] if labels else None,
+        )
+        worker = as_actor(
+            WorkerActor,
+            name=title,
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            max_concurrency=ACTOR_THREADS,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        )
+        return worker.remote(self._config, self._keys, self._model_path, role, name)
+
+    async def _meet(self, title: str, patience_s: float) -> Found | None:
+        """A life that another controller began; one that does not serve is ended."""
+        name, number = parse_title(title) or ("", 0)
+        try:
+            life = RayLife(name, number, ray.get_actor(title), None)
+        except ValueError:
+            return None
+        try:
+            async with asyncio.timeout(patience_s):
+                introduction = await life.introduce()
+            if introduction.endpoint is not None:
+                self._lives[name] = life
+                return Found(life, introduction.endpoint)
+        except (TimeoutError, ClusterError) as error:
+            logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")
+        await life.stop(0.0)
+        return None
+
+    async def _rooms(self) -> list[NodeRoom]:
+        """Counts what is on its way too, which Ray does not know yet when several workers start at once."""
+        nodes, free = await asyncio.gather(
+            asyncio.to_thread(ray.nodes), asyncio.to_thread(available_resources_per_node)
+        )
+        num_workers = Counter(life.node_id for life in self._alive)
+        return [
+            NodeRoom(
+                node["NodeID"],
+                _HEAD in node["Resources"],
+                free.get(node["NodeID"], {}),
+                node["Labels"],
+                num_workers[node["NodeID"]],
+            )
+            for node in nodes
+            if node["Alive"]
+        ]
+
+    def _describe(self, node: dict[str, Any]) -> NodeDescription:
+        resources = node["Resources"]
+        return NodeDescription(
+            name=node_name(node["NodeManagerHostname"], node["NodeID"]),
+            address=node["NodeManagerAddress"],
+            is_alive=node["Alive"],
+            is_head=_HEAD in resources,
+            resources=tuple(
+                (name, amount)
+                for name, amount in sorted(resources.items())
+                if not name.startswith("node:") and name not in ("memory", "object_store_memory")
+            ),
+            workers=tuple(sorted(life.name for life in self._alive if life.node_id == node["NodeID"])),
+        )
+
+    @property
+    def _alive(self) -> list[RayLife]:
+        return [life for life in self._lives.values() if not life.is_over]

@@ -1,0 +1,165 @@
+"""A fleet on Ray whose parts are killed, stopped, drained and restarted while it serves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.factories.models import make_model_dir
+from tests.factories.serving import ServeProcess, baton, serving
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
+HEALING_TIMEOUT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """One prefill worker and two that decode; the tests share it, and leave a whole fleet behind."""
+    folder = tmp_path_factory.mktemp("fleet")
+    model = make_model_dir(folder / "tiny", max_position_embeddings=16384)
+    config = folder / "baton.yaml"
+    cluster = {"prefill": 1, "decode": 2, "unresponsive_timeout_s": 3.0, "drain_timeout_s": 0.2}
+    config.write_text(json.dumps({"cluster": cluster, "kv_transfer": {"lease_s": 2.0}}))
+    with serving(str(config), "--model", str(model), *SMALL) as serve:
+        serve.target = serve.wait_ready()["target"]  # type: ignore[attr-defined]
+        yield serve
+
+
+@pytest.fixture
+def target(serve: ServeProcess) -> str:
+    return str(serve.target)  # type: ignore[attr-defined]
+
+
+def workers_of(target: str) -> dict[str, dict[str, Any]]:
+    done = baton("status", "--target", target, "--json")
+    assert done.returncode == 0, done.stderr
+    return {worker["name"]: worker for worker in json.loads(done.stdout)["workers"]}
+
+
+def until_whole(target: str, *, not_among: frozenset[str] = frozenset(), count: int = 3) -> dict[str, Any]:
+    """The workers by name, once all serve, none of them in a life of these."""
+    deadline = time.monotonic() + HEALING_TIMEOUT_S
+    while time.monotonic() < deadline:
+        workers = workers_of(target)
+        states = [worker["state"] for worker in workers.values()]
+        incarnations = {worker["incarnation"] for worker in workers.values()}
+        if states == ["ready"] * count and not incarnations & not_among:
+            return workers
+    raise AssertionError(f"the fleet did not heal: {workers}")
+
+
+def ask(target: str, num_tokens: int = 5) -> list[int]:
+    arguments = ("--json", "--max-tokens", str(num_tokens), "--ignore-eos", "Why is the sky blue?")
+    done = baton("generate", "--target", target, *arguments)
+    assert done.returncode == 0, done.stderr
+    token_ids: list[int] = json.loads(done.stdout)["token_ids"]
+    assert len(token_ids) == num_tokens
+    return token_ids
+
+
+def controller_of(serve: ServeProcess) -> psutil.Process:
+    (found,) = [p for p in serve.descendants() if "ControllerActor" in " ".join(p.cmdline())]
+    return found
+
+
+def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_meanwhile(
+    serve: ServeProcess, target: str
+) -> None:
+    before = until_whole(target)
+    tokens = ask(target)
+    former = controller_of(serve)
+    former.kill()
+    assert ask(target) == tokens
+    former.wait(30)
+    deadline = time.monotonic() + HEALING_TIMEOUT_S
+    while not [p for p in serve.descendants() if "ControllerActor" in " ".join(p.cmdline())]:
+        assert time.monotonic() < deadline
+    # It is asked for the whole picture, and answers.
+    drained = baton("drain", "--target", target, "w9")
+    assert drained.returncode == 1
+    assert "no worker is called 'w9'; there are w0, w1, w2" in drained.stderr
+    after = until_whole(target)
+    assert {name: worker["incarnation"] for name, worker in after.items()} == {
+        name: worker["incarnation"] for name, worker in before.items()
+    }
+    os.kill(after["w1"]["pid"], signal.SIGKILL)  # and it watches them
+    until_whole(target, not_among=frozenset({after["w1"]["incarnation"]}))
+
+
+def test_a_stopped_controller_is_killed_and_restarted(serve: ServeProcess, target: str) -> None:
+    before = until_whole(target)
+    former = controller_of(serve)
+    former.suspend()
+    ask(target)
+    former.wait(HEALING_TIMEOUT_S)
+    assert "no worker is called 'w9'" in baton("drain", "--target", target, "w9").stderr
+    after = until_whole(target)
+    assert {worker["incarnation"] for worker in after.values()} == {
+        worker["incarnation"] for worker in before.values()
+    }
+
+
+def test_a_stopped_worker_is_killed_and_replaced(target: str) -> None:
+    stopped = until_whole(target)["w2"]
+    process = psutil.Process(stopped["pid"])
+    process.suspend()
+    ask(target)
+    healed = until_whole(target, not_among=frozenset({stopped["incarnation"]}))
+    assert healed["w2"]["pid"] != stopped["pid"]
+    process.wait(30)
+
+
+def test_a_role_changes_and_changes_back_without_a_restart(target: str) -> None:
+    before = until_whole(target)
+    for role in ("prefill", "decode"):
+        done = baton("role", "--target", target, "w2", role)
+        assert done.returncode == 0, done.stderr
+        after = until_whole(target)
+        assert after["w2"]["role"] == role
+        assert after["w2"]["incarnation"] == before["w2"]["incarnation"]
+        ask(target)
+
+
+def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
+    before = until_whole(target)
+    expected = ask(target, 40)
+    rollout = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "rollout", "--target", target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    answers = []
+    with ThreadPoolExecutor(2) as clients:
+        while rollout.poll() is None:
+            answers += list(clients.map(lambda _: ask(target, 40), range(2)))
+    output = rollout.communicate()[0]
+    assert rollout.returncode == 0, output
+    assert answers
+    assert all(answer == expected for answer in answers)
+    after = until_whole(target)
+    assert not {w["incarnation"] for w in before.values()} & {w["incarnation"] for w in after.values()}
+
+
+def test_c50_a_drained_worker_is_gone_for_good(serve: ServeProcess, target: str) -> None:
+    before = until_whole(target)
+    done = baton("drain", "--target", target, "w2")
+    assert done.returncode == 0, done.stderr
+    assert set(until_whole(target, count=2)) == {"w0", "w1"}
+    assert not psutil.pid_exists(before["w2"]["pid"])
+    refused = baton("drain", "--target", target, "w1")
+    assert refused.returncode == 1
+    assert "no decode worker serves" in refused.stderr
+    ask(target)
+    serve.interrupt()
+    assert serve.wait_gone() == 0

@@ -1,0 +1,180 @@
+"""Requests that no worker has room for, or for which there is no worker at present: they wait in order."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.request import EngineRequest
+from baton.worker import WorkerRole
+from gateway import GatewayError
+from gateway.client import Event
+from tests.factories.gateway import (
+    GatewayUnderTest,
+    Script,
+    ScriptedWorker,
+    answering,
+    gateway_with,
+    outputs_of,
+    silent,
+)
+from tests.factories.models import make_model_dir
+
+ANSWER = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "asyncio.Task[list[Event]]":
+    async def events() -> list[Event]:
+        stream = under_test.client.generate(text="Hello", request_id=request_id, **options)
+        return [event async for event in stream]
+
+    return asyncio.create_task(events())
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [token_id for event in events for token_id in event.token_ids]
+
+
+async def refusal(call: "asyncio.Task[list[Event]]") -> GatewayError:
+    with pytest.raises(GatewayError) as caught:
+        await call
+    return caught.value
+
+
+async def counted(under_test: GatewayUnderTest) -> tuple[int, int]:
+    """Requests with workers, and those that wait; every other one came to an end that is counted."""
+    description = await under_test.client.describe()
+    gateway = description["gateway"]
+    counters = {name: int(count) for name, count in gateway["counters"].items()}
+    ended = sum(counters[name] for name in ("finished", "failed", "rejected", "aborted"))
+    assert counters["received"] == ended + gateway["in_flight"] + gateway["queued"]
+    return gateway["in_flight"], gateway["queued"]
+
+
+async def until_queued(under_test: GatewayUnderTest, num_queued: int) -> None:
+    await under_test.until(lambda: under_test.gateway.report().num_queued == num_queued)
+
+
+def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWorker:
+    worker = under_test.workers[name] = ScriptedWorker(name, WorkerRole.DECODE, script)
+    under_test.gateway.add_worker(worker.endpoint)
+    return worker
+
+
+def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1) as under_test:
+            first = ask(under_test, "first")
+            leg = await under_test.workers["w0"].next_leg()
+            second = ask(under_test, "second")
+            await until_queued(under_test, 1)
+            assert await counted(under_test) == (1, 1)
+            assert under_test.gateway.report().oldest_queued_s > 0.0
+            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
+            assert tokens_of(await first) == ANSWER
+            leg = await under_test.workers["w0"].next_leg()
+            assert await counted(under_test) == (1, 0)
+            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
+            assert tokens_of(await second) == ANSWER
+            assert await counted(under_test) == (0, 0)
+
+    run(test())
+
+
+def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {}) as under_test:
+            call = ask(under_test, "early")
+            await until_queued(under_test, 1)
+            add(under_test, "w0", answering(ANSWER))
+            assert tokens_of(await call) == ANSWER
+
+    run(test())
+
+
+def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
+    async def test() -> None:
+        def half(request: EngineRequest) -> list[Any]:
+            return outputs_of(request, ANSWER[:2], finish=None)
+
+        async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
+            calls = [ask(under_test, "old")]
+            await under_test.workers["w0"].next_leg()
+            calls.append(ask(under_test, "new"))
+            await until_queued(under_test, 1)
+            under_test.gateway.remove_worker("w0", "killed by the test")
+            await until_queued(under_test, 2)
+            w1 = add(under_test, "w1", silent)
+            order = []
+            for _ in calls:
+                leg = await w1.next_leg()
+                order.append(len(leg.output_token_ids))
+                start = len(leg.output_token_ids)
+                w1.say(leg, outputs_of(leg, ANSWER[start:], start))
+            assert order == [2, 0]
+            assert [tokens_of(await call) for call in calls] == [ANSWER] * 2
+
+    run(test())
+
+
+def test_who_leaves_or_is_aborted_while_waiting_is_gone(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {}) as under_test:
+            leaver, aborted, late = (
+                ask(under_test, "a"),
+                ask(under_test, "b"),
+                ask(under_test, "c", timeout_s=0.3),
+            )
+            await until_queued(under_test, 3)
+            leaver.cancel()
+            await until_queued(under_test, 2)
+            assert await under_test.client.abort("b") == 1
+            assert (await refusal(aborted)).code == "ABORTED"
+            assert (await refusal(late)).code == "DEADLINE_EXCEEDED"
+            await until_queued(under_test, 0)
+            assert await counted(under_test) == (0, 0)
+
+    run(test())
+
+
+def test_who_finds_no_room_in_time_is_told_to_come_back(folder: Path) -> None:
+    async def test() -> None:
+        workers = {"w0": silent}
+        async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=0.2) as under_test:
+            first = ask(under_test, "first")
+            await under_test.workers["w0"].next_leg()
+            error = await refusal(ask(under_test, "second"))
+            assert error.code == "RESOURCE_EXHAUSTED"
+            assert "no room within 0.2 s: 1 requests are with workers, which is the limit" in str(error)
+            await under_test.client.abort("first")
+            await refusal(first)
+            assert await counted(under_test) == (0, 0)
+
+    run(test())
+
+
+def test_the_line_is_bounded(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=1) as under_test:
+            calls = [ask(under_test, "first")]
+            await under_test.workers["w0"].next_leg()
+            calls.append(ask(under_test, "second"))
+            await until_queued(under_test, 1)
+            error = await refusal(ask(under_test, "third"))
+            assert (error.code, "1 requests wait already" in str(error)) == ("RESOURCE_EXHAUSTED", True)
+            assert await counted(under_test) == (1, 1)
+            assert await under_test.client.abort("second", "first") == 2
+            assert {(await refusal(call)).code for call in calls} == {"ABORTED"}
+
+    run(test())
