@@ -5,8 +5,10 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines o
     python -m cluster.worker_process --role prefill --name w0 --config FILE
 
 prints the worker's endpoint as one line of JSON once it serves, and stops cleanly on SIGTERM, SIGINT or when its
-stdin closes, so that it never outlives whoever holds the other end. It takes the cluster's secret from
-BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
+stdin closes, so that it never outlives whoever holds the other end. Until then it takes questions as lines of JSON
+from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers: cluster/control_channel.py has all of
+them. A worker whose engine ends by itself ends the process with exit code 1. It takes the cluster's secret
+from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from baton.errors import BatonError
 from baton.kv import WorkerRef
 from baton.wakeup import WakeUp
 from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.control_channel import ControlServer
 from cluster.secret import load_secret
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
@@ -59,7 +62,7 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start."""
+    """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
     parser = argparse.ArgumentParser(
         prog="python -m cluster.worker_process", description="One worker without Ray."
     )
@@ -79,11 +82,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     try:
         end = _end_on_signals()  # before anybody can know whom to signal
-        print(endpoint_to_json(endpoint), flush=True)
-        _wait_for(end)
+        worker.when_ended(end.set)
+        _print(endpoint_to_json(endpoint))
+        _serve_control(ControlServer(worker, _print), end)
     finally:
+        failure = worker.status().failure
         worker.stop()
-    return 0
+    return 1 if failure else 0
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:  # nobody reads: then stdin is about to end, too
+        return
 
 
 def _end_on_signals() -> WakeUp:
@@ -93,15 +105,19 @@ def _end_on_signals() -> WakeUp:
     return end
 
 
-def _wait_for(end: WakeUp) -> None:
+def _serve_control(server: ControlServer, end: WakeUp) -> None:
     """Returns when told to end, or when stdin does."""
     with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
         selector.register(end.fileno(), selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while True:
             ready = {key.fileobj for key, _ in selector.select()}
-            if end.fileno() in ready or not os.read(sys.stdin.fileno(), 4096):
+            if end.fileno() in ready:
                 return
+            data = os.read(sys.stdin.fileno(), 65_536)
+            if not data:
+                return
+            server.take(data)
 
 
 if __name__ == "__main__":

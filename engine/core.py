@@ -19,8 +19,9 @@ from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
-from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts
+from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerLoad
 from engine.grammar import GrammarCompiler
+from engine.load import LoadMeter
 from engine.pipeline import DeviceLostError, Pipeline
 from engine.stages import StageTimer
 from engine.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
@@ -65,6 +66,7 @@ class StepUnderWay:
     """A plan whose output is not known yet."""
 
     plan: SchedulerOutput
+    submitted_at: float
     lost: set[str] = field(default_factory=set)
     """Requests that were preempted since: the blocks that it fills for them belong to others."""
 
@@ -92,6 +94,7 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
+        self._meter = LoadMeter()
         scheduler.ignore_kv_events()
         self.may_progress = False
         """Whether another step right now could do more; if not, only news from outside can change that."""
@@ -173,6 +176,18 @@ class EngineCore:
     def kv_block_counts(self) -> KVBlockCounts:
         return self._scheduler.kv_block_counts()
 
+    def load(self) -> tuple[WorkerLoad, float | None]:
+        """How busy it is, and since when the request waits that has waited longest, on the engine's clock. Looks at
+        every request, so not for each step."""
+        waiting, now = self._scheduler.waiting_load(), self._clock.now()
+        load = WorkerLoad(
+            num_queued_prompt_tokens=waiting.num_prompt_tokens,
+            oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+        )
+        return load, waiting.oldest_arrival
+
     def counters(self) -> dict[str, int]:
         """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
@@ -212,7 +227,7 @@ class EngineCore:
             step.lost |= plan.preempted_req_ids
         if not self._under_way:
             self._connector.start_load_kv(plan.kv_connector_metadata)
-        self._under_way.append(StepUnderWay(plan))
+        self._under_way.append(StepUnderWay(plan, self._clock.now()))
         self._pipeline.submit(plan)
 
     def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
@@ -221,6 +236,7 @@ class EngineCore:
         step = self._under_way.popleft()
         if result.output is None:
             return self._fail(step.plan, result.error)
+        self._measure(step)
         self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
         if self._under_way:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
@@ -228,6 +244,12 @@ class EngineCore:
             self._num_failed_steps = 0
         news = self._scheduler.update_from_output(step.plan, result.output)
         return self._traced(step.plan, result.output, news)
+
+    def _measure(self, step: StepUnderWay) -> None:
+        counts = step.plan.num_scheduled_tokens
+        is_decoding = step.plan.total_num_scheduled_tokens == len(counts)
+        num_prompt_tokens = 0 if is_decoding else sum(count for count in counts.values() if count > 1)
+        self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
 
     def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""

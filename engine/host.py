@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from baton.clock import SystemClock
@@ -20,10 +21,10 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.curve import ClusterKeys
 from baton.errors import FleetError
 from baton.kv import WorkerRef
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, EngineSnapshot
 from engine.ranks.start import start_ranks
 from engine.request_plane import RequestServer
 from engine.role import Role
@@ -154,7 +155,14 @@ class EngineHost:
             {**snapshot.counters, **planes},
             self._ranks.connector.peers(),
             "" if self._loop.failure is None else str(self._loop.failure),
+            self._load(snapshot),
         )
+
+    def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
+        """Whoever waits does so during a long step, too."""
+        if snapshot.oldest_arrival is None:
+            return snapshot.load
+        return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests from now on, for good. Running ones have `timeout_s` to end, then they are given back to

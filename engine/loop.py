@@ -5,6 +5,7 @@ Knows the role on top, exchanges it, and hands news to whoever was given to it; 
 
 import heapq
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from engine.core import ClientOutputs, EngineCore
 from engine.kv_events import KVChange, net
 from engine.leaving import ANSWER_TIMEOUT_S, Leaving, Stage
@@ -23,6 +24,9 @@ from engine.role import Role
 from scheduler import RequestStatus
 
 logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.05
+"""The load of a busy engine is looked at this often: heartbeats are rarer, and each look costs as many requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,10 @@ class EngineSnapshot:
     kv_blocks: KVBlockCounts
     requests: RequestCounts
     counters: dict[str, int]
+    load: WorkerLoad
+    """A moment old at most, unless nothing has happened since."""
+    oldest_arrival: float | None
+    """Of the requests that wait for their first step, on the engine's clock."""
 
 
 class Outbox(Protocol):
@@ -75,6 +83,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
         """What ended the loop, if it ended by itself: the device is beyond help."""
+        self._load_due_at = -math.inf
         self.snapshot = self._take_snapshot()
 
     def start(self) -> None:
@@ -246,6 +255,9 @@ class EngineLoop:
 
     def _take_snapshot(self) -> EngineSnapshot:
         requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        now = self._clock.now()
+        if now >= self._load_due_at or not self._core.may_progress:
+            self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
         return EngineSnapshot(
             role=self._role.kind,
             is_draining=self._leaving is not None,
@@ -253,6 +265,8 @@ class EngineLoop:
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
+            load=self._load[0],
+            oldest_arrival=self._load[1],
         )
 
     def _leave(self, target: Role | None, timeout_s: float) -> Leaving:

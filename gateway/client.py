@@ -56,7 +56,11 @@ class GatewayClient:
     """An async context manager around one channel to HOST:PORT."""
 
     def __init__(self, target: str, max_message_mib: int = 16) -> None:
-        options = [("grpc.max_receive_message_length", max_message_mib * 2**20)]
+        options = [
+            ("grpc.max_receive_message_length", max_message_mib * 2**20),
+            # Or a gateway that was restarted after a while is not found again for up to two minutes.
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+        ]
         self._target = target
         self._channel = grpc.aio.insecure_channel(target, options)
         self._generation = generation_grpc.GenerationServiceStub(self._channel)

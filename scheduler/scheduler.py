@@ -26,6 +26,7 @@ from scheduler.batching import make_batching
 from scheduler.connector import KVConnector
 from scheduler.kv_cache import KVCache
 from scheduler.limits import ContextLimits
+from scheduler.load import WaitingLoad, waiting_load
 from scheduler.order import make_order
 from scheduler.outputs import OutputsByClient
 from scheduler.preemption import Preemption
@@ -237,6 +238,10 @@ class Scheduler:
             + len(self._preemption.given_back),
             waiting_for_remote_kvs=self._remote.num_loading,
         )
+
+    def waiting_load(self) -> WaitingLoad:
+        """Looks at every request, so not for each step."""
+        return waiting_load(self._requests.values())
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start."""

@@ -107,12 +107,16 @@ class Controller:
 
     async def next_start(self, version: int, timeout_s: float) -> StartReport:
         """How far the workers are, as soon as that is news to somebody who knows this version, or after the time."""
+        self._num_asking += 1  # who waits for the fleet to start is why it is no orphan
         try:
             async with asyncio.timeout(timeout_s):
                 while version == self._start_version:
                     await self._changed.wait()
         except TimeoutError:
             pass
+        finally:
+            self._num_asking -= 1
+            self._last_asked = self._clock.now()
         keepers = self._keepers.values()
         return StartReport(
             self._start_version,

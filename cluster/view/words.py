@@ -100,7 +100,7 @@ def outcomes_text(counters: dict[str, int]) -> str:
 
 
 def amount(value: float) -> str:
-    """12.5, 340, 1.2k, 34k, 1.2M: at most four characters for what fits a table."""
+    """9.5, 340, 1.2k, 34k, 1.2M: at most four characters, so that columns stay where they are."""
     for unit, size in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
         scaled = value / size
         if scaled < 9.95:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.clock import Clock, SystemClock
+from baton.kv import WorkerRef
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
@@ -107,6 +108,8 @@ class RunningLoop:
     def __init__(
         self, core: EngineCore | None = None, role: Role | None = None, *, lease_s: float = 0.1
     ) -> None:
+        self.ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
+        """What others may call it."""
         self.outputs: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self.kv_changes: queue.Queue[tuple[tuple[str, ...], KVChange]] = queue.Queue()
         self.beats: queue.Queue[EngineSnapshot] = queue.Queue()

@@ -184,7 +184,7 @@ async def gateway_with(
     """A gateway whose workers follow scripts; at the end nothing may be in flight."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(grpc_port=0, **{"placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
+    settings = GatewayConfig(**{"grpc_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
         network,

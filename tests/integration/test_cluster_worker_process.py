@@ -1,5 +1,6 @@
 """One worker without Ray: it says where it is, and ends when told or when nobody holds it any more."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.worker import WorkerRole
+from baton.errors import ClusterError, FleetError
+from baton.worker import WorkerRole, WorkerState
+from cluster.control_channel import ControlChannel
 from cluster.worker_process import endpoint_from_json
 from tests.factories.models import make_model_dir
 
@@ -56,6 +59,33 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
         assert endpoint.request_address.startswith("tcp://127.0.0.1:")
         end(process)
         assert process.wait(30) == 0
+
+
+def test_a_worker_is_controlled_through_its_stdin(config: Path) -> None:
+    async def scenario(process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        endpoint = endpoint_from_json(process.stdout.readline())
+        channel = ControlChannel("w0", process.stdin, process.stdout)
+        status = await channel.status()
+        assert (status.ref, status.role, status.state) == (
+            endpoint.ref,
+            WorkerRole.PREFILL,
+            WorkerState.READY,
+        )
+        await channel.set_role(WorkerRole.DECODE, 5.0)
+        assert (await channel.status()).role is WorkerRole.DECODE
+        assert await channel.drain(5.0)
+        assert (await channel.status()).state is WorkerState.DRAINING
+        with pytest.raises(FleetError, match="worker w0: it is draining"):
+            await channel.set_role(WorkerRole.PREFILL, 5.0)
+        process.kill()
+        with pytest.raises(ClusterError, match="worker w0 is gone"):
+            await asyncio.wait_for(channel.status(), 10)
+        channel.close()
+
+    with start("--role", "prefill", "--config", str(config)) as process:
+        asyncio.run(scenario(process))
 
 
 def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:

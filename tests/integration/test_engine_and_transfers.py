@@ -1,5 +1,6 @@
 """The real engine loop, core, scheduler and connector: steps and timers while transfers are outstanding."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from baton.clock import SystemClock
 from baton.config import KVTransferConfig
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FinishReason
+from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeWorker
+from engine.pipeline import DeviceLostError, Runner
 from engine.role import Role
 from kv_transfer import KVConnectorWorker
 from prefill_worker import PrefillWorker
-from tests.factories.engine import RunningLoop, make_core, make_engine_request
+from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
 from tests.factories.security import KEYS
 
 NUM_BLOCKS, BLOCK_NBYTES = 101, 2 * 2 * 2 * 16 * 8 * 4
@@ -28,26 +31,60 @@ FROM_NOBODY = KVTransferParams(TransferRole.CONSUMER, "t", 0, NOBODY)
 
 
 @contextmanager
-def running_worker(role: Role, patience_s: float) -> Iterator[RunningLoop]:
+def running_worker(
+    role: Role,
+    patience_s: float,
+    *,
+    life: str = "life-1",
+    load_timeout_s: float | None = None,
+    runner: Runner | None = None,
+) -> Iterator[RunningLoop]:
     """A worker without a device, which waits `patience_s` for peers that are silent."""
     loops: list[RunningLoop] = []
     connector = KVConnectorWorker(
-        KVTransferConfig(lease_s=patience_s, peer_timeout_s=patience_s, load_timeout_s=patience_s),
+        KVTransferConfig(
+            lease_s=patience_s, peer_timeout_s=patience_s, load_timeout_s=load_timeout_s or patience_s
+        ),
         "127.0.0.1",
         KEYS.kv,
-        "life-1",
+        life,
         SystemClock(),
         np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
         FINGERPRINT,
         on_news=lambda: loops[0].loop.wake(),
     )
-    loops.append(RunningLoop(make_core(connector=connector), role))
+    loops.append(RunningLoop(make_core(runner, connector), role))
+    loops[0].ref = WorkerRef(life, life, (connector.kv_address,), 16)
     connector.start()
     try:
         with loops[0]:
             yield loops[0]
     finally:
         connector.shutdown()
+
+
+def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> None:
+    """Its transfer thread would answer them as long as the process lives."""
+    entered, dies = threading.Event(), threading.Event()
+
+    def die(_: SchedulerOutput) -> None:
+        entered.set()
+        assert dies.wait(10)
+        raise DeviceLostError("the device fell off the bus")
+
+    taking = running_worker(DecodeWorker(9), SHORT_S, life="taker", load_timeout_s=LONG_S)
+    giving = running_worker(PrefillWorker(9), SHORT_S, life="giver", runner=StepHook(die))
+    with giving as giver, taking as taker:
+        produced = KVTransferParams(TransferRole.PRODUCER, "t", 0, taker.ref)
+        loaded = KVTransferParams(TransferRole.CONSUMER, "t", 0, giver.ref)
+        giver.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
+        assert entered.wait(10)
+        taker.loop.submit("gateway", make_engine_request("loads", 40, max_tokens=1, kv_transfer=loaded))
+        time.sleep(4 * SHORT_S)
+        assert taker.loop.snapshot.requests.waiting_for_remote_kvs == 1, "its producer answers, so it waits"
+        dies.set()
+        end = taker.until_finished("loads")
+        assert end.finish_reason is FinishReason.LENGTH, "it was computed here, as on_failure says"
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = SLACK_S) -> None:

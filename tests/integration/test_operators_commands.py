@@ -245,14 +245,17 @@ def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -
     run(test())
 
 
-def test_top_outlives_its_gateway_and_says_so(folder: Path) -> None:
+def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            port = under_test.gateway.grpc_port
+            target = f"127.0.0.1:{port}"
             shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")
             await asyncio.to_thread(shown.wait_for, b"crash loop")
         try:
             await asyncio.to_thread(shown.wait_for, b"what follows is old")
+            async with gateway_with(folder, {"w5": silent}, {}, grpc_port=port):
+                await asyncio.to_thread(shown.wait_for, b"w5")
             shown.press(b"q")
             assert await asyncio.to_thread(shown.process.wait, 20) == DONE
         finally:

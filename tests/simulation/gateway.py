@@ -37,7 +37,7 @@ class SimGateway:
         self._world = world
         self._policy = policy
         self._config = GatewayConfig(routing_policy="round_robin", placement_timeout_s=8.0)
-        self._router = Router(self._config, b"prefixes of the simulation")
+        self.router = Router(self._config, b"prefixes of the simulation")
         self._roster = Roster()
         self._room: WaitingRoom[ClientRequest] = WaitingRoom(self._config.max_queued, self._try_to_place)
         self._is_sweep_due = False
@@ -195,7 +195,7 @@ class SimGateway:
 
     def _try_to_place(self, request: ClientRequest) -> RequestError | None:
         try:
-            placement = request.journey.route(self._router, tuple(request.tokens))
+            placement = request.journey.route(self.router, tuple(request.tokens))
         except RequestError as error:
             return error
         attempt = request.journey.begin(placement, self._new_id(), len(request.tokens))
@@ -246,7 +246,7 @@ class SimGateway:
         )
         refs = {name: self._workers[name].ref for name in attempt.workers}
         for name, order in legs(leg, attempt, refs, self._new_id(), request.journey.num_attempts - 1):
-            self._router.sent(name, attempt.placement)
+            self.router.sent(name, attempt.placement)
             self._order(self._workers[name], self._sessions[name].submit(order))
 
     def _take(self, request: ClientRequest, worker: str, news: RequestOutput) -> None:
@@ -295,7 +295,7 @@ class SimGateway:
         if news.finish_reason is FinishReason.STOP and worker == attempt.placement.prefill:
             self._world.counts["path ended with token 0"] += 1
         if times := attempt.decode_times(worker, news):
-            self._router.measured(attempt.placement, times)
+            self.router.measured(attempt.placement, times)
             if attempt.placement.prefill is not None:
                 kind = "recomputed on decode" if attempt.has_recomputed(times) else "handed over"
                 self._world.counts[f"path {kind}"] += 1
@@ -326,7 +326,7 @@ class SimGateway:
 
     def _count_ended_legs(self, attempt: Attempt) -> None:
         for worker in attempt.take_ended_legs():
-            self._router.ended(worker, attempt.placement)
+            self.router.ended(worker, attempt.placement)
             self._note_room()
 
     def _note_room(self) -> None:
@@ -361,12 +361,12 @@ class SimGateway:
 
     def _hear(self, status: WorkerStatus) -> None:
         self._roster.heard(status)
-        self._router.heard(status)
+        self.router.heard(status)
         self._note_room()
 
     def _lose_sight(self, name: str) -> None:
         self._roster.gone(name)
-        self._router.gone(name)
+        self.router.gone(name)
 
     def _order(self, worker: Worker, order: SubmitRequest | AbortRequests) -> None:
         self._sessions[worker.name].count_order()

@@ -57,6 +57,8 @@ class Invariants:
                 raise Violation("every request ends", f"{request.spec.request_id} has not")
             if self._is_crowded and request.end is not End.DONE:
                 raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
+        legs = {name: number for name, number in self._gateway.router.num_legs.items() if number}
+        expect("rest: no leg is counted", not legs, f"the router counts {legs}")
         for worker in self._fleet.workers.values():
             _check_scheduler(worker, is_dear=True)
             self._check_transfers(worker)

@@ -16,8 +16,9 @@ from unittest.mock import patch
 
 from baton import session
 from baton.messages import Heartbeat
-from baton.request import FirstToken
+from baton.request import EngineRequest, FirstToken
 from baton.session import GatewaySession
+from gateway.attempt import Attempt, legs
 from kv_transfer import KVConnectorScheduler, taking
 from kv_transfer.orders import WithdrawBlocks
 from kv_transfer.protocol.consumer import Consumer
@@ -29,6 +30,7 @@ from kv_transfer.protocol.producer import Producer
 from kv_transfer.remote_pools import PoolKey
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
+from tests.simulation import gateway
 from tests.simulation.connector import SimConnector
 from tests.simulation.run import Result
 from tests.simulation.runs import results
@@ -198,6 +200,37 @@ def keep_room_for_what_is_stuck() -> Patch:
     return patch.object(Consumer, "_postpone", lambda *_args: [])
 
 
+def go_on_behind_too_few_tokens() -> Patch:
+    """A request that moves is computed from its last token but one."""
+
+    def forgetful(request: EngineRequest, *args: Any) -> list[tuple[str, EngineRequest]]:
+        return legs(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
+
+    return patch.object(gateway, "legs", forgetful)
+
+
+def overlook_losses_while_it_moves() -> Patch:
+    """A request is placed on workers, and hears of their losses only once they have said something."""
+    original = Attempt.note_loss
+
+    def note_loss(self: Attempt, worker: str, reason: str) -> None:
+        if self._is_decoding:
+            original(self, worker, reason)
+
+    return patch.object(Attempt, "note_loss", note_loss)
+
+
+def count_legs_of_ended_attempts() -> Patch:
+    """The router takes workers for busy with what they were relieved of."""
+
+    def close(self: Attempt) -> list[str]:
+        left = sorted(self.open_legs)
+        self._counted_legs.clear()
+        return left
+
+    return patch.object(Attempt, "close", close)
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -219,6 +252,9 @@ PLANTED: dict[str, Plant] = {
         overlook_lost_orders,
         never_say_that_we_are_stuck,
         keep_room_for_what_is_stuck,
+        go_on_behind_too_few_tokens,
+        overlook_losses_while_it_moves,
+        count_legs_of_ended_attempts,
     )
 }
 

@@ -92,6 +92,9 @@ QUICK = (
     "overlook lost orders",
     "never say that we are stuck",
     "keep room for what is stuck",
+    "go on behind too few tokens",
+    "overlook losses while it moves",
+    "count legs of ended attempts",
 )
 
 

@@ -10,7 +10,8 @@
 #
 # Exit codes: 0 all went as docs/ray.md says, 77 something that it needs is not to be had here (named), else what failed.
 # Needs root, and Debian's openssh-server, openssh-client, rsync, iproute2 and make. MODEL is a model's folder; without
-# it, a tiny one with random weights is made. PYTHON is the environment that Baton is installed in.
+# it, a tiny one with random weights is made. In the environment: PYTHON, an interpreter that has Baton's packages (without
+# it: .venv's); KEEP=1 leaves the folder with all logs, /tmp/baton-ray-up.*, where it is.
 set -euo pipefail
 
 readonly MISSING=77
@@ -49,7 +50,7 @@ from tests.factories.models import make_model_dir
 make_model_dir(Path('$MODEL'))")
     fi
     MODEL=$(realpath "$MODEL") WORK=$WORK PYTHON=$PYTHON \
-        timeout --kill-after=10 "$LIMIT_S" \
+        timeout --foreground --kill-after=10 "$LIMIT_S" \
         unshare --net --pid --mount --fork --kill-child --mount-proc "$SELF" --inside
 }
 
@@ -77,12 +78,12 @@ inside() {
     done
     fill_in_template
     cd "$ROOT"
-    ray_() { "$PYTHON" -m ray.scripts.scripts "$@"; }
+    local ray=("$PYTHON" -m ray.scripts.scripts)
 
     say "ray get-auth-token --generate"
-    ray_ get-auth-token --generate >/dev/null
+    "${ray[@]}" get-auth-token --generate >/dev/null
     say "ray up"
-    RAY_UP_enable_autoscaler_v2=0 timeout 300 "$PYTHON" -m ray.scripts.scripts up -y --no-config-cache \
+    RAY_UP_enable_autoscaler_v2=0 timeout 300 "${ray[@]}" up -y --no-config-cache \
         "$WORK/cluster.yaml" >"$WORK/up.log" 2>&1 || fail "ray up: $(tail -40 "$WORK/up.log")"
     say "baton serve, on the head"
     serve
@@ -90,9 +91,9 @@ inside() {
     stop_serving
     serve_as_a_job
     say "stop_nodes.sh and ray down"
-    timeout 180 "$PYTHON" -m ray.scripts.scripts exec "$WORK/cluster.yaml" '~/baton/cluster/ray/stop_nodes.sh' \
+    timeout 180 "${ray[@]}" exec "$WORK/cluster.yaml" '~/baton/cluster/ray/stop_nodes.sh' \
         >"$WORK/stop.log" 2>&1 || fail "stop_nodes.sh: $(tail -40 "$WORK/stop.log")"
-    timeout 180 "$PYTHON" -m ray.scripts.scripts down -y "$WORK/cluster.yaml" >"$WORK/down.log" 2>&1 ||
+    timeout 180 "${ray[@]}" down -y "$WORK/cluster.yaml" >"$WORK/down.log" 2>&1 ||
         fail "ray down: $(tail -40 "$WORK/down.log")"
     nothing_is_left
     say "all well"

@@ -50,3 +50,23 @@ def test_a_bar_on_a_terminal_shows_how_far() -> None:
         report("downloading tiny", 0.25)
     assert "downloading tiny" in out.getvalue()
     assert "25%" in out.getvalue()
+
+
+def test_what_a_stage_notes_stays_and_what_it_says_only_moves() -> None:
+    screen, out = plain_screen()
+    with screen.stage("rollout", "one worker after the other") as stage:
+        stage.say("w0 draining")
+        stage.note("w0 serves anew")
+        stage("all serve")
+    first, last = out.getvalue().splitlines()
+    assert first == "          w0 serves anew"
+    assert last.startswith("rollout   all serve ")
+
+
+def test_what_a_stage_says_is_seen_on_a_terminal() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.stage("drain", "w0 leaves") as stage:
+        stage.say("draining, 2 requests")
+        screen.console.print("")  # whatever is printed makes it show itself anew
+    assert "(draining, 2 requests)" in out.getvalue()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.view import rates
+from cluster.view import rates, words
 from cluster.view.top import TopView, bar, fit
 from tests.factories.descriptions import description, gateway, loaded_from, missing, node, worker
 
@@ -176,6 +176,26 @@ def test_hits_are_those_of_late_or_of_all_time_if_nobody_asked() -> None:
     assert rates.hit_rate(before, asked(200, 100)) == 0.9
     assert rates.hit_rate(before, asked(100, 10)) == 0.1
     assert rates.hit_rate(None, worker("w0")) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (3.0, "3"),
+        (9.5, "9.5"),
+        (9.96, "10"),
+        (340.0, "340"),
+        (999.4, "999"),
+        (999.6, "1.0k"),
+        (1834.0, "1.8k"),
+        (34_000.0, "34k"),
+        (1_200_000, "1.2M"),
+        (7e13, "7.0e+13"),
+    ],
+)
+def test_amounts_are_short(value: float, text: str) -> None:
+    assert words.amount(value) == text
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,18 @@ async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
 
 
 @in_loop
+async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
+    """Large models take minutes to load, and no gateway follows before they have."""
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        report = await tested.controller.next_start(-1, 1.0)
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        await tested.controller.next_start(report.version, 0.4)
+        assert not orphaned.done()
+        await orphaned
+
+
+@in_loop
 async def test_shutdown_drains_all_and_leaves_nothing() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
