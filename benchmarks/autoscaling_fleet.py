@@ -303,6 +303,9 @@ class Moment:
     at: float
     num_prefill: int
     num_decode: int
+    """That serve."""
+    num_paid: int
+    """That have a place, whether they serve yet or not."""
     report: GatewayReport
     decision: Decision
 
@@ -340,4 +343,5 @@ async def _play(
             report = fleet.report()
             decision = await fleet.look()
             counts = [fleet.count(role, SlotState.SERVING) for role in WorkerRole]
-            each_look(Moment(now, counts[0], counts[1], report, decision))
+            num_paid = sum(slot.state is not SlotState.PLACING for slot in fleet.slots())
+            each_look(Moment(now, counts[0], counts[1], num_paid, report, decision))

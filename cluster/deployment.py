@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.clock import SystemClock
@@ -122,6 +123,7 @@ class _Deployment:
             self._config.gateway,
             self._config.network,
             self._keys.request,
+            self._keys.prefix,
             self._config.kv_transfer.load_failure_policy,
             served_model(self._config, self._model_path),
             await asyncio.wrap_future(self._loading),
@@ -135,7 +137,8 @@ class _Deployment:
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
         if scaling.mode != "off":
-            reporting = keep_reporting(fleet, gateway.report, scaling.interval_s)
+            report = partial(gateway.report, scaling.grow_after_s)
+            reporting = keep_reporting(fleet, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
 

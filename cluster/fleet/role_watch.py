@@ -9,7 +9,8 @@
       +---------------------------------- t    time would fit on one worker fewer: there is one to spare
 
 Whether it would fit is learned: a role that was short remembers how much each of its workers had to do then, and calls
-no worker spare as long as the others would have more than 0.7 of that. After an hour it forgets, since requests change.
+no worker spare as long as the others would have more than 0.7 of that. Requests change, so the memory fades: with every
+hour it thinks a worker capable of 1 / 0.7 as much.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from cluster.fleet.observation import Observation, ObservedWorker
 
 CALM = 0.8
 ROOM_TO_SPARE = 0.7
-FORGET_AFTER_S = 3600.0
+FADE_S = 3600.0
 _MAX_SAMPLES = 10_000
 
 
@@ -72,8 +73,6 @@ class RoleWatch:
         self._earlier.append((now, {signal.what: signal.value for signal in signals}))
         while self._earlier[0][0] < now - self._config.grow_after_s:
             self._earlier.popleft()
-        if self._limit is not None and now - self._limit[1] > FORGET_AFTER_S:
-            self._limit = None
 
     def remember_limit(self, num_serving: int) -> None:
         """What these workers had to do lately was too much."""
@@ -119,7 +118,7 @@ class RoleWatch:
         if num_left == 0:
             return "there was nothing to do" if amount == 0.0 else None
         each, use = amount / num_left, blocks / num_left
-        if each > ROOM_TO_SPARE * self._capacity():
+        if each > self._bearable():
             return None
         target = self._config.target_block_use
         if self._role is WorkerRole.DECODE and target is not None and use > ROOM_TO_SPARE * target:
@@ -141,10 +140,14 @@ class RoleWatch:
         used = sum(1.0 - s.kv_blocks.free / s.kv_blocks.total for s in statuses if s.kv_blocks.total)
         return _Work(now, sum(_tokens_per_s(status) for status in statuses), used)
 
-    def _capacity(self) -> float:
-        """What one worker can do at most, as far as is known."""
-        nothing_known = 1.0 if self._role is WorkerRole.PREFILL else float("inf")
-        return self._limit[0] if self._limit else nothing_known
+    def _bearable(self) -> float:
+        """What one worker may have to do, as far as is known."""
+        at_most = ROOM_TO_SPARE if self._role is WorkerRole.PREFILL else float("inf")
+        if self._limit is None:
+            return at_most
+        limit, since = self._limit
+        num_hours = int((self._now - since) / FADE_S)
+        return min(at_most, limit * ROOM_TO_SPARE ** (1 - num_hours))
 
     def _mean(self, over_s: float) -> tuple[float, float]:
         recent = [work for work in self._work if work.at >= self._now - over_s]

@@ -187,13 +187,15 @@ def test_no_decode_worker_goes_if_its_blocks_would_be_missed() -> None:
     assert changes(look(planner, Observation(workers=tuple(workers)), 0.0, 600.0)) == []
 
 
-def test_a_load_that_was_too_much_is_remembered_for_an_hour() -> None:
-    """Two workers missed the target with 500 tokens/s each. So three, with the same to do, are not one too many."""
+@pytest.mark.parametrize(("running", "hours"), [(4, 0.0), (6, 1.0), (9, 2.0)])
+def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: float) -> None:
+    """Two workers missed the target with 500 tokens/s each, which is 10 requests in steps of 20 ms."""
     planner = make_planner(autoscaling_config(decode=2, target_block_use=None))
     look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
-    three = [worker("w0", P), *(worker(f"w{n}", D, running=7) for n in (1, 2, 3))]
-    looks = look(planner, Observation(workers=tuple(three)), 15.0, 7200.0)
-    assert changes(looks)[0][0] == pytest.approx(3600.0 + 10.0, abs=10.0)
+    three = [worker("w0", P), *(worker(f"w{n}", D, running=running) for n in (1, 2, 3))]
+    ((at, change), *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
+    assert change == Scale(D, 2)
+    assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
 
 
 def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:

@@ -1,0 +1,69 @@
+"""Workers change their roles and are drained while clients stream: every answer is what it would have been."""
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+
+import pytest
+
+from baton.config import BatonConfig
+from baton.worker import WorkerRole
+from cluster.child_processes import WorkerProcess
+from cluster.control_channel import ControlChannel
+from tests.factories.local_cluster import local_cluster
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS = 4
+
+
+def control(worker: WorkerProcess) -> ControlChannel:
+    process = worker._process
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return ControlChannel(worker.name, process.stdin, process.stdout)
+
+
+def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32"},
+            "engine": {"num_threads": 1},
+            "scheduler": {"num_blocks": 400},
+            "kv_transfer": {"lease_s": 3.0},
+            "gateway": {"grpc_port": 0},
+            "network": {"secret_file": str(tmp_path / "secret")},
+            "cluster": {"prefill": 1, "decode": 2},
+        }
+    )
+
+    async def scenario() -> None:
+        async with local_cluster(config, make_model_dir(tmp_path / "model")) as cluster:
+            w0, w1, w2 = (control(cluster.workers[name]) for name in ("w0", "w1", "w2"))
+
+            async def ask(number: int) -> tuple[int, ...]:
+                prompt = [5 + number] * 40
+                answer = await cluster.answer(prompt, temperature=0.0, max_tokens=300, ignore_eos=True)
+                return answer.token_ids
+
+            async def ask_all() -> list[tuple[int, ...]]:
+                return await asyncio.gather(*[ask(number) for number in range(NUM_CLIENTS)])
+
+            undisturbed = await ask_all()
+
+            async def under_load(order: Awaitable[object]) -> object:
+                answers = asyncio.create_task(ask_all())
+                await asyncio.sleep(0.3)  # they are well under way
+                outcome = await order
+                assert await answers == undisturbed
+                return outcome
+
+            await under_load(w2.set_role(WorkerRole.PREFILL, 0.1))
+            assert await under_load(w0.drain(0.1)), "w2 computes the prompts now"
+            await under_load(w2.set_role(WorkerRole.DECODE, 0.1))
+            assert await under_load(w1.drain(0.1)), "w2 decodes now, all by itself"
+            assert await ask_all() == undisturbed
+            assert (await w2.status()).load.decode_step_s > 0.0
+
+    asyncio.run(scenario())
