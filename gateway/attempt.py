@@ -137,8 +137,8 @@ def legs(
 ) -> list[tuple[str, EngineRequest]]:
     """What each worker is told, in this order: the first to be told is the one that has to make room.
 
-    (transfer_id, number) names the hand-over, if there is one; no two attempts have the same. A prefill worker that runs
-    out of blocks computes its prompt again when it has some: the prompt is all that it has to do.
+    (transfer_id, number) names the hand-over, if there is one; no two attempts have the same. A prefill worker that
+    runs out of blocks computes its prompt again when it has some: the prompt is all that it has to do.
     """
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
