@@ -165,9 +165,18 @@ class GatewayConfig(Section):
     """Where to listen; loopback unless told otherwise."""
     grpc_port: int = Field(50051, ge=0, le=65535)
     """0 picks a free port."""
-    routing_policy: Literal["round_robin", "least_loaded"] = "least_loaded"
-    routing_mode: Literal["disaggregated", "local"] = "disaggregated"
-    """What a request gets that does not ask for a mode of its own."""
+    routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
+    """Which workers a request goes to: those whose turn it is; those with the fewest requests; or those that cost the
+    least time, given what is in their prefix caches, how busy they are and how fast KV gets from one to the other."""
+    routing_mode: Literal["auto", "disaggregated", "local"] = "disaggregated"
+    """What a request gets that does not ask for a mode of its own. `auto`: a decode worker computes the prompt itself
+    where that costs less time, that of its running requests included: short prompts, or any while prefill workers are
+    busy."""
+    local_prefill_tokens: int | None = Field(None, ge=0)
+    """With routing_mode `auto`: a prompt of which a decode worker lacks at most so many tokens is short. None: measured
+    rates decide."""
+    require_disaggregated: bool = False
+    """A request that would run on a decode worker alone only because no prefill worker is to be had fails instead."""
     max_in_flight: int = Field(256, ge=1)
     """Requests that are with workers at once; one more waits."""
     max_queued: int = Field(1024, ge=0)
@@ -176,6 +185,17 @@ class GatewayConfig(Section):
     placement_timeout_s: float = Field(30.0, gt=0.0)
     """A request that has found no worker for so long is refused."""
     max_message_mib: int = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def _check_routing(self) -> Self:
+        if self.local_prefill_tokens is not None and self.routing_mode != "auto":
+            raise ValueError(
+                f"local_prefill_tokens ({self.local_prefill_tokens}) needs routing_mode 'auto', not "
+                f"'{self.routing_mode}'"
+            )
+        if self.require_disaggregated and self.routing_mode == "local":
+            raise ValueError("require_disaggregated contradicts routing_mode 'local'")
+        return self
 
 
 class NetworkConfig(Section):
@@ -198,8 +218,8 @@ class NetworkConfig(Section):
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection ended, as it does at once when its process is killed, and that could not be connected
-    to again for so long counts as dead, too."""
+    """A worker whose connection broke, as it does at once when its process is killed, and did not come back for so long
+    counts as dead, too."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

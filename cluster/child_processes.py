@@ -129,6 +129,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
                 config.gateway,
                 config.network,
                 keys.request,
+                keys.prefix,
                 config.kv_transfer.load_failure_policy,
                 model,
                 await loading,

@@ -123,6 +123,7 @@ class _Deployment:
             self._config.gateway,
             self._config.network,
             self._keys.request,
+            self._keys.prefix,
             self._config.kv_transfer.load_failure_policy,
             served_model(self._config, self._model_path),
             await asyncio.wrap_future(self._loading),

@@ -40,7 +40,10 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--secret-file": ("network", "secret_file"),
     "--host": ("gateway", "host"),
     "--grpc-port": ("gateway", "grpc_port"),
+    "--routing-policy": ("gateway", "routing_policy"),
     "--routing-mode": ("gateway", "routing_mode"),
+    "--local-prefill-tokens": ("gateway", "local_prefill_tokens"),
+    "--require-disaggregated": ("gateway", "require_disaggregated"),
 }
 
 
@@ -50,14 +53,17 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         field = field_of(section, key)
         kind, choices = _type_of(field.annotation)
         explanation = " ".join((field.description or "").split())
+        value: dict[str, Any] = {
+            "type": kind,
+            "choices": choices,
+            "metavar": None if choices else key.upper(),
+        }
         parser.add_argument(
             flag,
             dest=f"{section}.{key}",
             default=None,
-            type=kind,
-            choices=choices,
-            metavar=None if choices else key.upper(),
             help=f"{section}.{key} (default {field.default}). {explanation}".replace("%", "%%"),
+            **({"action": "store_const", "const": True} if kind is bool else value),
         )
 
 
@@ -85,5 +91,5 @@ def _type_of(annotation: Any) -> tuple[type[Any], tuple[str, ...] | None]:
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:
         return str, get_args(annotation)
-    assert annotation in (int, float, str), f"no flag can hold a {annotation}"
+    assert annotation in (int, float, str, bool), f"no flag can hold a {annotation}"
     return annotation, None

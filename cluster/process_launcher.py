@@ -130,6 +130,7 @@ class ProcessFleet:
 async def process_fleet(config: BatonConfig, model_path: Path) -> AsyncIterator[ProcessFleet]:
     """Starts all of it and waits until it serves; nothing of it is left when the block ends."""
     secret = load_secret(config.network, os.environ, may_create=True)
+    keys = derive_keys(secret)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "baton.json"
         path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
@@ -141,7 +142,8 @@ async def process_fleet(config: BatonConfig, model_path: Path) -> AsyncIterator[
             gateway = Gateway(
                 config.gateway,
                 config.network,
-                derive_keys(secret).request,
+                keys.request,
+                keys.prefix,
                 config.kv_transfer.load_failure_policy,
                 served_model(config, model_path),
                 await asyncio.to_thread(Tokenizer, model_path),

@@ -42,13 +42,14 @@ class Dispatcher:
         config: GatewayConfig,
         network: NetworkConfig,
         keys: PlaneKeys | None,
+        prefix_key: bytes,
         load_failure_policy: LoadFailurePolicy,
         clock: Clock,
     ) -> None:
         self._config = config
         self._load_failure_policy = load_failure_policy
         self._clock = clock
-        self._router = Router(config)
+        self._router = Router(config, prefix_key)
         self._roster = Roster()
         self._fleet = Fleet(network, keys, self)
         self._runs: dict[str, Run] = {}
@@ -57,6 +58,8 @@ class Dispatcher:
         """Those that are with workers, by the id that these know."""
         self._room: WaitingRoom[Run] = WaitingRoom(config.max_queued, self._try_to_place)
         self._is_sweep_due = False
+        self._subscribing: set[asyncio.Task[None]] = set()
+        """Orders on their way into a socket, which takes them at once or not at all."""
         self.tally = Tally()
         self.latencies = LatencyWindow()
 
@@ -131,6 +134,7 @@ class Dispatcher:
         self._roster.heard(status)
         self._router.heard(status)
         self._note_room()
+        self._subscribe_if_lacking(status.ref.name)
 
     def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         now = self._clock.now()
@@ -141,7 +145,8 @@ class Dispatcher:
                 run.events.put_nowait((worker, output))
 
     def kv_events(self, worker: str, events: KVEvents) -> None:
-        """No policy follows them."""
+        """After a gap, a new account is asked for with the next heartbeat: once, not with all that still comes."""
+        self._router.kv_events(worker, events)
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
@@ -150,6 +155,13 @@ class Dispatcher:
         for run in self._by_attempt.values():
             if run.attempt is not None and worker in run.attempt.workers:
                 run.events.put_nowait((worker, Lost(run.attempt.engine_request_id, reason)))
+
+    def _subscribe_if_lacking(self, worker: str) -> None:
+        client = self._fleet.client(worker)
+        if client is not None and self._router.lacks_kv_account(worker):
+            task = asyncio.create_task(client.subscribe_kv_events())
+            self._subscribing.add(task)
+            task.add_done_callback(self._subscribing.discard)
 
     # admission, and a place
 
@@ -164,6 +176,7 @@ class Dispatcher:
             max_tokens=params.max_tokens,
             cache_salt=generation.cache_salt,
             mode=generation.mode,
+            must_not_fall_back=self._config.require_disaggregated,
         )
         request = ClientRequest(len(generation.prompt_token_ids), params, generation.text, now)
         journey = Journey(errand, self._load_failure_policy, self._roster, now)

@@ -49,6 +49,8 @@ class Errand:
     max_tokens: int
     cache_salt: str | None = None
     mode: Mode | None = None
+    must_not_fall_back: bool = False
+    """By the gateway's configuration: it runs on a decode worker alone by choice, or not at all."""
 
 
 class Journey:
@@ -73,8 +75,8 @@ class Journey:
 
     @property
     def may_recompute(self) -> bool:
-        """A request that requires disaggregation is never computed by its decode worker in silence."""
-        return self._errand.mode is not Mode.DISAGGREGATED
+        """A request that must not fall back is never computed by its decode worker in silence."""
+        return self._errand.mode is not Mode.DISAGGREGATED and not self._errand.must_not_fall_back
 
     def route(self, router: Router, output_token_ids: tuple[int, ...]) -> Placement:
         """Where it goes next; NoRoom or WorkerUnavailable if it has to wait.

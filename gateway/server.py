@@ -41,6 +41,7 @@ class Gateway:
         config: GatewayConfig,
         network: NetworkConfig,
         keys: PlaneKeys | None,
+        prefix_key: bytes,
         load_failure_policy: LoadFailurePolicy,
         model: ServedModel,
         tokenizer: Tokenizer,
@@ -48,6 +49,7 @@ class Gateway:
         fleet_control: FleetControl | None = None,
     ) -> None:
         """`keys` of the request plane, which its workers have too; None where `network.security` is `none`.
+        `prefix_key` is what they hash prefixes with.
 
         Operators' orders go to `fleet_control`; without one they are refused.
         """
@@ -55,7 +57,7 @@ class Gateway:
         self._config = config
         self._clock = clock
         self._incarnation = secrets.token_hex(8)
-        self._dispatcher = Dispatcher(config, network, keys, load_failure_policy, clock)
+        self._dispatcher = Dispatcher(config, network, keys, prefix_key, load_failure_policy, clock)
         self._health = health.aio.HealthServicer()
         max_bytes = config.max_message_mib * 2**20
         self._server = grpc.aio.server(

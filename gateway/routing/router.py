@@ -1,81 +1,211 @@
 """Router: which workers a request goes to; pure logic, so that a simulation can run it too.
 
-Fed with what workers say of themselves (`heard`, `gone`) and with what the gateway does (`sent`, `ended`); asked by
-`route`. It reads no clock: whoever calls passes the time.
+Fed with what workers say of themselves (`heard`, `gone`, `kv_events`), with what the gateway does (`sent`, `ended`) and
+with what it saw (`measured`); asked by `route`. It has no clock: whatever it knows of time are durations it was told.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from itertools import count
 
+from baton.block_hash import block_hashes
 from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
+from baton.messages import KVEvents
 from baton.request import StageTimes
-from baton.worker import WorkerRole, WorkerState, WorkerStatus
-from gateway.routing.placement import Ask, Mode, Placement
+from baton.worker import WorkerRole, WorkerStatus
+from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
+from gateway.routing.placement import Ask, Mode, NoRoom, Placement
+from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
+from gateway.routing.prefix_index import PrefixIndex, short_keys
+from gateway.routing.standing import WorkerStanding
 
 
 class Router:
-    """Chooses pairs, as the keys `routing_*` of the gateway's configuration say."""
+    """Places requests as the gateway's configuration says. `hash_key` is the one that workers hash prefixes with."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self._policy = config.routing_policy
-        self._default_mode = Mode(config.routing_mode)
+    def __init__(self, config: GatewayConfig, hash_key: bytes) -> None:
+        self._config = config
+        self._hash_key = hash_key
+        self._costs = CostModel()
+        self._policy = _make_policy(config, self._costs)
+        self._default_mode = None if config.routing_mode == "auto" else Mode(config.routing_mode)
+        self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
+        """Whether any decision depends on what is in prefix caches."""
+        self._index = PrefixIndex()
+        self._workers: dict[str, WorkerStanding] = {}
+        self._able: dict[WorkerRole, list[WorkerStanding]] = {role: [] for role in WorkerRole}
+        """Who takes requests, by name."""
         self._turn = count()
-        self._workers: dict[str, WorkerStatus] = {}
-        self.num_legs: Counter[str] = Counter()
+
+    @property
+    def num_legs(self) -> dict[str, int]:
         """Legs under way by worker."""
+        return {name: len(worker.legs) for name, worker in self._workers.items()}
 
     def heard(self, status: WorkerStatus) -> None:
-        """A worker's word on itself; the first one makes it known, if it takes requests."""
-        if status.state is WorkerState.READY:
-            self._workers[status.ref.name] = status
-        else:
-            self._workers.pop(status.ref.name, None)
+        """A worker's word on itself. It gets requests of its role, of late perhaps another one, while it is ready."""
+        name = status.ref.name
+        worker = self._workers.setdefault(name, WorkerStanding(name))
+        before = worker.service
+        if worker.is_of_another_life(status):
+            self._index.forget(name)
+        worker.heard(status)
+        self._costs.heard(status)
+        if worker.service != before:
+            self._note_change()
 
     def gone(self, name: str) -> None:
         """Lost, silent or removed: it gets nothing until it is heard again. Unknown names are no error."""
-        self._workers.pop(name, None)
+        self._index.forget(name)
+        if worker := self._workers.get(name):
+            worker.gone()
+            self._note_change()
+            self._drop_if_over(worker)
+
+    def kv_events(self, worker: str, events: KVEvents) -> bool:
+        """What a worker's prefix cache has or lacks now. False: something is missing before it; subscribe anew."""
+        return self._index.apply(worker, events)
+
+    def lacks_kv_account(self, worker: str) -> bool:
+        """Whether to subscribe to a worker's KV events, now and with each of its heartbeats until its account comes.
+
+        Never if nothing that is decided depends on them.
+        """
+        return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
     def sent(self, worker: str, placement: Placement) -> None:
         """A leg of a placement was sent to one of its workers: known at once, unlike what it says of itself."""
-        self.num_legs[worker] += 1
+        self._workers.setdefault(worker, WorkerStanding(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
         """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
-        self.num_legs[worker] -= 1
+        standing = self._workers[worker]
+        standing.ended(placement)
+        self._drop_if_over(standing)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
         """What the decode leg of a placement tells at its end."""
+        if placement.prefill is not None and times.transfer_bytes:
+            self._costs.links.measured(
+                placement.prefill,
+                placement.decode,
+                placement.num_transfer_tokens,
+                times.transfer_bytes,
+                times.transfer_moving_s,
+            )
 
     def route(self, ask: Ask) -> Placement:
-        """A placement without excluded workers; NoRoom if all are full, WorkerUnavailable if there is none.
+        """A placement without excluded workers; NoRoom if those that could decode are full, WorkerUnavailable if there
+        is none of them, or no prefill worker for a request that must not do without.
 
-        A request that asks for disaggregation never runs locally; another may, when no prefill worker is left.
+        It counts for nothing until its legs are `sent`.
         """
         turn = next(self._turn)
-        decoder = self._choose(WorkerRole.DECODE, ask.excluded, turn)
-        if decoder is None:
+        decodes = self._able_to(WorkerRole.DECODE, ask.excluded, turn)
+        if not decodes:
             raise WorkerUnavailable("no decode worker is available")
-        if (ask.mode or self._default_mode) is Mode.LOCAL:
-            return Placement(Mode.LOCAL, None, decoder, reason="asked")
-        prefiller = None if ask.without_prefill else self._choose(WorkerRole.PREFILL, ask.excluded, turn)
-        if prefiller is not None:
-            return Placement(Mode.DISAGGREGATED, prefiller, decoder)
-        if ask.mode is Mode.DISAGGREGATED:
+        prefills = [] if ask.without_prefill else self._able_to(WorkerRole.PREFILL, ask.excluded, turn)
+        mode = ask.mode or self._default_mode
+        is_required = ask.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
+        if mode is not Mode.LOCAL and not prefills and is_required:
             raise WorkerUnavailable("no prefill worker is available, and the request requires one")
-        return Placement(Mode.LOCAL, None, decoder, is_fallback=True, reason="no prefill worker")
+        num_tokens = len(ask.token_ids)
+        decodes = [worker for worker in decodes if worker.fits(num_tokens + 1)]
+        if not decodes:
+            raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
+        num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
+        need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
+        return self._place(ask, mode, need, prefills, decodes)
 
-    def _choose(self, role: WorkerRole, excluded: Collection[str], turn: int) -> str | None:
-        able = sorted(
-            name for name, status in self._workers.items() if status.role is role and name not in excluded
+    def _place(
+        self,
+        ask: Ask,
+        mode: Mode | None,
+        need: Need,
+        prefills: list[WorkerStanding],
+        decodes: list[WorkerStanding],
+    ) -> Placement:
+        if mode is Mode.LOCAL:
+            reason = "asked for" if ask.mode is Mode.LOCAL else "configured"
+            return self._local(need, self._policy.local(need, decodes), reason)
+        if mode is None:
+            local = self._policy.local(need, decodes)
+            if reason := self._reason_for_local(need, local, prefills, decodes):
+                return self._local(need, local, reason)
+        if not prefills:
+            return self._local(need, self._policy.local(need, decodes), "no prefill worker", is_fallback=True)
+        return self._pair(need, *self._policy.pair(need, prefills, decodes))
+
+    def _reason_for_local(
+        self, need: Need, local: WorkerStanding, prefills: list[WorkerStanding], decodes: list[WorkerStanding]
+    ) -> str:
+        """Why a request that may run either way is better off with a decode worker alone; empty if it is not."""
+        costs, threshold = self._costs, self._config.local_prefill_tokens
+        if threshold is not None and need.num_tokens - need.hits.get(local.name, 0) <= threshold:
+            return "short prompt"
+        if not prefills:
+            return ""
+        prefill, decode = self._policy.pair(need, prefills, decodes)
+        pair_s, local_s = costs.pair_s(prefill, decode, need), costs.local_s(local, need)
+        if threshold is None and local_s <= pair_s - costs.wait_s(prefill):
+            return "short prompt"
+        return "busy prefill workers" if local_s <= pair_s else ""
+
+    def _local(self, need: Need, decode: WorkerStanding, reason: str, is_fallback: bool = False) -> Placement:
+        return Placement(
+            Mode.LOCAL,
+            None,
+            decode.name,
+            is_fallback,
+            reason,
+            num_prefill_tokens=need.num_tokens - need.hits.get(decode.name, 0),
+            num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
-        if not able:
-            return None
-        rotated = able[turn % len(able) :] + able[: turn % len(able)]
-        return rotated[0] if self._policy == "round_robin" else min(rotated, key=self._num_requests)
 
-    def _num_requests(self, name: str) -> int:
-        counts = self._workers[name].requests
-        told = counts.running + counts.waiting + counts.waiting_for_remote_kvs
-        return max(told, self.num_legs[name])
+    def _pair(self, need: Need, prefill: WorkerStanding, decode: WorkerStanding) -> Placement:
+        return Placement(
+            Mode.DISAGGREGATED,
+            prefill.name,
+            decode.name,
+            num_prefill_tokens=need.num_tokens - need.hits.get(prefill.name, 0),
+            num_transfer_tokens=need.num_tokens - need.hits.get(decode.name, 0),
+            num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
+        )
+
+    def _hits(self, ask: Ask) -> dict[str, int]:
+        """How many tokens of it each worker has; all but one at most, since that one has to be computed anyway."""
+        hits: dict[str, int] = {}
+        for size in {worker.block_size for workers in self._able.values() for worker in workers}:
+            hashes = block_hashes(ask.token_ids[:-1], size, self._hash_key, ask.cache_salt)
+            for name, num_blocks in self._index.lookup(short_keys(hashes)).items():
+                hits[name] = num_blocks * size
+        return hits
+
+    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerStanding]:
+        """Beginning with whose turn it is."""
+        able = self._able[role]
+        if excluded:
+            able = [worker for worker in able if worker.name not in excluded]
+        start = turn % len(able) if able else 0
+        return able[start:] + able[:start]
+
+    def _note_change(self) -> None:
+        for role in WorkerRole:
+            able = [worker for worker in self._workers.values() if worker.service is role]
+            self._able[role] = sorted(able, key=lambda worker: worker.name)
+
+    def _drop_if_over(self, worker: WorkerStanding) -> None:
+        """Nothing is kept of workers that do not come back."""
+        if worker.is_gone and not worker.legs:
+            del self._workers[worker.name]
+            self._costs.links.forget(worker.name)
+
+
+def _make_policy(config: GatewayConfig, costs: CostModel) -> Policy:
+    match config.routing_policy:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "kv_aware":
+            return KVAware(costs)

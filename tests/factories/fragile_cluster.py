@@ -179,7 +179,14 @@ async def fragile_cluster(
         policy = config.kv_transfer.load_failure_policy
         model, tokenizer = served_model(config, model_path), Tokenizer(model_path)
         gateway = Gateway(
-            config.gateway, config.network, KEYS.request, policy, model, tokenizer, SystemClock()
+            config.gateway,
+            config.network,
+            KEYS.request,
+            KEYS.prefix,
+            policy,
+            model,
+            tokenizer,
+            SystemClock(),
         )
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:

@@ -69,7 +69,7 @@ def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path)
             "next_start_in_s": 1.5,
         }
         assert workers["w10"]["slot"]["next_start_in_s"] is None
-        assert (workers["w10"]["kv_blocks"]["total"], workers["w2"]["kv_blocks"]["total"]) == (9, 0)
+        assert (workers["w10"]["kv_blocks"]["total"], workers["w2"]["kv_blocks"]["total"]) == (999, 0)
         assert (workers["w3"]["incarnation"], workers["w3"]["pid"]) == ("", 0)
 
     run(test())

@@ -60,7 +60,7 @@ async def worker_behind_a_line(
     try:
         async with (
             breakable_line(d0.endpoint.request_address) as line,
-            gateway_with(folder, {}, {}) as under_test,
+            gateway_with(folder, {}, {}, routing_policy="round_robin") as under_test,
         ):
             under_test.gateway.add_worker(replace(d0.endpoint, request_address=line.address))
             await under_test.until(lambda: under_test.gateway.num_ready == 1)

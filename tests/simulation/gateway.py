@@ -37,7 +37,7 @@ class SimGateway:
         self._world = world
         self._policy = policy
         self._config = GatewayConfig(routing_policy="round_robin", placement_timeout_s=8.0)
-        self.router = Router(self._config)
+        self.router = Router(self._config, b"prefixes of the simulation")
         self._roster = Roster()
         self._room: WaitingRoom[ClientRequest] = WaitingRoom(self._config.max_queued, self._try_to_place)
         self._is_sweep_due = False

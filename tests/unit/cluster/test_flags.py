@@ -28,18 +28,23 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "gpu_memory_utilization": "0.5",
     }
     choices = [
-        c for c in ("float32", "dummy", "cuda", "local", "fp8", "dry_run") if c in str(field.annotation)
+        c
+        for c in ("float32", "dummy", "cuda", "kv_aware", "local", "fp8", "dry_run")
+        if c in str(field.annotation)
     ]
     text = samples.get(key) or (choices[0] if choices else "7")
-    overrides = overrides_from(parse(flag, text))
-    number = {"7": 7, "0.5": 0.5}.get(text)
-    assert overrides == {section: {key: text if number is None else number}}
+    is_switch = field.annotation is bool
+    overrides = overrides_from(parse(flag) if is_switch else parse(flag, text))
+    value = True if is_switch else {"7": 7, "0.5": 0.5}.get(text, text)
+    assert overrides == {section: {key: value}}
     if key == "gpu_memory_utilization":
         overrides["engine"]["device"] = "cuda"
+    if key == "local_prefill_tokens":
+        overrides["gateway"]["routing_mode"] = "auto"
     if place == ("autoscaling", "mode"):
         overrides["autoscaling"]["max_decode"] = 2
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
-    assert str(getattr(section_of_config, key)) == text
+    assert getattr(section_of_config, key) == value
 
 
 def test_flags_not_given_leave_the_file_alone() -> None:

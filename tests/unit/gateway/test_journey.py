@@ -18,7 +18,7 @@ class Fleet:
     """A router and a roster that hear the same."""
 
     def __init__(self, *names: str) -> None:
-        self.roster, self.router = Roster(), Router(GatewayConfig(routing_policy="round_robin"))
+        self.roster, self.router = Roster(), Router(GatewayConfig(routing_policy="round_robin"), b"")
         for name in names:
             self.hear(name)
 

@@ -1,0 +1,91 @@
+"""What a placement costs, in seconds that a request adds to everybody's answers; knows no policy. See docs/routing.md.
+
+pair   = wait(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
+local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
+
+wait      prompt tokens that wait there / its prefill rate
+compute   tokens of the prompt that it does not have / its prefill rate
+late      by how much the transfer of what D does not have outlasts their computation
+decode    steps of the answer, each as long as it is with one request more, and what that adds to the steps of those
+          that run there; and the computation, once more, of what will be pushed out if blocks run short
+"""
+
+from dataclasses import dataclass
+
+from baton.worker import WorkerStatus
+from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
+from gateway.routing.standing import WorkerStanding
+
+HANDOVER_S = 0.005
+"""Of a hand-over, whatever its size; see the hand-over benchmark."""
+
+EXPECTED_NEW_TOKENS = 128
+"""Of an answer that may be longer: how long it gets nobody knows, and what it may get is rarely meant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of whoever takes it."""
+
+    num_tokens: int
+    """To be computed, or found, before the next one."""
+    num_new_tokens: int
+    """Likely to follow."""
+    hits: dict[str, int]
+    """How many of `num_tokens` a worker has already, by name."""
+
+
+class CostModel:
+    """Rates of the fleet, and the terms that follow from them."""
+
+    def __init__(self) -> None:
+        self.links = LinkRates()
+        self._prefill_rate = MovingAverage()
+        self._decode_step = StepTime()
+
+    def heard(self, status: WorkerStatus) -> None:
+        """For workers that did not compute a prompt, or decode, themselves yet: they are taken to be as the others."""
+        if status.load.prefill_tokens_per_s > 0.0:
+            self._prefill_rate.add(status.load.prefill_tokens_per_s)
+        if status.load.decode_step_s > 0.0:
+            self._decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
+
+    def pair_s(self, prefill: WorkerStanding, decode: WorkerStanding, need: Need) -> float:
+        prefill_s = self.compute_s(prefill, need)
+        per_token_s = self.links.seconds_per_token(prefill.name, decode.name)
+        late_s = self._late_s(decode, need, per_token_s, prefill_s)
+        return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
+
+    def local_s(self, decode: WorkerStanding, need: Need) -> float:
+        damage = 1 + decode.num_requests
+        return self.wait_s(decode) + self.compute_s(decode, need) * damage + self.decode_s(decode, need)
+
+    def prefill_s(self, prefill: WorkerStanding, need: Need) -> float:
+        """The part of `pair_s` that is the same with every decode worker."""
+        return self.wait_s(prefill) + self.compute_s(prefill, need)
+
+    def receiver_s(self, decode: WorkerStanding, need: Need) -> float:
+        """About the part of `pair_s` that is the same with every prefill worker, as if the link were a typical one."""
+        per_token_s = self.links.typical_seconds_per_token()
+        return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
+
+    def wait_s(self, worker: WorkerStanding) -> float:
+        return worker.num_waiting_tokens / self._tokens_per_s(worker)
+
+    def compute_s(self, worker: WorkerStanding, need: Need) -> float:
+        return (need.num_tokens - need.hits.get(worker.name, 0)) / self._tokens_per_s(worker)
+
+    def decode_s(self, worker: WorkerStanding, need: Need) -> float:
+        step = worker.decode_step if worker.decode_step.is_measured else self._decode_step
+        num_running, num_new = worker.num_requests, need.num_new_tokens
+        seconds = num_new * (step.start_s + step.per_request_s * (2 * num_running + 1))
+        num_to_come = (num_running + 1) * num_new // 2 + need.num_tokens
+        num_short = num_to_come - worker.room * worker.block_size
+        return seconds + num_short / self._tokens_per_s(worker) if num_short > 0 else seconds
+
+    def _late_s(self, decode: WorkerStanding, need: Need, per_token_s: float, prefill_s: float) -> float:
+        num_tokens = need.num_tokens - need.hits.get(decode.name, 0)
+        return max(0.0, num_tokens * per_token_s - prefill_s)
+
+    def _tokens_per_s(self, worker: WorkerStanding) -> float:
+        return worker.prefill_rate.value or self._prefill_rate.value or PREFILL_TOKENS_PER_S

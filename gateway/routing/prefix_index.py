@@ -1,0 +1,214 @@
+"""PrefixIndex: which worker has which blocks in its prefix cache, as far as it told; knows no request and no policy.
+
+    hash of a block  ->  who has it, as the bits of one int        equal sets of workers are one object
+    worker           ->  its bit, and a log of what it stored      8 bytes a block, to take it out again
+
+Workers tell 8 bytes of each hash; 60 bits of them are the key, since such an int takes 32 bytes of memory and a longer
+one 48. Two blocks of ten million have the same key with a chance of one in twenty thousand, and then a worker is
+thought to have what it has not, which costs time and nothing else.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from baton.block_hash import SHORT_HASH_BYTES
+from baton.messages import KVEvents
+
+Key = int
+"""60 bits of a block's hash."""
+
+MAX_SHARED_SETS = 65_536
+"""Sets of workers that are kept as one object each; with more, memory is lost and nothing else."""
+
+MIN_SWEEP = 1024
+LOG_SLACK = 1024
+
+
+@dataclass(slots=True)
+class _Place:
+    """A worker's bit. It is free for another worker when no set holds it any more."""
+
+    name: str
+    bit: int
+    log: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Everything that it stored, with what was removed meanwhile until there is too much of that."""
+    num_blocks: int = 0
+    next_number: int | None = None
+    """Of the KVEvents that continue its account; None: there is a gap, and only a new account helps."""
+
+
+class PrefixIndex:
+    """Fed with KVEvents, asked for prompts. A departure is O(1); what it leaves behind is swept bit by bit later."""
+
+    def __init__(self) -> None:
+        self._holders: dict[Key, int] = {}
+        self._shared_sets: dict[int, int] = {}
+        self._places: dict[str, _Place] = {}
+        self._names: list[str] = []
+        """By the position of a bit."""
+        self._present = 0
+        """Bits of workers whose account is known; all others in a set are of the departed."""
+        self._departed: deque[_Place] = deque()
+        self._free_bits: list[int] = []
+
+    @property
+    def num_entries(self) -> int:
+        """Different blocks, those included that only the departed had and that are not swept yet."""
+        return len(self._holders)
+
+    def is_known(self, worker: str) -> bool:
+        """Whether it gave an account that nothing is missing from."""
+        place = self._places.get(worker)
+        return place is not None and place.next_number is not None
+
+    def num_blocks(self, worker: str) -> int:
+        """How many blocks a worker has; 0 if it is unknown."""
+        place = self._places.get(worker)
+        return place.num_blocks if place else 0
+
+    def apply(self, worker: str, events: KVEvents) -> bool:
+        """Takes in what a worker told. False: something before it is missing, and nothing is taken in until its next
+        account; what was known before the gap still is."""
+        if events.is_anew:
+            self.forget(worker)
+            self._arrive(worker)
+        place = self._places.get(worker)
+        if place is None or (not events.is_anew and events.number != place.next_number):
+            if place is not None:
+                place.next_number = None
+            return False
+        place.next_number = events.number + 1
+        removed, stored = _keys(events.removed), _keys(events.stored)
+        self._remove(place, removed)
+        self._store(place, stored)
+        self._sweep(MIN_SWEEP + 4 * (len(stored) + len(removed)))
+        return True
+
+    def forget(self, worker: str) -> None:
+        """The worker has nothing as of now; its next events have to be an account. Unknown names are no error."""
+        place = self._places.pop(worker, None)
+        if place is not None:
+            self._present ^= place.bit
+            self._departed.append(place)
+
+    def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
+        """How many blocks of a chain, from the first on and without a gap, each worker has that has any."""
+        get, alive, depth = self._holders.get, self._present, 0
+        found: dict[str, int] = {}
+        for key in keys:
+            holders = get(key, 0) & alive
+            if holders != alive:
+                if depth:
+                    self._note(found, alive ^ holders, depth)
+                if not holders:
+                    return found
+                alive = holders
+            depth += 1
+        if depth:
+            self._note(found, alive, depth)
+        return found
+
+    def check_integrity(self) -> None:
+        """Asserts that sets, counts and logs tell the same story; walks through everything."""
+        counts = dict.fromkeys((place.bit for place in [*self._places.values(), *self._departed]), 0)
+        for holders in self._holders.values():
+            assert holders, "a block that nobody has"
+            for bit in _bits(holders):
+                counts[bit] += 1  # KeyError: a bit of nobody
+        for place in [*self._places.values(), *self._departed]:
+            assert counts[place.bit] == place.num_blocks, f"{place.name}: {counts[place.bit]} blocks"
+            logged = {key for key in place.log if self._holders.get(key, 0) & place.bit}
+            assert len(logged) == place.num_blocks, f"{place.name}: its log misses blocks"
+            assert len(place.log) <= 2 * place.num_blocks + LOG_SLACK or place not in self._places.values()
+        bits = [*counts, *self._free_bits]
+        assert sorted(bits) == [1 << position for position in range(len(self._names))], f"bits {bits}"
+
+    def _note(self, found: dict[str, int], holders: int, depth: int) -> None:
+        names = self._names
+        while holders:
+            position = holders.bit_length() - 1
+            found[names[position]] = depth
+            holders ^= 1 << position
+
+    def _arrive(self, worker: str) -> None:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+            self._names[bit.bit_length() - 1] = worker
+        else:
+            bit = 1 << len(self._names)
+            self._names.append(worker)
+        self._places[worker] = _Place(worker, bit)
+        self._present |= bit
+
+    def _store(self, place: _Place, keys: Sequence[Key]) -> None:
+        holders_of, shared, bit, num_new = self._holders, self._shared_sets, place.bit, 0
+        get, share = holders_of.get, shared.setdefault
+        if len(shared) > MAX_SHARED_SETS:
+            shared.clear()
+        for key in keys:
+            holders = get(key)
+            if holders is None:
+                holders_of[key] = bit
+            elif holders & bit:
+                continue
+            else:
+                holders |= bit
+                holders_of[key] = share(holders, holders)
+            num_new += 1
+        place.num_blocks += num_new
+        place.log.extend(keys)
+        self._shorten_log(place)
+
+    def _remove(self, place: _Place, keys: Iterable[Key]) -> None:
+        holders_of, shared, bit, num_gone = self._holders, self._shared_sets, place.bit, 0
+        for key in keys:
+            holders = holders_of.get(key, 0)
+            if not holders & bit:
+                continue
+            holders ^= bit
+            if holders:
+                holders_of[key] = shared.setdefault(holders, holders)
+            else:
+                del holders_of[key]
+            num_gone += 1
+        place.num_blocks -= num_gone
+        self._shorten_log(place)
+
+    def _shorten_log(self, place: _Place) -> None:
+        """So that it takes at most twice the memory that it needs."""
+        if len(place.log) > 2 * place.num_blocks + LOG_SLACK:
+            get, bit = self._holders.get, place.bit
+            place.log = array("Q", dict.fromkeys(key for key in place.log if get(key, 0) & bit))
+
+    def _sweep(self, num_keys: int) -> None:
+        """Takes up to `num_keys` blocks of the departed out of the sets; whose log is empty has left for good."""
+        while self._departed and num_keys > 0:
+            place = self._departed[0]
+            keys = place.log[-num_keys:]
+            del place.log[-num_keys:]
+            num_keys -= len(keys)
+            log, place.log = place.log, array("Q")
+            self._remove(place, keys)
+            place.log = log
+            if not log:
+                self._departed.popleft()
+                self._free_bits.append(place.bit)
+
+
+def short_keys(block_hashes: Iterable[bytes]) -> list[Key]:
+    """What the index knows blocks by, for whole hashes or for the part of them that workers tell."""
+    return _keys(b"".join([block_hash[:SHORT_HASH_BYTES] for block_hash in block_hashes]))
+
+
+def _keys(short_hashes: bytes) -> list[Key]:
+    values = array("Q")
+    values.frombytes(short_hashes)
+    return [value >> 4 for value in values]
+
+
+def _bits(holders: int) -> Iterable[int]:
+    while holders:
+        yield holders & -holders
+        holders &= holders - 1

@@ -1,0 +1,88 @@
+"""How fast things go, learned from what workers and finished requests tell: averages that forget what was long ago."""
+
+from dataclasses import dataclass, field
+
+WEIGHT = 0.2
+"""Of the newest of all values: after ten more, a value counts for a tenth of what it did."""
+
+PREFILL_TOKENS_PER_S = 5_000.0
+DECODE_STEP_S = 0.02
+TRANSFER_BYTES_PER_S = 5e9
+BYTES_PER_TOKEN = 100_000.0
+"""Until there is anything better: a mid-sized model on a mid-sized GPU and network."""
+
+SHARE_OF_REQUEST = 0.02
+"""Of a decode step's time, what one request more adds, until steps of different sizes were seen."""
+
+MIN_SPREAD = 0.5
+"""Variance of the number of requests in a step, below which a slope would be noise."""
+
+
+@dataclass(slots=True)
+class MovingAverage:
+    """Of the values added so far, newer ones counting more; None before the first."""
+
+    value: float | None = None
+
+    def add(self, value: float) -> float:
+        """The average with this value."""
+        self.value = value if self.value is None else self.value + WEIGHT * (value - self.value)
+        return self.value
+
+
+@dataclass(slots=True)
+class StepTime:
+    """Time of a decode step as a line over the number of requests in it: the least squares of what was seen lately."""
+
+    start_s: float = DECODE_STEP_S
+    """Of a step with nobody in it."""
+    per_request_s: float = SHARE_OF_REQUEST * DECODE_STEP_S
+    """What each request adds."""
+    is_measured: bool = False
+    _requests: MovingAverage = field(default_factory=MovingAverage)
+    _seconds: MovingAverage = field(default_factory=MovingAverage)
+    _squares: MovingAverage = field(default_factory=MovingAverage)
+    _products: MovingAverage = field(default_factory=MovingAverage)
+
+    def add(self, num_requests: int, seconds: float) -> None:
+        x, y = self._requests.add(num_requests), self._seconds.add(seconds)
+        xx, xy = self._squares.add(num_requests * num_requests), self._products.add(num_requests * seconds)
+        spread = xx - x * x
+        guess = SHARE_OF_REQUEST * y / (1.0 + SHARE_OF_REQUEST * x)
+        slope = (xy - x * y) / spread if spread > MIN_SPREAD else guess
+        self.per_request_s = min(max(slope, 0.0), y / max(x, 1.0))
+        self.start_s = y - self.per_request_s * x
+        self.is_measured = True
+
+
+@dataclass(slots=True)
+class LinkRates:
+    """Bytes a second from a prefill worker to a decode worker, and how many bytes a token takes."""
+
+    typical: MovingAverage = field(default_factory=MovingAverage)
+    bytes_per_token: MovingAverage = field(default_factory=MovingAverage)
+    _by_pair: dict[tuple[str, str], MovingAverage] = field(default_factory=dict)
+
+    def measured(self, prefill: str, decode: str, num_tokens: int, num_bytes: int, moving_s: float) -> None:
+        """A hand-over of `num_tokens` tokens. While blocks go out as they are computed, a long prompt's rate is at most
+        that of its computation, which then is what there is to wait for anyway."""
+        if num_tokens > 0:
+            self.bytes_per_token.add(num_bytes / num_tokens)
+        if moving_s > 0.0:
+            rate = num_bytes / moving_s
+            self.typical.add(rate)
+            self._by_pair.setdefault((prefill, decode), MovingAverage()).add(rate)
+
+    def seconds_per_token(self, prefill: str, decode: str) -> float:
+        """On this link; where nothing went over it yet, on a typical one."""
+        average = self._by_pair.get((prefill, decode))
+        return self._per_token(average.value if average is not None else self.typical.value)
+
+    def typical_seconds_per_token(self) -> float:
+        return self._per_token(self.typical.value)
+
+    def forget(self, worker: str) -> None:
+        self._by_pair = {pair: rate for pair, rate in self._by_pair.items() if worker not in pair}
+
+    def _per_token(self, bytes_per_s: float | None) -> float:
+        return (self.bytes_per_token.value or BYTES_PER_TOKEN) / (bytes_per_s or TRANSFER_BYTES_PER_S)

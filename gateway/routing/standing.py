@@ -1,0 +1,147 @@
+"""WorkerStanding: how one worker stands now: what it said of itself last, and what this gateway has sent it since.
+
+A worker speaks twice a second, and others may send it requests too, so neither is the whole truth:
+
+    of ours, now   +   what it told beyond ours, then       requests, and prompt tokens that wait
+    free as told   -   what legs will take that have none   blocks
+
+Legs have none yet if they were sent after its last word, or if it told of fewer requests with blocks than we have sent
+it; then the youngest are those without. It errs towards too few: blocks of requests that ended count as free when the
+worker says so, and of those that a prompt shares with others, none is deducted.
+"""
+
+from itertools import islice
+
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
+from gateway.routing.placement import Placement
+from gateway.routing.rates import MovingAverage, StepTime
+
+
+class WorkerStanding:
+    """Of one name. Costs of a look are attributes, up to date after each call."""
+
+    __slots__ = (
+        "_num_others",
+        "_num_others_tokens",
+        "_num_own_tokens",
+        "_num_since_word",
+        "_status",
+        "decode_step",
+        "is_gone",
+        "legs",
+        "name",
+        "num_requests",
+        "num_waiting_tokens",
+        "prefill_rate",
+        "room",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.legs: dict[int, Placement] = {}
+        """Under way, oldest first; by identity, since two may be equal."""
+        self.is_gone = True
+        """Not heard of, or not any more."""
+        self.num_requests = 0
+        """There, or on their way to it."""
+        self.num_waiting_tokens = 0
+        """Of prompts that it is to compute."""
+        self.room = 0
+        """Free blocks, less those spoken for, and less one for each request that grows there."""
+        self.prefill_rate = MovingAverage()
+        self.decode_step = StepTime()
+        self._status: WorkerStatus | None = None
+        self._num_since_word = 0
+        self._num_own_tokens = 0
+        self._num_others = 0
+        self._num_others_tokens = 0
+
+    @property
+    def status(self) -> WorkerStatus:
+        assert self._status is not None, f"{self.name} said nothing yet"
+        return self._status
+
+    @property
+    def service(self) -> WorkerRole | None:
+        """What requests it takes at present."""
+        if self.is_gone or self.status.state is not WorkerState.READY:
+            return None
+        return self.status.role
+
+    @property
+    def block_size(self) -> int:
+        return self.status.ref.block_size
+
+    def heard(self, status: WorkerStatus) -> None:
+        self._status = status
+        self.is_gone = status.state in (WorkerState.STOPPED, WorkerState.DEAD)
+        self._num_since_word = 0
+        self._num_others = max(0, self._num_told - len(self.legs))
+        self._num_others_tokens = max(0, status.load.num_queued_prompt_tokens - self._num_own_tokens)
+        if status.load.prefill_tokens_per_s > 0.0:
+            self.prefill_rate.add(status.load.prefill_tokens_per_s)
+        if status.load.decode_step_s > 0.0:
+            self.decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
+        self._refresh()
+
+    def gone(self) -> None:
+        self.is_gone = True
+
+    def is_of_another_life(self, status: WorkerStatus) -> bool:
+        return self._status is not None and self._status.ref.incarnation != status.ref.incarnation
+
+    def sent(self, placement: Placement) -> None:
+        assert id(placement) not in self.legs, f"{placement} was sent to {self.name} before"
+        self.legs[id(placement)] = placement
+        self._num_own_tokens += self._tokens(placement)
+        self._num_since_word += 1
+        self._refresh()
+
+    def ended(self, placement: Placement) -> None:
+        del self.legs[id(placement)]
+        self._num_own_tokens -= self._tokens(placement)
+        self._num_since_word = min(self._num_since_word, len(self.legs))
+        self._refresh()
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether it has blocks for so many; if nothing of ours is there and it says that it is idle, in any case.
+
+        Without the latter, blocks that a worker never frees would keep it from being asked for ever.
+        """
+        is_idle = not self.legs and self._num_told == 0
+        return is_idle or self.room >= self.num_blocks_for(num_tokens)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def _num_told(self) -> int:
+        counts = self.status.requests
+        return counts.running + counts.waiting + counts.waiting_for_remote_kvs
+
+    def _refresh(self) -> None:
+        if self._status is None:
+            return  # legs of a former life
+        self.num_requests = len(self.legs) + self._num_others
+        self.num_waiting_tokens = self._num_waiting_tokens()
+        counts = self._status.requests
+        num_without = max(
+            self._num_since_word, len(self.legs) - counts.running - counts.waiting_for_remote_kvs
+        )
+        spoken_for = sum(leg.num_decode_blocks for leg in self._youngest(num_without))
+        self.room = self._status.kv_blocks.free - spoken_for - self.num_requests
+
+    def _num_waiting_tokens(self) -> int:
+        """Two bounds, each of which may be far too high: all of our prompts that are under way, some of which are
+        partly computed; and what it told and has computed some of since, with what was sent after that."""
+        as_told = self.status.load.num_queued_prompt_tokens
+        num_unseen = max(self._num_since_word, len(self.legs) - self._num_told)
+        as_told += sum(self._tokens(leg) for leg in self._youngest(num_unseen))
+        return min(as_told, self._num_own_tokens + self._num_others_tokens)
+
+    def _tokens(self, leg: Placement) -> int:
+        is_computed_here = leg.prefill == self.name or leg.prefill is None
+        return leg.num_prefill_tokens if is_computed_here else 0
+
+    def _youngest(self, num_legs: int) -> list[Placement]:
+        return list(islice(reversed(self.legs.values()), num_legs))

@@ -1,0 +1,59 @@
+"""Credits: nothing is prefilled that no decode worker can take, and no worker is left out for ever."""
+
+import pytest
+
+from baton.errors import WorkerUnavailable
+from gateway.routing.placement import NoRoom
+from tests.unit.gateway.test_router import DISAGGREGATED, POLICIES, P, ask, end, router_of, send, status
+
+
+def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
+    for policy in POLICIES:
+        router = router_of(policy, DISAGGREGATED, *P, status("d0", 1, free=5), status("d1", 1, free=9))
+        assert {router.route(ask(100)).decode for _ in range(4)} == {
+            "d1"
+        }  # 7 blocks, and one for each that runs
+        with pytest.raises(NoRoom, match="200 tokens"):
+            router.route(ask(200))
+
+
+def test_what_was_sent_takes_blocks_before_the_worker_says_so() -> None:
+    router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
+    first = send(router, ask(127))  # 8 blocks
+    send(router, ask(127))  # 8 of 12 - 1
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
+    router.heard(status("d0", remote=2, free=4))
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
+    end(router, first)
+    router.heard(status("d0", running=1, free=12))
+    send(router, ask(127))
+
+
+def test_a_word_that_does_not_know_of_a_leg_yet_does_not_make_room() -> None:
+    router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
+    send(router, ask(127))
+    send(router, ask(127))
+    router.heard(status("d0", remote=1, free=12))  # written before the second one arrived
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
+    router.heard(status("d0", remote=1, waiting=1, free=12))  # arrived, but has no blocks yet
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
+
+
+def test_an_idle_worker_gets_one_request_whatever_it_says_of_its_blocks() -> None:
+    router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=0))
+    send(router, ask(127))
+    with pytest.raises(NoRoom):
+        router.route(ask(1))
+    router.heard(status("d0", running=1, free=0))
+    with pytest.raises(NoRoom):
+        router.route(ask(1))
+
+
+def test_a_missing_prefill_worker_is_told_before_missing_room() -> None:
+    router = router_of("kv_aware", DISAGGREGATED, status("d0", 1, free=0), require_disaggregated=True)
+    with pytest.raises(WorkerUnavailable):
+        router.route(ask())
