@@ -258,7 +258,7 @@ class Dispatcher:
                         yield delta
                 return
             except AttemptFailed as failure:
-                logger.warning("request %s: %s: %s", run.generation.request_id, failure.worker, failure)
+                logger.info("request %s: %s: %s", run.generation.request_id, failure.worker, failure)
                 if (last := self._go_on(run, attempt, failure)) is not None:
                     yield last
                     return
