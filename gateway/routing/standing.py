@@ -25,7 +25,9 @@ class WorkerStanding:
         "_num_others_tokens",
         "_num_own_tokens",
         "_num_since_word",
+        "_num_told",
         "_status",
+        "block_size",
         "decode_step",
         "is_gone",
         "legs",
@@ -46,12 +48,14 @@ class WorkerStanding:
         """There, or on their way to it."""
         self.num_waiting_tokens = 0
         """Of prompts that it is to compute."""
+        self.block_size = 1
         self.room = 0
         """Free blocks, less those spoken for, and less one for each request that grows there."""
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
         self._num_since_word = 0
+        self._num_told = 0
         self._num_own_tokens = 0
         self._num_others = 0
         self._num_others_tokens = 0
@@ -68,12 +72,11 @@ class WorkerStanding:
             return None
         return self.status.role
 
-    @property
-    def block_size(self) -> int:
-        return self.status.ref.block_size
-
     def heard(self, status: WorkerStatus) -> None:
         self._status = status
+        self.block_size = status.ref.block_size
+        counts = status.requests
+        self._num_told = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         self.is_gone = status.state in (WorkerState.STOPPED, WorkerState.DEAD)
         self._num_since_word = 0
         self._num_others = max(0, self._num_told - len(self.legs))
@@ -113,11 +116,6 @@ class WorkerStanding:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    @property
-    def _num_told(self) -> int:
-        counts = self.status.requests
-        return counts.running + counts.waiting + counts.waiting_for_remote_kvs
 
     def _refresh(self) -> None:
         if self._status is None:
