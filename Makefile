@@ -10,12 +10,13 @@ CONFIG ?=
 SEEDS ?= 10000
 TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
+CHAOS ?=
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-faults simulate-scheduler break-workers fuzz-wire gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-faults simulate-scheduler break-workers chaos fuzz-wire gpu-check format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -67,6 +68,9 @@ simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler
 
 break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS hand-overs each, on every transport
 	$(PYTHON_IN_VENV) -m tests.e2e.worker_faults --transfers $(TRANSFERS)
+
+chaos: $(INSTALLED) ## Five minutes of killing workers, nodes and the controller under load; CHAOS="--seconds 60 --seed 1"
+	$(PYTHON_IN_VENV) -m tests.chaos $(CHAOS)
 
 fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
 	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)

@@ -218,8 +218,8 @@ class NetworkConfig(Section):
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection ended, as it does at once when its process is killed, and that could not be connected to
-    again for so long counts as dead, too."""
+    """A worker whose connection broke, as it does at once when its process is killed, and did not come back for so long
+    counts as dead, too."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

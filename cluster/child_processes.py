@@ -4,6 +4,7 @@ The same workers, the same gateway and the same planes as under Ray; only who st
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from baton.config import BatonConfig
 from baton.curve import ClusterSecret, derive_keys
 from baton.errors import WorkerUnavailable
 from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.control_channel import ControlChannel
 from cluster.fleet.desired import worker_names
 from cluster.fleet.spec import served_model
 from cluster.secret import SECRET_VARIABLE, load_secret
@@ -60,14 +62,33 @@ class WorkerProcess:
             )
         return endpoint_from_json(line)
 
+    def control(self) -> ControlChannel:
+        """For a worker that serves; its stdout is read there alone from now on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return ControlChannel(self.name, self._process.stdin, self._process.stdout)
+
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def stop(self) -> int:
-        """Lets the worker end by itself and returns its exit code; one that does not is killed."""
+    def wait(self) -> int:
+        """Blocks until the process has ended; its exit code."""
+        return self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Cleanly, by itself, and soon."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Our ends of its pipes. A process that still runs ends with them."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # what it was told last went nowhere
+                stream.close()
+
+    def stop(self) -> int:
+        """Lets the worker end by itself and returns its exit code; one that does not is killed."""
+        self.close()
         try:
             return self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -96,7 +117,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = Path(folder) / "baton.json"
-            path.write_text(json.dumps(_with_path(config, model_path)))  # JSON is YAML
+            path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
             for name, role in worker_names(config):
                 workers[name] = WorkerProcess(path, secret, role, name)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
@@ -126,8 +147,8 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             await asyncio.gather(*[asyncio.to_thread(worker.stop) for worker in workers.values()])
 
 
-def _with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
-    """Without what nobody has set, which may be the device's choice."""
+def with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
+    """As a file says it: without what nobody has set, which may be the device's choice."""
     values = config.model_dump(exclude_unset=True)
     values.setdefault("model", {})["path"] = str(model_path)
     return values

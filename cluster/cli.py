@@ -100,12 +100,13 @@ def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.Argum
 
     drain = commands.add_parser("drain", help="take a worker out for good; what it has goes on elsewhere")
     role = commands.add_parser("role", help="give a worker another role, without a restart")
-    rollout = commands.add_parser("rollout", help="restart every worker, one after the other, under load")
+    rollout = commands.add_parser("rollout", help="restart workers, one after the other, under load")
     for order in (drain, role, rollout):
         _add_target(order)
         order.add_argument("--json", action="store_true", help="print one JSON object once it is done")
     for order in (drain, role):
         order.add_argument("worker", metavar="WORKER", help="its name in `baton status`")
+    rollout.add_argument("workers", nargs="*", metavar="WORKER", help="default: all")
     role.add_argument("role", choices=("prefill", "decode"), help="what it is to become")
 
 
@@ -202,7 +203,7 @@ def _role(options: argparse.Namespace) -> int:
 def _rollout(options: argparse.Namespace) -> int:
     from cluster.commands import rollout
 
-    return rollout.run(options.target, as_json=options.json)
+    return rollout.run(options.target, options.workers, as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -157,8 +157,8 @@ class _Deployment:
     async def _end(self, fleet: ControllerHandle, hurry: asyncio.Event) -> None:
         try:
             if not self._tasks or not await unless(hurry, fleet.shutdown(may_drain=True)):
-                # A controller that never answered may have no process yet, and take minutes to get one. On a private Ray
-                # nothing of it can be left behind.
+                # A controller that never answered may have no process yet, and take minutes to get one. On a private
+                # Ray nothing of it can be left behind.
                 absent_s = 0.0 if self._config.cluster.ray_address == "local" else _ABSENT_TIMEOUT_S
                 async with asyncio.timeout(None if fleet.has_answered else absent_s):
                     await fleet.shutdown(may_drain=False)

@@ -5,7 +5,7 @@ from enum import Enum
 
 from baton.errors import InvalidRequest
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
+from baton.request import EngineRequest, ErrorKind, FinishReason, OnPreemption, RequestOutput, StageTimes
 from gateway.routing.placement import Placement
 
 
@@ -137,7 +137,8 @@ def legs(
 ) -> list[tuple[str, EngineRequest]]:
     """What each worker is told, in this order: the first to be told is the one that has to make room.
 
-    (transfer_id, number) names the hand-over, if there is one; no two attempts have the same.
+    (transfer_id, number) names the hand-over, if there is one; no two attempts have the same. A prefill worker that
+    runs out of blocks computes its prompt again when it has some: the prompt is all that it has to do.
     """
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
@@ -147,7 +148,7 @@ def legs(
     to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)
     return [
         (decode, replace(request, kv_transfer=to_decode)),
-        (prefill, replace(request, kv_transfer=to_prefill)),
+        (prefill, replace(request, kv_transfer=to_prefill, on_preemption=OnPreemption.RESUME)),
     ]
 
 

@@ -148,9 +148,9 @@ class GatewayClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
-    async def rollout(self) -> AsyncIterator[RolloutStep]:
-        """Restarts every worker, one after the other; yields as each new life serves."""
-        call = self._cluster.RolloutFleet(cluster_pb.RolloutFleetRequest())
+    async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
+        """Restarts these workers, or all, one after the other; yields as each new life serves."""
+        call = self._cluster.RolloutFleet(cluster_pb.RolloutFleetRequest(workers=workers))
         try:
             async for step in call:
                 yield RolloutStep(step.worker, step.incarnation, step.done, step.count)

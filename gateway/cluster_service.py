@@ -76,11 +76,11 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
 
     async def RolloutFleet(  # noqa: N802
         self,
-        request: pb.RolloutFleetRequest,  # noqa: ARG002
+        request: pb.RolloutFleetRequest,
         context: Context,
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
         try:
-            async for step in self._control().rollout():
+            async for step in self._control().rollout(tuple(request.workers)):
                 yield fleet_messages.step_to_message(step)
         except (FleetError, ClusterError) as error:
             await abort_call(context, error)

@@ -145,8 +145,8 @@ class Dispatcher:
                 run.events.put_nowait((worker, output))
 
     def kv_events(self, worker: str, events: KVEvents) -> None:
-        if not self._router.kv_events(worker, events):
-            self._subscribe_if_lacking(worker)
+        """After a gap, a new account is asked for with the next heartbeat: once, not with all that still comes."""
+        self._router.kv_events(worker, events)
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
@@ -258,7 +258,7 @@ class Dispatcher:
                         yield delta
                 return
             except AttemptFailed as failure:
-                logger.warning("request %s: %s: %s", run.generation.request_id, failure.worker, failure)
+                logger.info("request %s: %s: %s", run.generation.request_id, failure.worker, failure)
                 if (last := self._go_on(run, attempt, failure)) is not None:
                     yield last
                     return

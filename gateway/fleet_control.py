@@ -20,6 +20,6 @@ class FleetControl(Protocol):
         """Returns once the worker serves in its new role; if it cannot, it serves in its old one, and this raises."""
         ...
 
-    def rollout(self) -> AsyncIterator[RolloutStep]:
-        """Restarts every worker, one after the other; yields as each new life serves."""
+    def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
+        """Restarts these workers, or all, one after the other; yields as each new life serves."""
         ...

@@ -75,7 +75,7 @@ class WorkerClient:
         self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard again."""
+        """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard."""
         self._is_connected = True
         """Or never was: then only silence tells."""
         self._grace: asyncio.TimerHandle | None = None

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\xcc\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\x12\x1d\n\x05nodes\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Node\x12(\n\ncontroller\x18\x06 \x01(\x0b\x32\x14.baton.v1.Controller\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"4\n\x14SetWorkerRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x17\n\x15SetWorkerRoleResponse\"\x15\n\x13RolloutFleetRequest\"X\n\x14RolloutFleetResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"T\n\nController\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tdecisions\x18\x04 \x03(\t\"\xbd\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08is_alive\x18\x03 \x01(\x08\x12\x0f\n\x07is_head\x18\x04 \x01(\x08\x12\x30\n\tresources\x18\x05 \x03(\x0b\x32\x1d.baton.v1.Node.ResourcesEntry\x12\x0f\n\x07workers\x18\x06 \x03(\t\x1a\x30\n\x0eResourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x84\x03\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x12\"\n\x08kv_peers\x18\n \x03(\x0b\x32\x10.baton.v1.KVPeer\x12\x1c\n\x04load\x18\x0b \x01(\x0b\x32\x0e.baton.v1.Load\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x1c\n\x04slot\x18\r \x01(\x0b\x32\x0e.baton.v1.Slot\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x89\x01\n\x04Slot\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06starts\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\x12\x1c\n\x0fnext_start_in_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_next_start_in_s\"s\n\x04Load\x12\x1c\n\x14queued_prompt_tokens\x18\x01 \x01(\x04\x12\x18\n\x10oldest_waiting_s\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x04 \x01(\x01\"\xaf\x01\n\x06KVPeer\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x10\n\x08moving_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\x12\x12\n\nnot_needed\x18\n \x01(\x04\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\xeb\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x12\x31\n\x08\x63ounters\x18\x04 \x03(\x0b\x32\x1f.baton.v1.Gateway.CountersEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xd7\x02\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12P\n\rSetWorkerRole\x12\x1e.baton.v1.SetWorkerRoleRequest\x1a\x1f.baton.v1.SetWorkerRoleResponse\x12O\n\x0cRolloutFleet\x12\x1d.baton.v1.RolloutFleetRequest\x1a\x1e.baton.v1.RolloutFleetResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\xcc\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\x12\x1d\n\x05nodes\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Node\x12(\n\ncontroller\x18\x06 \x01(\x0b\x32\x14.baton.v1.Controller\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"4\n\x14SetWorkerRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x17\n\x15SetWorkerRoleResponse\"&\n\x13RolloutFleetRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\"X\n\x14RolloutFleetResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"T\n\nController\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tdecisions\x18\x04 \x03(\t\"\xbd\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08is_alive\x18\x03 \x01(\x08\x12\x0f\n\x07is_head\x18\x04 \x01(\x08\x12\x30\n\tresources\x18\x05 \x03(\x0b\x32\x1d.baton.v1.Node.ResourcesEntry\x12\x0f\n\x07workers\x18\x06 \x03(\t\x1a\x30\n\x0eResourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x84\x03\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x12\"\n\x08kv_peers\x18\n \x03(\x0b\x32\x10.baton.v1.KVPeer\x12\x1c\n\x04load\x18\x0b \x01(\x0b\x32\x0e.baton.v1.Load\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x1c\n\x04slot\x18\r \x01(\x0b\x32\x0e.baton.v1.Slot\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x89\x01\n\x04Slot\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06starts\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\x12\x1c\n\x0fnext_start_in_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_next_start_in_s\"s\n\x04Load\x12\x1c\n\x14queued_prompt_tokens\x18\x01 \x01(\x04\x12\x18\n\x10oldest_waiting_s\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x04 \x01(\x01\"\xaf\x01\n\x06KVPeer\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x10\n\x08moving_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\x12\x12\n\nnot_needed\x18\n \x01(\x04\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\xeb\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x12\x31\n\x08\x63ounters\x18\x04 \x03(\x0b\x32\x1f.baton.v1.Gateway.CountersEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xd7\x02\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponse\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12P\n\rSetWorkerRole\x12\x1e.baton.v1.SetWorkerRoleRequest\x1a\x1f.baton.v1.SetWorkerRoleResponse\x12O\n\x0cRolloutFleet\x12\x1d.baton.v1.RolloutFleetRequest\x1a\x1e.baton.v1.RolloutFleetResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWORKERROLERESPONSE']._serialized_start=392
   _globals['_SETWORKERROLERESPONSE']._serialized_end=415
   _globals['_ROLLOUTFLEETREQUEST']._serialized_start=417
-  _globals['_ROLLOUTFLEETREQUEST']._serialized_end=438
-  _globals['_ROLLOUTFLEETRESPONSE']._serialized_start=440
-  _globals['_ROLLOUTFLEETRESPONSE']._serialized_end=528
-  _globals['_CONTROLLER']._serialized_start=530
-  _globals['_CONTROLLER']._serialized_end=614
-  _globals['_NODE']._serialized_start=617
-  _globals['_NODE']._serialized_end=806
-  _globals['_NODE_RESOURCESENTRY']._serialized_start=758
-  _globals['_NODE_RESOURCESENTRY']._serialized_end=806
-  _globals['_WORKER']._serialized_start=809
-  _globals['_WORKER']._serialized_end=1197
-  _globals['_WORKER_COUNTERSENTRY']._serialized_start=1150
-  _globals['_WORKER_COUNTERSENTRY']._serialized_end=1197
-  _globals['_SLOT']._serialized_start=1200
-  _globals['_SLOT']._serialized_end=1337
-  _globals['_LOAD']._serialized_start=1339
-  _globals['_LOAD']._serialized_end=1454
-  _globals['_KVPEER']._serialized_start=1457
-  _globals['_KVPEER']._serialized_end=1632
-  _globals['_KVBLOCKS']._serialized_start=1634
-  _globals['_KVBLOCKS']._serialized_end=1749
-  _globals['_REQUESTS']._serialized_start=1751
-  _globals['_REQUESTS']._serialized_end=1827
-  _globals['_GATEWAY']._serialized_start=1830
-  _globals['_GATEWAY']._serialized_end=2065
-  _globals['_GATEWAY_PATHSENTRY']._serialized_start=1972
-  _globals['_GATEWAY_PATHSENTRY']._serialized_end=2016
-  _globals['_GATEWAY_COUNTERSENTRY']._serialized_start=1150
-  _globals['_GATEWAY_COUNTERSENTRY']._serialized_end=1197
-  _globals['_CLUSTERSERVICE']._serialized_start=2068
-  _globals['_CLUSTERSERVICE']._serialized_end=2411
+  _globals['_ROLLOUTFLEETREQUEST']._serialized_end=455
+  _globals['_ROLLOUTFLEETRESPONSE']._serialized_start=457
+  _globals['_ROLLOUTFLEETRESPONSE']._serialized_end=545
+  _globals['_CONTROLLER']._serialized_start=547
+  _globals['_CONTROLLER']._serialized_end=631
+  _globals['_NODE']._serialized_start=634
+  _globals['_NODE']._serialized_end=823
+  _globals['_NODE_RESOURCESENTRY']._serialized_start=775
+  _globals['_NODE_RESOURCESENTRY']._serialized_end=823
+  _globals['_WORKER']._serialized_start=826
+  _globals['_WORKER']._serialized_end=1214
+  _globals['_WORKER_COUNTERSENTRY']._serialized_start=1167
+  _globals['_WORKER_COUNTERSENTRY']._serialized_end=1214
+  _globals['_SLOT']._serialized_start=1217
+  _globals['_SLOT']._serialized_end=1354
+  _globals['_LOAD']._serialized_start=1356
+  _globals['_LOAD']._serialized_end=1471
+  _globals['_KVPEER']._serialized_start=1474
+  _globals['_KVPEER']._serialized_end=1649
+  _globals['_KVBLOCKS']._serialized_start=1651
+  _globals['_KVBLOCKS']._serialized_end=1766
+  _globals['_REQUESTS']._serialized_start=1768
+  _globals['_REQUESTS']._serialized_end=1844
+  _globals['_GATEWAY']._serialized_start=1847
+  _globals['_GATEWAY']._serialized_end=2082
+  _globals['_GATEWAY_PATHSENTRY']._serialized_start=1989
+  _globals['_GATEWAY_PATHSENTRY']._serialized_end=2033
+  _globals['_GATEWAY_COUNTERSENTRY']._serialized_start=1167
+  _globals['_GATEWAY_COUNTERSENTRY']._serialized_end=1214
+  _globals['_CLUSTERSERVICE']._serialized_start=2085
+  _globals['_CLUSTERSERVICE']._serialized_end=2428
 # @@protoc_insertion_point(module_scope)

@@ -85,7 +85,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RolloutFleet(self, request, context):
-        """Restarts every worker, one after the other, and says so as each new life serves.
+        """Restarts workers, one after the other, and says so as each new life serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class ClusterServiceStub:
     new one. FAILED_PRECONDITION says why it goes on in the old one.
     """
     RolloutFleet: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]
-    """Restarts every worker, one after the other, and says so as each new life serves."""
+    """Restarts workers, one after the other, and says so as each new life serves."""
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
@@ -62,7 +62,7 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     new one. FAILED_PRECONDITION says why it goes on in the old one.
     """
     RolloutFleet: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]  # type: ignore[assignment]
-    """Restarts every worker, one after the other, and says so as each new life serves."""
+    """Restarts workers, one after the other, and says so as each new life serves."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     """The fleet behind a gateway, for operators."""
@@ -101,6 +101,6 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.RolloutFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.RolloutFleetResponse], _abc.AsyncIterator[_cluster_service_pb2.RolloutFleetResponse]]:
-        """Restarts every worker, one after the other, and says so as each new life serves."""
+        """Restarts workers, one after the other, and says so as each new life serves."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

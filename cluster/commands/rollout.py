@@ -1,16 +1,16 @@
-"""`baton rollout`: restarts every worker, one after the other, while the others serve."""
+"""`baton rollout`: restarts workers, one after the other, while the others serve."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.fleet import RolloutStep
 from cluster.commands.orders import carry_out, of_absent, ordering
 from gateway.client import GatewayClient, GatewayError
 
 
-def run(target: str, as_json: bool) -> int:
-    """Returns once every worker lives anew. GatewayError says what stopped it, and how many did by then."""
+def run(target: str, workers: Sequence[str], as_json: bool) -> int:
+    """Returns once these workers, or all, live anew. GatewayError says what stopped it, and how many did by then."""
     steps: list[RolloutStep] = []
 
     def on_step(step: RolloutStep) -> None:
@@ -19,21 +19,23 @@ def run(target: str, as_json: bool) -> int:
 
     with ordering("rollout", "one worker after the other", as_json) as stage:
         try:
-            total_s = asyncio.run(_follow(target, on_step, stage.say))
+            total_s = asyncio.run(_follow(target, workers, on_step, stage.say))
         except GatewayError as error:
             raise error if not steps else _with_progress(error, steps) from None
         stage(f"{len(steps)} workers live anew")
     if as_json:
-        workers = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
-        print(json.dumps({"workers": workers, "total_s": total_s}))
+        renewed = [{"worker": step.worker, "incarnation": step.incarnation} for step in steps]
+        print(json.dumps({"workers": renewed, "total_s": total_s}))
     return 0
 
 
-async def _follow(target: str, on_step: Callable[[RolloutStep], None], say: Callable[[str], None]) -> float:
+async def _follow(
+    target: str, workers: Sequence[str], on_step: Callable[[RolloutStep], None], say: Callable[[str], None]
+) -> float:
     async with GatewayClient(target) as client:
 
         async def all_steps() -> None:
-            async for step in client.rollout():
+            async for step in client.rollout(workers):
                 on_step(step)
 
         return await carry_out(all_steps(), client, of_absent, say)

@@ -186,11 +186,15 @@ class Controller:
             self._changing_role.discard(worker)
             self._save()
 
-    async def rollout(self) -> AsyncIterator[RolloutStep]:
-        """Restarts every worker, one after the other; yields as each new life serves. FleetError ends it half-way."""
+    async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
+        """Restarts these workers, or all, one after the other; yields as each new life serves.
+
+        FleetError ends it half-way.
+        """
         if self._rolling is not None:
             raise FleetError(f"a rollout is under way, at worker {self._rolling}; wait for its end")
-        names = [slot.name for slot in self._desired.slots.values() if not slot.is_leaving]
+        names = [self._keeper(name).slot.name for name in workers]
+        names = names or [slot.name for slot in self._desired.slots.values() if not slot.is_leaving]
         try:
             for done, name in enumerate(names, 1):
                 self._rolling = name

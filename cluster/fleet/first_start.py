@@ -26,17 +26,17 @@ async def first_start(source: StartSource, timeout_s: float, no_room: str, on_pr
     Raises what no further try would change, and ClusterError once the time is over: `no_room` if some worker found
     none, else which ones are not ready.
     """
-    report = StartReport(-1, (), (), (), None)
+    report = await source.next_start(-1, timeout_s)  # at once, but a controller's process has to start, too
     try:
         async with asyncio.timeout(timeout_s):
-            while report.version < 0 or report.unready:
-                report = await source.next_start(report.version, _POLL_S)
-                if report.failure is not None:
-                    raise report.failure
+            while report.unready and report.failure is None:
                 for name, progress in report.progress:
                     on_progress(name, progress)
+                report = await source.next_start(report.version, _POLL_S)
     except TimeoutError:
         raise ClusterError(_why(report, timeout_s, no_room)) from None
+    if report.failure is not None:
+        raise report.failure
 
 
 def _why(report: StartReport, timeout_s: float, no_room: str) -> str:

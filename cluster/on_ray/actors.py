@@ -61,6 +61,7 @@ class WorkerActor:
             self._endpoint = self._worker.start(self._progress.put)
         finally:
             self._progress.close()
+        self._worker.when_ended(self._stopped.set)
         return self._endpoint
 
     def next_progress(self) -> StartProgress | None:

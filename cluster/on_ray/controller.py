@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _NAME = "controller"
 _KEY = b"desired"
 
+_NUM_ENDED_ROLLOUTS = 8
+"""Their last steps may still be asked for."""
+
 _RESTART_S = 30.0
 """What a call waits beyond its own time for a controller that is being restarted."""
 
@@ -104,10 +107,13 @@ class ControllerActor:
     async def scale(self, role: WorkerRole, count: int) -> None:
         await self._controller.scale(role, count)
 
-    async def begin_rollout(self) -> str:
+    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
         """Its id. It goes on whoever still asks for its steps."""
         rollout_id = secrets.token_hex(4)
-        self._rollouts = {rollout_id: _Rollout(self._controller.rollout())}
+        ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
+        for known in ended[:-_NUM_ENDED_ROLLOUTS]:
+            del self._rollouts[known]
+        self._rollouts[rollout_id] = _Rollout(self._controller.rollout(workers))
         return rollout_id
 
     async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
@@ -134,6 +140,10 @@ class _Rollout:
         self._steps: list[RolloutStep] = []
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run(steps))
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
 
     async def step(self, index: int) -> RolloutStep | None:
         while index >= len(self._steps):
@@ -207,8 +217,8 @@ class ControllerHandle:
     async def scale(self, role: WorkerRole, count: int) -> None:
         await self._call(self._order_s, self._actor.scale, role, count)
 
-    async def rollout(self) -> AsyncIterator[RolloutStep]:
-        rollout_id = await self._call(0.0, self._actor.begin_rollout)
+    async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
+        rollout_id = await self._call(0.0, self._actor.begin_rollout, workers)
         index = 0
         while (
             step := await self._call(self._renew_s, self._actor.rollout_step, rollout_id, index)

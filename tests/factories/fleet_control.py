@@ -48,12 +48,12 @@ class FakeFleetControl:
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         await self._note("set_role", worker, role.value)
 
-    async def rollout(self) -> AsyncIterator[RolloutStep]:
+    async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
         """Refuses, if it does, after the first worker."""
-        self.orders.append(("rollout",))
-        count = len(self.fleet.slots)
-        for done, description in enumerate(self.fleet.slots, start=1):
-            yield RolloutStep(description.name, f"{description.name}-next-life", done, count)
+        self.orders.append(("rollout", *workers))
+        names = workers or tuple(description.name for description in self.fleet.slots)
+        for done, name in enumerate(names, start=1):
+            yield RolloutStep(name, f"{name}-next-life", done, len(names))
             if self.refuses:
                 raise self.refuses
 

@@ -147,6 +147,8 @@ def test_c52_each_attempt_has_a_hand_over_of_its_own(folder: Path) -> None:
             assert {leg.output_token_ids for leg in resumed} == {tuple(ANSWER[:HALF])}
             assert [leg.kv_transfer.attempt for leg in resumed if leg.kv_transfer] == [1] * len(resumed)
             assert len({transfer.transfer_id for transfer in transfers if transfer}) == len(transfers)
+            kept = {leg.on_preemption for leg in heard if isinstance(leg, EngineRequest)}
+            assert kept == {OnPreemption.RESUME}, "a prompt is computed where it was begun"
 
     run(test())
 

@@ -97,7 +97,7 @@ def say(text: str) -> None:
 
 
 def main(what: str) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="ray-autoscaler-"))
+    folder = Path(tempfile.mkdtemp(dir="/tmp/ray"))  # which ends with these namespaces
     (folder / "cluster.json").write_text(json.dumps(CLUSTER))
     subprocess.run(
         [

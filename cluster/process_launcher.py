@@ -1,0 +1,165 @@
+"""Workers of a fleet as child processes on this machine; they end with this process, so there is never one to adopt."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.curve import ClusterSecret, derive_keys
+from baton.errors import ClusterError, WorkerUnavailable
+from baton.fleet import NodeDescription
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from cluster.child_processes import WorkerProcess, with_path
+from cluster.control_channel import ControlChannel
+from cluster.fleet.controller import Controller
+from cluster.fleet.desired import Memory
+from cluster.fleet.first_start import first_start
+from cluster.fleet.follower import Follower
+from cluster.fleet.launcher import Found, OnStartProgress
+from cluster.fleet.spec import served_model
+from cluster.secret import load_secret
+from gateway import Gateway, Tokenizer
+
+
+class ProcessLife:
+    """One process. See cluster.fleet.launcher.Life."""
+
+    def __init__(self, process: WorkerProcess, number: int) -> None:
+        self.number = number
+        self.node = socket.gethostname()
+        self.process = process
+        self._channel: ControlChannel | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"life of {process.name}")
+        self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:  # noqa: ARG002 (it goes to the log)
+        try:
+            endpoint = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self.process.wait_until_ready
+            )
+        except WorkerUnavailable as error:
+            raise ClusterError(str(error)) from None
+        self._channel = self.process.control()
+        return endpoint
+
+    async def status(self, after_s: float) -> WorkerStatus:
+        await asyncio.wait([self._exit], timeout=after_s)
+        if self._exit.done():
+            raise ClusterError(f"its process ended with {self._exit.result()}")
+        return await self._control().status()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return await self._control().drain(timeout_s)
+
+    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
+        await self._control().set_role(role, timeout_s)
+
+    async def stop(self, timeout_s: float) -> None:
+        if self._channel is not None and timeout_s > 0:
+            self.process.ask_to_end()
+            await asyncio.wait([self._exit], timeout=timeout_s)
+        if not self._exit.done():
+            self.process.send_signal(signal.SIGKILL)
+        await asyncio.wait([self._exit])
+        self._threads.shutdown(wait=False)
+        self.process.close()
+
+    def _control(self) -> ControlChannel:
+        assert self._channel is not None, f"worker {self.name} was not started"
+        return self._channel
+
+
+class ProcessLauncher:
+    """See cluster.fleet.launcher.Launcher. There is room for any number of workers, but never for a spare one."""
+
+    def __init__(self, config_path: Path, secret: ClusterSecret | None) -> None:
+        self._config_path = config_path
+        self._secret = secret
+        self.lives: dict[str, ProcessLife] = {}
+        """The latest of each worker, by name."""
+
+    async def place(self, name: str, role: WorkerRole, number: int) -> ProcessLife:
+        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name), number)
+        self.lives[name] = life
+        return life
+
+    async def has_room(self, role: WorkerRole) -> bool:  # noqa: ARG002
+        return False
+
+    async def adopt(self, patience_s: float) -> Mapping[str, Found]:  # noqa: ARG002
+        return {}
+
+    async def nodes(self) -> tuple[NodeDescription, ...]:
+        node = NodeDescription(
+            name=socket.gethostname(),
+            address="127.0.0.1",
+            is_alive=True,
+            is_head=True,
+            workers=tuple(sorted(self.lives)),
+        )
+        return (node,)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFleet:
+    """A fleet that its controller keeps whole, and a gateway that follows it, in this event loop."""
+
+    controller: Controller
+    gateway: Gateway
+    launcher: ProcessLauncher
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.gateway.grpc_port}"
+
+
+@asynccontextmanager
+async def process_fleet(config: BatonConfig, model_path: Path) -> AsyncIterator[ProcessFleet]:
+    """Starts all of it and waits until it serves; nothing of it is left when the block ends."""
+    secret = load_secret(config.network, os.environ, may_create=True)
+    keys = derive_keys(secret)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "baton.json"
+        path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
+        launcher = ProcessLauncher(path, secret)
+        controller = Controller(config, launcher, Memory(), SystemClock())
+        try:
+            await controller.start()
+            await first_start(controller, config.cluster.start_timeout_s, "no room", lambda *_: None)
+            gateway = Gateway(
+                config.gateway,
+                config.network,
+                keys.request,
+                keys.prefix,
+                config.kv_transfer.load_failure_policy,
+                served_model(config, model_path),
+                await asyncio.to_thread(Tokenizer, model_path),
+                SystemClock(),
+                controller,
+            )
+            await gateway.start()
+            follower = Follower(controller, gateway)
+            endpoints = await follower.catch_up(0.0)
+            following = asyncio.create_task(follower.run(), name="follow the fleet")
+            try:
+                await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
+                yield ProcessFleet(controller, gateway, launcher)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+                await gateway.stop(grace_s=1.0)
+        finally:
+            await controller.shutdown(may_drain=False)

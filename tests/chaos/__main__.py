@@ -1,0 +1,151 @@
+"""Chaos: a real cluster serves clients while its processes are killed, stopped and restarted every few seconds.
+
+    python -m tests.chaos [--seconds 300] [--clients 32] [--seed N] [--model FOLDER] [--json FILE]
+
+Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream has to
+end complete and equal to the undisturbed answer; at the end the fleet is whole, no block is held, and nothing is left
+behind. Ends with 1 if anything of this did not hold. The seed draws questions and faults; when they hit is up to the
+machine.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gateway.client import GatewayClient
+from tests.chaos.clients import Clients, Tally
+from tests.chaos.errands import Errands, run_beside
+from tests.chaos.faults import Faults
+from tests.chaos.fleet import actors_left, serve_flags, until_healed
+from tests.chaos.machines import Machines, prepare
+from tests.chaos.questions import answer_all, make_questions
+from tests.factories.serving import serving
+
+NUM_QUESTIONS = 24
+NUM_NODES = 3
+END_TIMEOUT_S = 180.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    prepare(os.environ)
+    machines = Machines(NUM_NODES, cpus_per_node=2)
+    try:
+        flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
+        with serving(*flags) as serve:
+            target = serve.wait_ready()["target"]
+            report = run_beside(partial(_run, options, machines, target))
+            serve.interrupt()
+            report["exit_code"] = serve.wait_gone()
+            report["left_behind"] = actors_left(machines)
+            report["stderr"] = serve.stderr
+    finally:
+        machines.shut_down()
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1))
+    return _judge(report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--model", default="smollm2", help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
+    return parser
+
+
+async def _run(
+    options: argparse.Namespace, machines: Machines, target: str, errands: Errands
+) -> dict[str, Any]:
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}: {options.prefill} P + {options.decode} D on {NUM_NODES} nodes, {target}", flush=True)
+    async with GatewayClient(target) as client:
+        vocab_size = (await client.model_info())["vocab_size"]
+        rng = random.Random(seed)
+        questions = await answer_all(
+            client, make_questions(rng, NUM_QUESTIONS, vocab_size, options.max_tokens)
+        )
+        clients = Clients(target, questions, options.clients, seed)
+        faults = Faults(machines, errands, client, rng)
+        streaming = asyncio.create_task(clients.run())
+        disturbing = asyncio.create_task(faults.run())
+        await asyncio.wait([streaming, disturbing], timeout=options.seconds, return_when="FIRST_COMPLETED")
+        is_disturbed = not disturbing.done()
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
+        await faults.settle()
+        clients.stop()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await streaming
+        except TimeoutError:
+            clients.tally.note_wrong(f"streams had not ended {END_TIMEOUT_S:g} s after the last fault")
+        num_workers = options.prefill + options.decode
+        healed_after_s, unrest = await until_healed(client, num_workers)
+        if not is_disturbed:
+            unrest.append(f"the faults ended by themselves: {disturbing.exception()!r}")
+        return {
+            "seed": seed,
+            "faults": dict(sorted(faults.counts.items())),
+            "fault_log": faults.log,
+            "healed_after_s": healed_after_s,
+            "unrest": unrest,
+            "gateway": (await client.describe())["gateway"],
+            **_figures(clients.tally),
+        }
+
+
+def _figures(tally: Tally) -> dict[str, Any]:
+    gaps = sorted(tally.longest_gaps) or [0.0]
+    return {
+        "streams": tally.num_streams,
+        "right": tally.num_right,
+        "moved": tally.num_moved,
+        "tokens": tally.num_tokens,
+        "num_wrong": tally.num_wrong,
+        "wrong": tally.wrong,
+        "stall_s": {
+            "median": statistics.median(gaps),
+            "p99": gaps[int(0.99 * (len(gaps) - 1))],
+            "longest": gaps[-1],
+        },
+    }
+
+
+def _judge(report: dict[str, Any]) -> int:
+    stall = report["stall_s"]
+    print(
+        f"{report['streams']} streams, {report['right']} as undisturbed, {report['moved']} moved on the way"
+    )
+    print(f"faults: {', '.join(f'{count} x {name}' for name, count in report['faults'].items())}")
+    print(
+        f"longest stall of a stream: median {stall['median']:.2f} s, p99 {stall['p99']:.2f} s, "
+        f"worst {stall['longest']:.2f} s; whole and at rest {report['healed_after_s']:.1f} s after the last stream"
+    )
+    problems = [*report["wrong"], *report["unrest"]]
+    if report["exit_code"] != 0:
+        problems.append(f"baton serve ended with {report['exit_code']}")
+    problems += [f"left behind: {title}" for title in report["left_behind"]]
+    if report["streams"] != report["right"] + report["num_wrong"]:
+        problems.append("a stream had no end")
+    if problems:
+        print(report["stderr"][-5000:], file=sys.stderr)
+    for problem in problems:
+        print(f"wrong: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The fleet that is under fire: how it is started, and when it counts as whole again."""
+
+import asyncio
+import time
+from typing import Any
+
+import psutil
+
+from gateway.client import GatewayClient, GatewayError
+from tests.chaos.machines import Machines
+
+HEAL_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+OUR_ACTORS = ("ray::Worker", "ray::Controller")
+"""How Ray names their processes."""
+
+
+def serve_flags(address: str, model: str, num_prefill: int, num_decode: int) -> list[str]:
+    """For `baton serve`. float32, since in bfloat16 the tokens depend on who else is in the batch."""
+    flags = {
+        "--ray-address": address,
+        "--model": model,
+        "--dtype": "float32",
+        "--prefill": num_prefill,
+        "--decode": num_decode,
+        "--num-threads": 1,
+        "--num-blocks": 600,
+    }
+    return [str(part) for flag in flags.items() for part in flag]
+
+
+async def until_healed(
+    client: GatewayClient, num_workers: int, *, at_rest: bool = True
+) -> tuple[float, list[str]]:
+    """Seconds from now until every worker serves and, with `at_rest`, nothing is left to do; and what never was so."""
+    began = time.monotonic()
+    while True:
+        try:
+            description = await client.describe()
+            unrest = _missing(description, num_workers)
+            unrest += _unrest(description) if at_rest else []
+        except GatewayError as error:
+            unrest = [str(error)]
+        elapsed_s = time.monotonic() - began
+        if not unrest or elapsed_s > HEAL_TIMEOUT_S:
+            return elapsed_s, unrest
+        await asyncio.sleep(0.25)
+
+
+def _missing(description: dict[str, Any], num_workers: int) -> list[str]:
+    """What a whole fleet would have."""
+    workers = description["workers"]
+    found = [f"{worker['name']} is {worker['state']}" for worker in workers if worker["state"] != "ready"]
+    if len(workers) != num_workers:
+        found.append(f"{len(workers)} workers instead of {num_workers}")
+    return found
+
+
+def _unrest(description: dict[str, Any]) -> list[str]:
+    """What is not as it should be where nobody wants anything."""
+    found = []
+    for worker in description["workers"]:
+        blocks, requests = worker["kv_blocks"], worker["requests"]
+        if blocks["free"] != blocks["total"] or blocks["leased"] or blocks["quarantined"]:
+            found.append(f"{worker['name']} holds blocks: {blocks}")
+        if any(requests.values()):
+            found.append(f"{worker['name']} has requests: {requests}")
+    if description["gateway"]["in_flight"] or description["gateway"]["queued"]:
+        found.append(f"the gateway is busy: {description['gateway']}")
+    return found
+
+
+def actors_left(machines: Machines) -> list[str]:
+    """Processes of ours that are still there after `baton serve` has ended."""
+    actors = [process for process in machines.processes() if _title(process).startswith(OUR_ACTORS)]
+    _, alive = psutil.wait_procs(actors, timeout=STOP_TIMEOUT_S)
+    return [_title(process) for process in alive]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
