@@ -149,6 +149,7 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
         "transferred_tokens": result.num_transfer_tokens,
         "local": result.num_local,
         "waited_for_room": result.num_waited,
+        "computed_before_there_was_room": result.num_in_vain,
         "preemptions": result.num_preemptions,
     }
     print(

@@ -39,6 +39,9 @@ class Result:
     num_transfer_tokens: int = 0
     num_local: int = 0
     num_waited: int = 0
+    """At the gateway, for room."""
+    num_in_vain: int = 0
+    """Prompts that were computed before their decode worker had blocks for them."""
     num_preemptions: int = 0
     makespan_s: float = 0.0
 
@@ -223,6 +226,7 @@ class VirtualFleet:
                 assert began_at is not None
                 flight = self._flights[output.request_id]
                 flight.prompt_done_at = self._now
+                self.result.num_in_vain += flight.num_to_load is None
                 flight.load_began_at = max(flight.load_began_at, began_at)
                 self._move_if_ready(flight)
         self._wake(worker)

@@ -82,7 +82,7 @@ class Router:
     def ended(self, worker: str, placement: Placement) -> None:
         """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
         standing = self._workers[worker]
-        standing.ended(placement)
+        standing.ended(placement, are_hits_known=self._follows_kv)
         self._drop_if_over(standing)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
