@@ -262,7 +262,8 @@ class ClusterConfig(Section):
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     ray_address: str = "local"
-    """`local` starts a private Ray for this command; anything else joins that cluster."""
+    """`local` starts a private Ray for this command; `none` does without, for CPUs: workers are child processes on this
+    machine. Anything else joins that cluster."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
     """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
@@ -294,6 +295,16 @@ class ClusterConfig(Section):
     orphan_timeout_s: float = Field(60.0, gt=0.0)
     """On a cluster that was joined: a fleet that no gateway has asked about for so long ends itself."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ray_address == "none":
+            for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"{key} ({value}) is for nodes of a Ray cluster, and ray_address is 'none'"
+                    )
+        return self
+
 
 class BatonConfig(Section):
     """The whole file."""
@@ -309,6 +320,11 @@ class BatonConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.cluster.ray_address == "none" and self.engine.device == "cuda":
+            raise ValueError(
+                "cluster.ray_address 'none' needs engine.device 'cpu': it is Ray that shares out a machine's GPUs. "
+                "Use 'local'"
+            )
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(
