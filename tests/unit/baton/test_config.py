@@ -173,3 +173,17 @@ def test_the_mode_of_autoscaling_needs_no_quotes_in_yaml(tmp_path: Path, mode: s
     path = tmp_path / "baton.yaml"
     path.write_text(f"autoscaling: {{mode: {mode}, max_decode: 3}}\n")
     assert BatonConfig.from_yaml(path).autoscaling.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"engine": {"device": "cuda"}}, "cluster.ray_address 'none' needs engine.device 'cpu'"),
+        ({"cluster": {"decode_resources": {"decode": 1.0}}}, r"decode_resources .* ray_address is 'none'"),
+        ({"cluster": {"prefill_labels": {"role": "prefill"}}}, r"prefill_labels .* ray_address is 'none'"),
+    ],
+)
+def test_what_only_ray_can_do_is_refused_without_it(values: dict[str, Any], complaint: str) -> None:
+    cluster = {"ray_address": "none", **values.get("cluster", {})}
+    with pytest.raises(ConfigError, match=complaint):
+        BatonConfig.from_mapping({**values, "cluster": cluster})
