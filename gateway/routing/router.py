@@ -112,7 +112,9 @@ class Router:
         if mode is not Mode.LOCAL and not prefills and is_required:
             raise WorkerUnavailable("no prefill worker is available, and the request requires one")
         num_tokens = len(ask.token_ids)
-        decodes = [worker for worker in decodes if worker.fits(num_tokens + 1)]
+        large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
+        if large:  # else it need not wait to be told that nobody can serve it
+            decodes = [worker for worker in large if worker.fits(num_tokens + 1)]
         if not decodes:
             raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
         num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)

@@ -118,6 +118,10 @@ class WorkerStanding:
         self._num_own_tokens -= self._tokens(placement)
         self._refresh()
 
+    def may_ever_hold(self, num_tokens: int) -> bool:
+        """Whether so many fit into its pool when nobody else is there."""
+        return self.status.kv_blocks.total >= self.num_blocks_for(num_tokens)
+
     def fits(self, num_tokens: int) -> bool:
         """Whether it has blocks for so many; if nothing of ours is there and it says that it is idle, in any case.
 

@@ -94,3 +94,21 @@ def test_a_missing_prefill_worker_is_told_before_missing_room() -> None:
     router = router_of("kv_aware", DISAGGREGATED, status("d0", 1, free=0), require_disaggregated=True)
     with pytest.raises(WorkerUnavailable):
         router.route(ask())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_could_never_hold_it_is_not_asked_while_another_can(policy: str) -> None:
+    small, large = status("d0", total=4, free=4), status("d1", 1, free=20)
+    router = router_of(policy, DISAGGREGATED, *P, small, large)
+    assert {router.route(ask(100)).decode for _ in range(4)} == {"d1"}
+    router.heard(status("d1", 1, free=5))
+    with pytest.raises(NoRoom):
+        router.route(ask(100))
+
+
+def test_what_nobody_could_ever_hold_does_not_wait_for_room() -> None:
+    """Its worker says what is wrong with it. In the line it would hold up others, who have room."""
+    router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", 3, total=9, free=2))
+    with pytest.raises(NoRoom):
+        router.route(ask(100))
+    assert router.route(ask(160)).decode == "d0"
