@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,14 +15,14 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
 from baton.errors import ClusterError
-from baton.worker import WorkerEndpoint
+from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet.desired import worker_names
 from cluster.fleet.first_start import OnProgress, first_start
 from cluster.fleet.follower import Follower, keep_reporting
 from cluster.fleet.spec import served_model
 from cluster.loading import Loading
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
-from cluster.on_ray.placement import bundle_of, check_room, no_room
+from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from cluster.on_ray.session import connect
 from cluster.screen import Screen
 from cluster.secret import load_secret
@@ -32,6 +33,7 @@ from gateway import Gateway, Tokenizer
 logger = logging.getLogger(__name__)
 
 _ABSENT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
         loading = stack.enter_context(Loading(lambda: Tokenizer(model_path)))
         with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
-            num_ranks = sum(config.num_ranks(role) for _, role in worker_names(config))
-            stack.enter_context(connect(config.cluster, num_ranks, config.engine.device))
+            stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
             is_private = config.cluster.ray_address == "local"
             outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
         deployment = _Deployment(config, keys, model_path, loading.result)
@@ -115,7 +116,9 @@ class _Deployment:
             bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
             if self._config.cluster.ray_address == "local":
                 check_room(bundles)
-            shortage = no_room(bundles)  # as it would be said now, before there are workers
+            shortage = no_room(bundles) + labels_text(
+                self._config
+            )  # as it would be said now, before there are workers
             self._fleet = fleet = begin_fleet(self._config, self._keys, self._model_path)
             await first_start(fleet, self._config.cluster.start_timeout_s, shortage, on_progress)
         self._fleet = fleet
@@ -157,15 +160,28 @@ class _Deployment:
     async def _end(self, fleet: ControllerHandle, hurry: asyncio.Event) -> None:
         try:
             if not self._tasks or not await unless(hurry, fleet.shutdown(may_drain=True)):
-                # A controller that never answered may have no process yet, and take minutes to get one. On a private
-                # Ray nothing of it can be left behind.
-                absent_s = 0.0 if self._config.cluster.ray_address == "local" else _ABSENT_TIMEOUT_S
-                async with asyncio.timeout(None if fleet.has_answered else absent_s):
+                async with asyncio.timeout(self._forced_end_s(fleet)):
                     await fleet.shutdown(may_drain=False)
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)
         finally:
             fleet.end()
+
+    def _forced_end_s(self, fleet: ControllerHandle) -> float:
+        """What the controller gets to end all workers in; what is left then is ended by force."""
+        cluster = self._config.cluster
+        if fleet.has_answered:
+            return cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
+        # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
+        return 0.0 if cluster.ray_address == "local" else _ABSENT_TIMEOUT_S
+
+
+def most_ranks(config: BatonConfig) -> int:
+    """Of all workers together, as many as there may ever be at once."""
+    workers = Counter(role for _, role in worker_names(config))
+    if config.autoscaling.mode == "on":
+        workers = Counter({role: config.worker_bounds(role)[1] for role in WorkerRole})
+    return sum(config.num_ranks(role) * count for role, count in workers.items())
 
 
 def _resolve_model(config: BatonConfig, screen: Screen) -> Path:

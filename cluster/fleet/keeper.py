@@ -168,9 +168,7 @@ class Keeper:
             async with asyncio.timeout(timeout_s):
                 return await life.start(self._note_progress)
         except TimeoutError:
-            raise ClusterError(
-                f"worker {life.name} was not ready within {timeout_s:g} s (cluster.start_timeout_s)"
-            ) from None
+            raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _prepare(self) -> None:
         """Has a life ready that could serve, beside the one that does; whoever ends the slot ends that, too."""

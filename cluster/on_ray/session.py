@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from baton.config import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.errors import ClusterError
 
 logger = logging.getLogger(__name__)

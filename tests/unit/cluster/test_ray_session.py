@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.cluster_config import ClusterConfig
 from baton.errors import ClusterError
 from cluster.on_ray.session import _probe, _root_cause, _short_folder, prepare_environment
 
