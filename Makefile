@@ -50,11 +50,12 @@ protos: $(INSTALLED) ## Regenerate baton/v1 from protos/
 protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
 
-bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports
+bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports, routing
 	$(PYTHON_IN_VENV) -m benchmarks.scheduler
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
 	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
+	$(PYTHON_IN_VENV) -m benchmarks.routing
 
 coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
 	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property

@@ -1,4 +1,4 @@
-"""The configuration's section `cluster`: which workers there are to be, where, and what becomes of dead ones."""
+"""The configuration's section `cluster`: which workers there are, where they run, and how patient their keeper is."""
 
 import re
 from typing import Annotated, Self
@@ -27,7 +27,8 @@ class ClusterConfig(Section):
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     ray_address: str = "local"
-    """`local` starts a private Ray for this command; anything else joins that cluster."""
+    """`local` starts a private Ray for this command; `none` does without, for CPUs: workers are child processes on this
+    machine. Anything else joins that cluster."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
     """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
@@ -69,10 +70,11 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
-            if self.ray_address == "local" and getattr(self, key):
-                raise ValueError(
-                    f"{key} ({getattr(self, key)}) needs a Ray cluster that is joined, by ray_address: the private one "
-                    "of 'local' has neither labels nor custom resources"
-                )
+        if self.ray_address in ("none", "local"):
+            for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
+                if value := getattr(self, key):
+                    raise ValueError(
+                        f"{key} ({value}) is for nodes of a Ray cluster that is joined, and ray_address is "
+                        f"'{self.ray_address}'"
+                    )
         return self

@@ -262,6 +262,11 @@ class BatonConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.cluster.ray_address == "none" and self.engine.device == "cuda":
+            raise ValueError(
+                "cluster.ray_address 'none' needs engine.device 'cpu': it is Ray that shares out a machine's GPUs. "
+                "Use 'local'"
+            )
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(

@@ -33,7 +33,14 @@ STOP_TIMEOUT_S = 30.0
 class WorkerProcess:
     """One worker; it lives no longer than this process, whose end closes its stdin."""
 
-    def __init__(self, config_path: Path, secret: ClusterSecret | None, role: WorkerRole, name: str) -> None:
+    def __init__(
+        self,
+        config_path: Path,
+        secret: ClusterSecret | None,
+        role: WorkerRole,
+        name: str,
+        log_level: str = "INFO",
+    ) -> None:
         """The secret goes into the process's environment, which its user alone can read, unlike its arguments."""
         self.name = name
         environment = dict(os.environ)
@@ -41,11 +48,12 @@ class WorkerProcess:
             environment[SECRET_VARIABLE] = secret.text
         command = [sys.executable, "-m", "cluster.worker_process", "--role", role.value, "--name", name]
         self._process = subprocess.Popen(
-            [*command, "--config", str(config_path)],
+            [*command, "--config", str(config_path), "--log-level", log_level],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            start_new_session=True,  # Ctrl-C is for the command, which drains its workers first
         )
 
     @property

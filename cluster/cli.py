@@ -224,6 +224,8 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _prepare_ray(config: BatonConfig) -> None:
+    if config.cluster.ray_address == "none":
+        return
     from cluster.on_ray.session import prepare_environment
 
     prepare_environment(config.cluster, os.environ, Path.home())

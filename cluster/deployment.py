@@ -1,7 +1,6 @@
-"""Deployment: Ray, one gateway and the fleet behind it, from nothing to ready and back to nothing."""
+"""Deployment: one gateway and the fleet behind it, from nothing to ready and back to nothing."""
 
 import asyncio
-import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -10,30 +9,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
-from baton.errors import ClusterError
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet.desired import worker_names
-from cluster.fleet.first_start import OnProgress, first_start
-from cluster.fleet.follower import Follower, keep_reporting
+from cluster.fleet.first_start import OnProgress
+from cluster.fleet.follower import Follower, ReportSink, ViewSource, keep_reporting
 from cluster.fleet.spec import served_model
 from cluster.loading import Loading
-from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
-from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
-from cluster.on_ray.session import connect
+from cluster.process_fleet import ProcessFleet
 from cluster.screen import Screen
 from cluster.secret import load_secret
 from cluster.signals import StopSignals, unless
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Gateway, Tokenizer
-
-logger = logging.getLogger(__name__)
-
-_ABSENT_TIMEOUT_S = 5.0
-_KILL_TIMEOUT_S = 5.0
+from gateway.fleet_control import FleetControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +49,31 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        keys = derive_keys(load_secret(config.network, os.environ, may_create=True))
+        secret = load_secret(config.network, os.environ, may_create=True)
+        keys = derive_keys(secret)
         model_path = _resolve_model(config, screen)
         # Importing what reads a tokenizer takes seconds, most of which Ray's start leaves unused.
         loading = stack.enter_context(Loading(lambda: Tokenizer(model_path)))
-        with screen.stage("ray", f"connecting to {config.cluster.ray_address}") as outcome:
-            stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
-            is_private = config.cluster.ray_address == "local"
-            outcome("private, loopback only" if is_private else f"joined {config.cluster.ray_address}")
-        deployment = _Deployment(config, keys, model_path, loading.result)
+        if config.cluster.ray_address == "none":
+            fleet: Fleet = ProcessFleet(config, secret, model_path)
+        else:
+            fleet = _fleet_on_ray(config, keys, model_path, screen, stack)
+        deployment = _Deployment(config, keys, model_path, fleet, loading.result)
         signals.run(_run(deployment, config, screen, while_ready, signals))
+
+
+def _fleet_on_ray(
+    config: BatonConfig, keys: ClusterKeys, model_path: Path, screen: Screen, stack: ExitStack
+) -> "Fleet":
+    """Connected until the stack is left."""
+    from cluster.on_ray.fleet import RayFleet  # not above: a machine may do without Ray
+    from cluster.on_ray.session import connect
+
+    address = config.cluster.ray_address
+    with screen.stage("ray", f"connecting to {address}") as outcome:
+        stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
+        outcome("private, loopback only" if address == "local" else f"joined {address}")
+    return RayFleet(config, keys, model_path)
 
 
 async def _run(
@@ -91,37 +99,44 @@ async def _run(
         await deployment.stop(signals.hurry)
 
 
+class Control(FleetControl, ViewSource, ReportSink, Protocol):
+    """What a gateway needs of a fleet's controller, wherever that runs."""
+
+
+class Fleet(Protocol):
+    """Workers and their controller: on Ray, or child processes of this one. `end` is right whatever `start` did."""
+
+    async def start(self, on_progress: OnProgress) -> Control:
+        """Returns once every worker serves; raises BatonError if that cannot be."""
+        ...
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        """Workers have a bounded time to give away what they have, unless `hurry` is set; then nothing is left."""
+        ...
+
+
 class _Deployment:
-    """A gateway, and a handle to the fleet that it follows. `stop` is right whatever `start` did."""
+    """A gateway, and the fleet that it follows. `stop` is right whatever `start` did."""
 
     def __init__(
         self,
         config: BatonConfig,
         keys: ClusterKeys,
         model_path: Path,
+        fleet: Fleet,
         loading: Future[Tokenizer],
     ) -> None:
         self._config = config
         self._keys = keys
         self._model_path = model_path
+        self._fleet = fleet
         self._loading = loading
-        self._fleet: ControllerHandle | None = None
         self._gateway: Gateway | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_progress: OnProgress) -> Service:
         """Opens the door once the workers serve and the tokenizer is there."""
-        fleet = await find_fleet(self._config, self._keys, self._model_path)
-        if fleet is None:
-            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
-            if self._config.cluster.ray_address == "local":
-                check_room(bundles)
-            shortage = no_room(bundles) + labels_text(
-                self._config
-            )  # as it would be said now, before there are workers
-            self._fleet = fleet = begin_fleet(self._config, self._keys, self._model_path)
-            await first_start(fleet, self._config.cluster.start_timeout_s, shortage, on_progress)
-        self._fleet = fleet
+        control = await self._fleet.start(on_progress)
         self._gateway = gateway = Gateway(
             self._config.gateway,
             self._config.network,
@@ -131,17 +146,17 @@ class _Deployment:
             served_model(self._config, self._model_path),
             await asyncio.wrap_future(self._loading),
             SystemClock(),
-            fleet,
+            control,
         )
         await gateway.start()
-        follower = Follower(fleet, gateway)
+        follower = Follower(control, gateway)
         endpoints = await follower.catch_up(0.0)
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling
         if scaling.mode != "off":
             report = partial(gateway.report, scaling.grow_after_s)
-            reporting = keep_reporting(fleet, report, scaling.interval_s)
+            reporting = keep_reporting(control, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
 
@@ -154,26 +169,7 @@ class _Deployment:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._fleet is not None:
-            await self._end(self._fleet, hurry)
-
-    async def _end(self, fleet: ControllerHandle, hurry: asyncio.Event) -> None:
-        try:
-            if not self._tasks or not await unless(hurry, fleet.shutdown(may_drain=True)):
-                async with asyncio.timeout(self._forced_end_s(fleet)):
-                    await fleet.shutdown(may_drain=False)
-        except (TimeoutError, ClusterError) as error:
-            logger.debug("the controller did not end the fleet: %s", error)
-        finally:
-            fleet.end()
-
-    def _forced_end_s(self, fleet: ControllerHandle) -> float:
-        """What the controller gets to end all workers in; what is left then is ended by force."""
-        cluster = self._config.cluster
-        if fleet.has_answered:
-            return cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
-        # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
-        return 0.0 if cluster.ray_address == "local" else _ABSENT_TIMEOUT_S
+        await self._fleet.end(hurry)
 
 
 def most_ranks(config: BatonConfig) -> int:

@@ -1,33 +1,19 @@
 """Workers of a fleet as child processes on this machine; they end with this process, so there is never one to adopt."""
 
 import asyncio
-import json
-import os
 import signal
 import socket
-import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from baton.clock import SystemClock
-from baton.config import BatonConfig
-from baton.curve import ClusterSecret, derive_keys
+from baton.curve import ClusterSecret
 from baton.errors import ClusterError, WorkerUnavailable
 from baton.fleet import NodeDescription
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
-from cluster.child_processes import WorkerProcess, with_path
+from cluster.child_processes import WorkerProcess
 from cluster.control_channel import ControlChannel
-from cluster.fleet.controller import Controller
-from cluster.fleet.desired import Memory
-from cluster.fleet.first_start import first_start
-from cluster.fleet.follower import Follower
 from cluster.fleet.launcher import Found, OnStartProgress
-from cluster.fleet.spec import served_model
-from cluster.secret import load_secret
-from gateway import Gateway, Tokenizer
 
 
 class ProcessLife:
@@ -92,7 +78,7 @@ class ProcessLauncher:
         """The latest of each worker, by name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessLife:
-        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name), number)
+        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name, "WARNING"), number)
         self.lives[name] = life
         return life
 
@@ -111,55 +97,3 @@ class ProcessLauncher:
             workers=tuple(sorted(self.lives)),
         )
         return (node,)
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessFleet:
-    """A fleet that its controller keeps whole, and a gateway that follows it, in this event loop."""
-
-    controller: Controller
-    gateway: Gateway
-    launcher: ProcessLauncher
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.gateway.grpc_port}"
-
-
-@asynccontextmanager
-async def process_fleet(config: BatonConfig, model_path: Path) -> AsyncIterator[ProcessFleet]:
-    """Starts all of it and waits until it serves; nothing of it is left when the block ends."""
-    secret = load_secret(config.network, os.environ, may_create=True)
-    keys = derive_keys(secret)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "baton.json"
-        path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
-        launcher = ProcessLauncher(path, secret)
-        controller = Controller(config, launcher, Memory(), SystemClock())
-        try:
-            await controller.start()
-            await first_start(controller, config.cluster.start_timeout_s, "no room", lambda *_: None)
-            gateway = Gateway(
-                config.gateway,
-                config.network,
-                keys.request,
-                keys.prefix,
-                config.kv_transfer.load_failure_policy,
-                served_model(config, model_path),
-                await asyncio.to_thread(Tokenizer, model_path),
-                SystemClock(),
-                controller,
-            )
-            await gateway.start()
-            follower = Follower(controller, gateway)
-            endpoints = await follower.catch_up(0.0)
-            following = asyncio.create_task(follower.run(), name="follow the fleet")
-            try:
-                await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
-                yield ProcessFleet(controller, gateway, launcher)
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-                await gateway.stop(grace_s=1.0)
-        finally:
-            await controller.shutdown(may_drain=False)

@@ -68,9 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
     parser.add_argument("--name", required=True)
+    parser.add_argument(
+        "--log-level", default="INFO", choices=("INFO", "WARNING"), help="of stderr; default %(default)s"
+    )
     parser.add_argument("--config", type=Path, help="YAML file, as for `baton serve`")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=options.log_level, format=f"%(asctime)s {options.name} %(levelname)s %(message)s"
+    )
     try:
         config = BatonConfig.from_yaml(options.config) if options.config else BatonConfig()
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))

@@ -22,6 +22,9 @@ class Cause(Enum):
     """A worker that is well did not begin it: it is full."""
 
 
+_NO_REASONS = (FinishReason.ABORT, FinishReason.HANDED_OVER)
+"""Ends of a prefill leg that do not say why its prompt did not reach the decode worker."""
+
 CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
 
 
@@ -51,6 +54,9 @@ class Attempt:
     open_legs: set[str] = field(init=False)
     _is_decoding: bool = False
     """The decode worker has said something, so it needs no prefill worker any more."""
+    _lost_prompt: AttemptFailed | None = None
+    """The decode worker says that its prompt will not come; why not, the prefill worker has yet to say."""
+    _is_prefill_told: bool = False
     _counted_legs: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +81,21 @@ class Attempt:
         self.open_legs.clear()
         return left
 
+    def leg_to_abort(self) -> str | None:
+        """A prefill worker that nobody waits for any more but to hear how its leg ended; once."""
+        if self._lost_prompt is None or self._is_prefill_told:
+            return None
+        self._is_prefill_told = True
+        return self.placement.prefill
+
     def note_loss(self, worker: str, reason: str) -> None:
         """Nothing more comes from this worker; AttemptFailed if it is needed, and nothing if it is not (any more)."""
         is_prefill = worker == self.placement.prefill
+        if is_prefill and self._is_decoding:
+            self.open_legs.discard(worker)  # that it handed over was its last word, and may have been lost
+            return
         # What a prefill worker has handed over, but nobody has seen arrive, may be lost with it.
-        if worker not in self.open_legs and (not is_prefill or self._is_decoding):
+        if worker not in self.open_legs and not is_prefill:
             return
         if is_prefill and self.decoder_copes and self.open_legs - {worker}:
             self.open_legs.discard(worker)
@@ -92,15 +108,28 @@ class Attempt:
         is_prefill = worker == self.placement.prefill
         if output.finish_reason is not None:
             self.open_legs.discard(worker)
+        is_unhappy = output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+        if is_prefill and self._is_decoding:
+            return False  # the prompt has arrived, or was not needed; and its token was told by who decodes
+        if is_prefill and self._lost_prompt is not None and output.finish_reason in _NO_REASONS:
+            raise self._lost_prompt
         if output.finish_reason is FinishReason.ABORT and self.open_legs:
             return False  # if the prefill leg ends the request itself, it tells the decode leg, and then us
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if output.error_kind is ErrorKind.KV_LOAD_FAILED and self.placement.prefill in self.open_legs:
+            # It may have given the request back, which is nobody's failure, and told the decode worker before us.
+            self._lost_prompt = self._failure(is_prefill, output)
+            return False
+        if is_unhappy:
             is_coped_with = output.error_kind in (ErrorKind.INTERNAL, ErrorKind.GIVEN_BACK)
             if is_prefill and is_coped_with and self.decoder_copes and self.open_legs:
                 return False
             raise self._failure(is_prefill, output)
         self._is_decoding |= not is_prefill
         return True
+
+    def note_contradiction(self, worker: str) -> None:
+        """It sampled another token than the client has: AttemptFailed, since the answer goes on behind that one."""
+        raise AttemptFailed(worker, Cause.FAILED, "it sampled another token than the one that was delivered")
 
     def decode_times(self, worker: str, output: RequestOutput) -> StageTimes | None:
         """What the decode leg tells at its end, if this output is that."""
@@ -115,11 +144,11 @@ class Attempt:
         if not self.open_legs:
             raise AttemptFailed(self.placement.decode, Cause.FAILED, "no worker goes on with it")
 
-    def _failure(self, is_prefill: bool, output: RequestOutput) -> InvalidRequest | AttemptFailed:
-        """What an unhappy end of a leg means for the request."""
+    def _failure(self, is_prefill: bool, output: RequestOutput) -> AttemptFailed:
+        """What an unhappy end of a leg means for the request; InvalidRequest is raised if it is its own fault."""
         reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
         if kind is ErrorKind.INVALID_REQUEST:
-            return InvalidRequest(*_split_field(reason))
+            raise InvalidRequest(*_split_field(reason))
         is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
         is_prefills_fault = is_prefill or is_prompt_lost
         worker = self.placement.prefill if is_prefills_fault else None

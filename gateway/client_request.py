@@ -148,6 +148,14 @@ class ClientRequest:
         assert self.placement is not None
         return self.placement.reason
 
+    def contradicts(self, output: RequestOutput) -> bool:
+        """Whether it says that a token is another one than the client was told: what follows in it is no continuation.
+
+        As when a prompt that one worker had computed is computed again by another, with a rounding error of its own.
+        """
+        told = self._delivered[output.first_position : output.first_position + len(output.token_ids)]
+        return any(ours != theirs for ours, theirs in zip(told, output.token_ids, strict=False))
+
     def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
         """The delta that this output completes, or None while there is nothing new for the client."""
         self.note_times(worker, output)

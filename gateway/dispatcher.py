@@ -111,6 +111,7 @@ class Dispatcher:
         run = self._runs.get(request_id)
         if run is None:
             return False
+        run.is_aborted = True
         run.events.put_nowait(Aborted())
         if run.placed is not None and not run.placed.done():
             run.placed.set_result(None)
@@ -186,6 +187,8 @@ class Dispatcher:
 
     async def _place(self, run: Run) -> Attempt:
         """Returns when it has a place, which may be at once; a RequestError if none is found in time."""
+        if run.is_aborted:  # while it was with workers, and these came to nothing first
+            raise _aborted(run)
         seat = self._room.join(run, self._clock.now())
         try:
             if seat is not None:
@@ -216,7 +219,7 @@ class Dispatcher:
             run.placed = None
             self._room.leave(seat)
         if run.attempt is None:
-            raise RequestAborted(f"request {run.generation.request_id} was aborted")
+            raise _aborted(run)
 
     def _try_to_place(self, run: Run) -> RequestError | None:
         """Its attempt begins here and now: from this moment on it hears of losses, and the router counts it."""
@@ -226,8 +229,9 @@ class Dispatcher:
             placement = run.journey.route(self._router, run.request.output_token_ids)
         except RequestError as error:
             return error
-        attempt = run.journey.begin(placement, secrets.token_hex(16), run.request.num_output_tokens)
-        run.request.begin_attempt(placement, self._clock.now())
+        now = self._clock.now()
+        attempt = run.journey.begin(placement, secrets.token_hex(16), run.request.num_output_tokens, now)
+        run.request.begin_attempt(placement, now)
         run.attempt = attempt
         self._by_attempt[attempt.engine_request_id] = run
         for worker in attempt.workers:
@@ -288,8 +292,10 @@ class Dispatcher:
             while True:
                 event = await run.events.get()
                 if isinstance(event, Aborted):
-                    raise RequestAborted(f"request {run.generation.request_id} was aborted")
+                    raise _aborted(run)
                 delta = self._take(event, run, attempt)
+                if (worker := attempt.leg_to_abort()) is not None:
+                    await self._tell(worker, attempt)
                 if delta is None:
                     continue
                 if delta.finish is not None:
@@ -334,6 +340,8 @@ class Dispatcher:
             run.request.note_times(worker, news)
             if not attempt.take(worker, news):
                 return None
+            if run.request.contradicts(news):
+                attempt.note_contradiction(worker)
         finally:
             self._count_ended_legs(attempt)
         if times := attempt.decode_times(worker, news):
@@ -354,10 +362,18 @@ class Dispatcher:
         to_be_told = attempt.close()
         self._count_ended_legs(attempt)
         for worker in to_be_told:
-            if client := self._fleet.client(worker):
-                await client.abort((attempt.engine_request_id,))
+            await self._tell(worker, attempt)
+
+    async def _tell(self, worker: str, attempt: Attempt) -> None:
+        """That its leg is not wanted any more."""
+        if client := self._fleet.client(worker):
+            await client.abort((attempt.engine_request_id,))
 
     def _count_ended_legs(self, attempt: Attempt) -> None:
         for worker in attempt.take_ended_legs():
             self._router.ended(worker, attempt.placement)
             self._note_room()
+
+
+def _aborted(run: Run) -> RequestAborted:
+    return RequestAborted(f"request {run.generation.request_id} was aborted")

@@ -34,6 +34,8 @@ class Fleet:
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of workers that were removed a moment ago: their sockets are still open."""
 
     def add(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker. One of the same name is replaced: it is a new life of it."""
@@ -47,13 +49,17 @@ class Fleet:
             self._listener,
         )
         self._clients[client.name] = client
-        self._tasks[client.name] = asyncio.create_task(self._watch(client))
+        task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
+        task.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
 
     def remove(self, name: str, reason: str) -> None:
         """Forgets a worker; unknown names are no error."""
         if name in self._clients:
             del self._clients[name]
-            self._tasks.pop(name).cancel()
+            task = self._tasks.pop(name)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
             self._listener.lost(name, reason)
 
     def client(self, name: str) -> WorkerClient | None:
@@ -76,7 +82,7 @@ class Fleet:
                 )
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._ending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,7 +91,13 @@ class Fleet:
         self._context.term()
 
     async def _watch(self, client: WorkerClient) -> None:
-        reason = await client.run()
+        try:
+            reason = await client.run()
+        except (
+            Exception
+        ) as error:  # the edge of the task: what this worker has must not be waited for in vain
+            logger.exception("the connection to worker %s ended", client.name)
+            reason = f"the connection to it ended: {error}"
         if self._clients.get(client.name) is client:
             logger.warning("worker %s is lost: %s", client.name, reason)
             del self._clients[client.name]

@@ -71,7 +71,9 @@ class Journey:
         self.num_attempts = 0
         self.num_given_back = 0
         self.seeking_since = now
-        """Since when it looks for a place. A worker that did not do anything for it was none."""
+        """Since when it looks for a place, as if the time had stood still while it was with workers that did nothing
+        for it: to have stood in the line of one that gives it back is no reason to be given up sooner here."""
+        self._attempt_began_at = now
 
     @property
     def may_recompute(self) -> bool:
@@ -108,8 +110,9 @@ class Journey:
         refused = (name for name, life in lives if self._refused.get(name) == life.num_heard)
         return frozenset(failed), frozenset(refused)
 
-    def begin(self, placement: Placement, request_id: str, num_tokens: int) -> Attempt:
+    def begin(self, placement: Placement, request_id: str, num_tokens: int, now: float) -> Attempt:
         """An attempt for a client that has so many tokens of the answer."""
+        self._attempt_began_at = now
         self.num_attempts += 1
         lives = {name: self._roster.get(name) for name in (placement.decode, placement.prefill) if name}
         copes = placement.prefill is not None and self._policy == "recompute" and self.may_recompute
@@ -138,6 +141,8 @@ class Journey:
             self._num_failures = self._num_losses = 0
         if failure.cause in (Cause.LOST, Cause.FAILED) or has_progressed:
             self.seeking_since = now
+        else:
+            self.seeking_since += now - self._attempt_began_at
         self.num_given_back += failure.cause is Cause.GIVEN_BACK
         if failure.cause in (Cause.REFUSED, Cause.GIVEN_BACK):
             life = self._roster.get(failure.worker)

@@ -58,6 +58,8 @@ class Run:
     """While it is with workers."""
     placed: "asyncio.Future[None] | None" = None
     """While it waits."""
+    is_aborted: bool = False
+    """Somebody else than the caller ended it."""
     is_finished: bool = False
     """It has its answer."""
 

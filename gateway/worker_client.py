@@ -107,11 +107,17 @@ class WorkerClient:
         finally:
             for task in tasks:
                 task.cancel()
-            self._end_grace()
-            self.first_sign.set()
-            self._socket.disable_monitor()
-            self._connection.close()
-            self._socket.close()
+            self.close()
+
+    def close(self) -> None:
+        """Nothing more goes either way; may be repeated, and comes before `run` where that never began."""
+        if self._socket.closed:
+            return
+        self._end_grace()
+        self.first_sign.set()
+        self._socket.disable_monitor()
+        self._connection.close()
+        self._socket.close()
 
     async def submit(self, request: EngineRequest) -> None:
         await self._order(self._session.submit(request))

@@ -23,6 +23,11 @@ EXPECTED_NEW_TOKENS = 128
 """Of an answer that may be longer: how long it gets nobody knows, and what it may get is rarely meant."""
 
 
+ALIKE = 1.25
+"""Workers whose rates differ by less are taken to be equal: what they were measured with differs more, and among equals
+each gets its share."""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request asks of whoever takes it."""
@@ -76,9 +81,12 @@ class CostModel:
         return (need.num_tokens - need.hits.get(worker.name, 0)) / self._tokens_per_s(worker)
 
     def decode_s(self, worker: WorkerStanding, need: Need) -> float:
-        step = worker.decode_step if worker.decode_step.is_measured else self._decode_step
+        own, typical = worker.decode_step, self._decode_step
         num_running, num_new = worker.num_requests, need.num_new_tokens
-        seconds = num_new * (step.start_s + step.per_request_s * (2 * num_running + 1))
+        step_s = typical.start_s + typical.per_request_s * (2 * num_running + 1)
+        if own.is_measured:
+            step_s = _unless_alike(own.start_s + own.per_request_s * (2 * num_running + 1), step_s)
+        seconds = num_new * step_s
         num_to_come = (num_running + 1) * num_new // 2 + need.num_tokens
         num_short = num_to_come - worker.room * worker.block_size
         return seconds + num_short / self._tokens_per_s(worker) if num_short > 0 else seconds
@@ -88,4 +96,11 @@ class CostModel:
         return max(0.0, num_tokens * per_token_s - prefill_s)
 
     def _tokens_per_s(self, worker: WorkerStanding) -> float:
-        return worker.prefill_rate.value or self._prefill_rate.value or PREFILL_TOKENS_PER_S
+        typical = self._prefill_rate.value or PREFILL_TOKENS_PER_S
+        own = worker.prefill_rate.value
+        return typical if own is None else _unless_alike(own, typical)
+
+
+def _unless_alike(own: float, typical: float) -> float:
+    """What is typical, where the worker's own is near it."""
+    return own if not typical / ALIKE < own < typical * ALIKE else typical

@@ -22,6 +22,8 @@ Key = int
 MAX_SHARED_SETS = 65_536
 """Sets of workers that are kept as one object each; with more, memory is lost and nothing else."""
 
+MAX_NAMED_SETS = 1024
+
 MIN_SWEEP = 1024
 LOG_SLACK = 1024
 
@@ -48,6 +50,8 @@ class PrefixIndex:
         self._places: dict[str, _Place] = {}
         self._names: list[str] = []
         """By the position of a bit."""
+        self._names_of: dict[int, list[str]] = {}
+        """Of sets that were looked up lately: those of the prompts that many share come again and again."""
         self._present = 0
         """Bits of workers whose account is known; all others in a set are of the departed."""
         self._departed: deque[_Place] = deque()
@@ -95,16 +99,18 @@ class PrefixIndex:
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
         """How many blocks of a chain, from the first on and without a gap, each worker has that has any."""
-        get, alive, depth = self._holders.get, self._present, 0
+        get, alive, depth, former = self._holders.get, self._present, 0, None
         found: dict[str, int] = {}
         for key in keys:
-            holders = get(key, 0) & alive
-            if holders != alive:
-                if depth:
-                    self._note(found, alive ^ holders, depth)
-                if not holders:
+            holders = get(key, 0)
+            if holders is not former:  # equal sets are one object, so a chain rarely gets here
+                former = holders
+                remaining = holders & alive
+                if depth and remaining != alive:
+                    self._note(found, alive ^ remaining, depth)
+                if not remaining:
                     return found
-                alive = holders
+                alive = remaining
             depth += 1
         if depth:
             self._note(found, alive, depth)
@@ -126,16 +132,18 @@ class PrefixIndex:
         assert sorted(bits) == [1 << position for position in range(len(self._names))], f"bits {bits}"
 
     def _note(self, found: dict[str, int], holders: int, depth: int) -> None:
-        names = self._names
-        while holders:
-            position = holders.bit_length() - 1
-            found[names[position]] = depth
-            holders ^= 1 << position
+        names = self._names_of.get(holders)
+        if names is None:
+            if len(self._names_of) == MAX_NAMED_SETS:
+                self._names_of.clear()
+            names = self._names_of[holders] = [self._names[bit.bit_length() - 1] for bit in _bits(holders)]
+        found.update(dict.fromkeys(names, depth))
 
     def _arrive(self, worker: str) -> None:
         if self._free_bits:
             bit = self._free_bits.pop()
             self._names[bit.bit_length() - 1] = worker
+            self._names_of.clear()
         else:
             bit = 1 << len(self._names)
             self._names.append(worker)

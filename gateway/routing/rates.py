@@ -12,7 +12,8 @@ BYTES_PER_TOKEN = 100_000.0
 """Until there is anything better: a mid-sized model on a mid-sized GPU and network."""
 
 SHARE_OF_REQUEST = 0.02
-"""Of a decode step's time, what one request more adds, until steps of different sizes were seen."""
+"""Of a decode step's time, what one request more adds, until steps of different sizes were seen; and a tenth of it
+at least, whatever was seen: a request never costs nothing."""
 
 MIN_SPREAD = 0.5
 """Variance of the number of requests in a step, below which a slope would be noise."""
@@ -50,7 +51,7 @@ class StepTime:
         spread = xx - x * x
         guess = SHARE_OF_REQUEST * y / (1.0 + SHARE_OF_REQUEST * x)
         slope = (xy - x * y) / spread if spread > MIN_SPREAD else guess
-        self.per_request_s = min(max(slope, 0.0), y / max(x, 1.0))
+        self.per_request_s = min(max(slope, 0.1 * guess), y / max(x, 1.0))
         self.start_s = y - self.per_request_s * x
         self.is_measured = True
 

@@ -35,6 +35,8 @@ class Router:
         self._workers: dict[str, WorkerStanding] = {}
         self._able: dict[WorkerRole, list[WorkerStanding]] = {role: [] for role in WorkerRole}
         """Who takes requests, by name."""
+        self._block_sizes: set[int] = set()
+        """Of those."""
         self._turn = count()
 
     @property
@@ -46,12 +48,12 @@ class Router:
         """A worker's word on itself. It gets requests of its role, of late perhaps another one, while it is ready."""
         name = status.ref.name
         worker = self._workers.setdefault(name, WorkerStanding(name))
-        before = worker.service
+        before = worker.service, worker.block_size
         if worker.is_of_another_life(status):
             self._index.forget(name)
         worker.heard(status)
         self._costs.heard(status)
-        if worker.service != before:
+        if (worker.service, worker.block_size) != before:
             self._note_change()
 
     def gone(self, name: str) -> None:
@@ -80,7 +82,7 @@ class Router:
     def ended(self, worker: str, placement: Placement) -> None:
         """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
         standing = self._workers[worker]
-        standing.ended(placement)
+        standing.ended(placement, are_hits_known=self._follows_kv)
         self._drop_if_over(standing)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
@@ -110,7 +112,9 @@ class Router:
         if mode is not Mode.LOCAL and not prefills and is_required:
             raise WorkerUnavailable("no prefill worker is available, and the request requires one")
         num_tokens = len(ask.token_ids)
-        decodes = [worker for worker in decodes if worker.fits(num_tokens + 1)]
+        large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
+        if large:  # else it need not wait to be told that nobody can serve it
+            decodes = [worker for worker in large if worker.fits(num_tokens + 1)]
         if not decodes:
             raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
         num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
@@ -175,7 +179,7 @@ class Router:
     def _hits(self, ask: Ask) -> dict[str, int]:
         """How many tokens of it each worker has; all but one at most, since that one has to be computed anyway."""
         hits: dict[str, int] = {}
-        for size in {worker.block_size for workers in self._able.values() for worker in workers}:
+        for size in self._block_sizes:
             hashes = block_hashes(ask.token_ids[:-1], size, self._hash_key, ask.cache_salt)
             for name, num_blocks in self._index.lookup(short_keys(hashes)).items():
                 hits[name] = num_blocks * size
@@ -193,6 +197,7 @@ class Router:
         for role in WorkerRole:
             able = [worker for worker in self._workers.values() if worker.service is role]
             self._able[role] = sorted(able, key=lambda worker: worker.name)
+        self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
     def _drop_if_over(self, worker: WorkerStanding) -> None:
         """Nothing is kept of workers that do not come back."""

@@ -273,3 +273,50 @@ def test_c36_a_request_is_given_back_twice_and_then_stays(folder: Path) -> None:
             assert (await counters(under_test))["migrated_given_back"] == 2
 
     run(test())
+
+
+def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered_does_not_go_on_behind_it(
+    folder: Path,
+) -> None:
+    async def test() -> None:
+        def other(request: EngineRequest) -> list[RequestOutput]:
+            if request.kv_transfer is None:
+                return answering(ANSWER)(request)
+            return []
+
+        async with gateway_with(
+            folder, {"w0": answering(ANSWER)}, {"w1": other}, load_failure_policy="recompute"
+        ) as under_test:
+            call = asyncio.create_task(ask(under_test))
+            leg = await under_test.workers["w1"].next_leg()
+            await under_test.workers["w0"].next_leg()
+            await asyncio.sleep(0.1)  # token 0 is with the client
+            under_test.gateway.remove_worker("w0", "killed by the test")
+            under_test.workers["w1"].say(leg, outputs_of(leg, [ANSWER[0] + 1, 9, 9], finish=None))
+            assert await under_test.workers["w1"].next_abort() == leg.request_id
+            second = await under_test.workers["w1"].next_leg()
+            assert second.output_token_ids == tuple(ANSWER[:1])
+            assert tokens_of(await call) == ANSWER
+
+    run(test())
+
+
+def test_c34_a_drain_of_the_prefill_worker_fails_nobody_though_the_decode_worker_speaks_first(
+    folder: Path,
+) -> None:
+    """Policy `fail`: the transfer ends with the prompt, and who waits for it may say so before who gave it back."""
+
+    async def test() -> None:
+        workers = ({"w0": silent}, {"w1": silent})
+        async with gateway_with(folder, *workers, load_failure_policy="fail") as under_test:
+            call = asyncio.create_task(ask(under_test))
+            w0, w1 = under_test.workers["w0"], under_test.workers["w1"]
+            to_decode, to_prefill = await w1.next_leg(), await w0.next_leg()
+            w1.say(to_decode, [failure_of(to_decode, ErrorKind.KV_LOAD_FAILED, "no prompt")])
+            assert await w0.next_abort() == to_prefill.request_id
+            w0.say(to_prefill, [failure_of(to_prefill, ErrorKind.GIVEN_BACK, "the worker drains")])
+            again = await w1.next_leg()
+            w1.say(again, outputs_of(again, ANSWER))
+            assert tokens_of(await call) == ANSWER
+
+    run(test())

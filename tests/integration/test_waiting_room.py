@@ -178,3 +178,16 @@ def test_the_line_is_bounded(folder: Path) -> None:
             assert {(await refusal(call)).code for call in calls} == {"ABORTED"}
 
     run(test())
+
+
+def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            call = ask(under_test, "a")
+            await under_test.workers["w0"].next_leg()
+            under_test.gateway.remove_worker("w0", "killed by the test")
+            assert under_test.gateway._dispatcher.abort("a")
+            assert (await asyncio.wait_for(refusal(call), 5)).code == "ABORTED"
+            assert await counted(under_test) == (0, 0)
+
+    run(test())

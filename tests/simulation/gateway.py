@@ -198,7 +198,7 @@ class SimGateway:
             placement = request.journey.route(self.router, tuple(request.tokens))
         except RequestError as error:
             return error
-        attempt = request.journey.begin(placement, self._new_id(), len(request.tokens))
+        attempt = request.journey.begin(placement, self._new_id(), len(request.tokens), self._world.now)
         number = min(request.journey.num_attempts, 4)
         self._world.counts[f"path attempt {number} {placement.mode.value}"] += 1
         self._world.counts["path resumed"] += bool(request.tokens)
@@ -254,7 +254,10 @@ class SimGateway:
         attempt = request.attempt
         if attempt is None or news.request_id != attempt.engine_request_id:
             return
-        if not attempt.take(worker, news):
+        is_for_client = attempt.take(worker, news)
+        if (name := attempt.leg_to_abort()) is not None:
+            self._tell(name, attempt)
+        if not is_for_client:
             return
         self._check_times(worker, news)
         self._note_path(attempt, worker, news)
@@ -320,9 +323,12 @@ class SimGateway:
             return
         del self._by_attempt[attempt.engine_request_id]
         for name in attempt.close():
-            if worker := self._workers.get(name):
-                self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
+            self._tell(name, attempt)
         self._count_ended_legs(attempt)
+
+    def _tell(self, name: str, attempt: Attempt) -> None:
+        if worker := self._workers.get(name):
+            self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
 
     def _count_ended_legs(self, attempt: Attempt) -> None:
         for worker in attempt.take_ended_legs():

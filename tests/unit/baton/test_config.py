@@ -165,8 +165,14 @@ def test_autoscaling_that_cannot_work_is_refused(autoscaling: dict[str, Any], co
 @pytest.mark.parametrize(
     ("cluster", "complaint"),
     [
-        ({"prefill_labels": {"role": "prefill"}}, r"prefill_labels .* needs a Ray cluster that is joined"),
-        ({"decode_resources": {"decode": 1}}, r"decode_resources .* needs a Ray cluster that is joined"),
+        (
+            {"prefill_labels": {"role": "prefill"}},
+            r"prefill_labels .* is for nodes of a Ray cluster that is joined",
+        ),
+        (
+            {"decode_resources": {"decode": 1}},
+            r"decode_resources .* is for nodes of a Ray cluster that is joined",
+        ),
         (
             {"ray_address": "auto", "decode_labels": {"a": "in(x"}},
             r"decode_labels: got .*'in\(x'; a label's value",
@@ -198,3 +204,17 @@ def test_the_mode_of_autoscaling_needs_no_quotes_in_yaml(tmp_path: Path, mode: s
     path = tmp_path / "baton.yaml"
     path.write_text(f"autoscaling: {{mode: {mode}, max_decode: 3}}\n")
     assert BatonConfig.from_yaml(path).autoscaling.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"engine": {"device": "cuda"}}, "cluster.ray_address 'none' needs engine.device 'cpu'"),
+        ({"cluster": {"decode_resources": {"decode": 1.0}}}, r"decode_resources .* ray_address is 'none'"),
+        ({"cluster": {"prefill_labels": {"role": "prefill"}}}, r"prefill_labels .* ray_address is 'none'"),
+    ],
+)
+def test_what_only_ray_can_do_is_refused_without_it(values: dict[str, Any], complaint: str) -> None:
+    cluster = {"ray_address": "none", **values.get("cluster", {})}
+    with pytest.raises(ConfigError, match=complaint):
+        BatonConfig.from_mapping({**values, "cluster": cluster})

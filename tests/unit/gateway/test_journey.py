@@ -44,9 +44,9 @@ class Trip:
         self.journey = Journey(errand, policy, fleet.roster, 0.0)
         self.num_tokens = 0
 
-    def begin(self) -> Attempt:
+    def begin(self, now: float = 0.0) -> Attempt:
         placement = self.journey.route(self.fleet.router, (7,) * self.num_tokens)
-        return self.journey.begin(placement, "id", self.num_tokens)
+        return self.journey.begin(placement, "id", self.num_tokens, now)
 
     def fail(
         self,
@@ -55,10 +55,11 @@ class Trip:
         brings: int = 0,
         prompt: bool = False,
         worker: str | None = None,
+        began_at: float = 0.0,
         now: float = 1.0,
     ) -> str | None:
         """One attempt, and how it ends; the error that ends the request."""
-        attempt = self.begin()
+        attempt = self.begin(began_at)
         self.num_tokens += brings
         placement = attempt.placement
         whose = worker or (placement.prefill if prompt and placement.prefill else placement.decode)
@@ -162,13 +163,21 @@ def test_c34_under_the_policy_fail_a_lost_prompt_ends_it_but_not_one_that_was_gi
 
 def test_the_time_to_find_a_place_begins_with_what_a_worker_did_for_it() -> None:
     trip = Trip(Fleet("d0", "d1"))
-    trip.fail(Cause.REFUSED, worker="d0", now=5.0)
+    trip.fail(Cause.REFUSED, worker="d0", began_at=5.0, now=5.0)
     assert trip.journey.seeking_since == 0.0
     trip.fail(Cause.GIVEN_BACK, worker="d1", brings=1, now=6.0)
     assert trip.journey.seeking_since == 6.0
     assert isinstance(trip.journey.too_late(NoRoom("full"), 30.0), Overloaded)
     error = trip.journey.too_late(WorkerUnavailable("nobody is there"), 30.0)
     assert str(error) == "nobody is there; waited 30 s for one; before that, it happened"
+
+
+def test_the_time_in_the_line_of_a_worker_that_gives_it_back_is_not_taken_from_the_time_to_find_a_place() -> (
+    None
+):
+    trip = Trip(Fleet("d0", "d1"))
+    trip.fail(Cause.GIVEN_BACK, worker="d0", began_at=2.0, now=100.0)
+    assert trip.journey.seeking_since == 98.0, "it had looked for 2 s"
 
 
 def test_c36_blocks_are_given_back_only_where_somebody_may_have_more_and_not_for_ever() -> None:

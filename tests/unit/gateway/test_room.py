@@ -2,9 +2,11 @@
 
 import pytest
 
+from baton.block_hash import block_hashes
 from baton.errors import WorkerUnavailable
+from baton.messages import KVEvents
 from gateway.routing.placement import NoRoom
-from tests.unit.gateway.test_router import DISAGGREGATED, POLICIES, P, ask, end, router_of, send, status
+from tests.unit.gateway.test_router import DISAGGREGATED, KEY, POLICIES, P, ask, end, router_of, send, status
 
 
 def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
@@ -27,6 +29,41 @@ def test_what_was_sent_takes_blocks_before_the_worker_says_so() -> None:
     with pytest.raises(NoRoom):
         router.route(ask(127))
     end(router, first)
+    router.heard(status("d0", running=1, free=12))
+    send(router, ask(127))
+
+
+def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
+    """Not what others may share with it, nor anything of a leg that the worker never told of."""
+    for num_found, has_room in ((0, True), (64, False)):
+        router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
+        first = send(router, ask(127))
+        if num_found:
+            stored = b"".join(each[:8] for each in block_hashes(tuple(range(num_found)), 16, KEY))
+            router.kv_events("d0", KVEvents(0, True, b"", stored))
+        second = send(router, ask(127))
+        router.heard(status("d0", running=2, free=4))
+        end(router, first)
+        if has_room:
+            send(router, ask(127))
+            end(router, second)
+            continue
+        with pytest.raises(NoRoom):
+            router.route(ask(127))
+    router.heard(status("d0", running=1, free=4))
+    unheard = send(router, ask(20))
+    end(router, unheard)
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
+
+
+def test_a_policy_that_follows_no_caches_waits_for_the_workers_word() -> None:
+    router = router_of("least_loaded", DISAGGREGATED, P[0], status("d0", free=20))
+    first, _ = send(router, ask(127)), send(router, ask(127))
+    router.heard(status("d0", running=2, free=4))
+    end(router, first)
+    with pytest.raises(NoRoom):
+        router.route(ask(127))
     router.heard(status("d0", running=1, free=12))
     send(router, ask(127))
 
@@ -57,3 +94,21 @@ def test_a_missing_prefill_worker_is_told_before_missing_room() -> None:
     router = router_of("kv_aware", DISAGGREGATED, status("d0", 1, free=0), require_disaggregated=True)
     with pytest.raises(WorkerUnavailable):
         router.route(ask())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_could_never_hold_it_is_not_asked_while_another_can(policy: str) -> None:
+    small, large = status("d0", total=4, free=4), status("d1", 1, free=20)
+    router = router_of(policy, DISAGGREGATED, *P, small, large)
+    assert {router.route(ask(100)).decode for _ in range(4)} == {"d1"}
+    router.heard(status("d1", 1, free=5))
+    with pytest.raises(NoRoom):
+        router.route(ask(100))
+
+
+def test_what_nobody_could_ever_hold_does_not_wait_for_room() -> None:
+    """Its worker says what is wrong with it. In the line it would hold up others, who have room."""
+    router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", 3, total=9, free=2))
+    with pytest.raises(NoRoom):
+        router.route(ask(100))
+    assert router.route(ask(160)).decode == "d0"

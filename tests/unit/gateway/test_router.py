@@ -19,11 +19,11 @@ def status(
     name: str, running: int = 0, state: WorkerState = WorkerState.READY, **values: Any
 ) -> WorkerStatus:
     role = values.pop("role", WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE)
-    free, life = values.pop("free", 999), values.pop("life", "life")
+    total, free, life = values.pop("total", 999), values.pop("free", 999), values.pop("life", "life")
     counts = RequestCounts(running, values.pop("waiting", 0), values.pop("remote", 0))
     ref = WorkerRef(name, f"{name}-{life}", ("tcp://127.0.0.1:1",), values.pop("block_size", 16))
     return WorkerStatus(
-        ref, role, state, KVBlockCounts(999, free, 0, 0), counts, {}, load=WorkerLoad(**values)
+        ref, role, state, KVBlockCounts(total, free, 0, 0), counts, {}, load=WorkerLoad(**values)
     )
 
 

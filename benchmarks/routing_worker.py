@@ -1,0 +1,189 @@
+"""A worker of the routing benchmark: the real Scheduler with its block pool and its events, and a device that only
+takes time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config import SchedulerConfig
+from baton.kv import WorkerRef
+from baton.messages import KVEvents
+from baton.request import FinishReason, FirstToken, RequestOutput
+from baton.step import KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
+from baton.worker import WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from engine.kv_events import net
+from engine.load import LoadMeter
+from scheduler import Request, Scheduler
+
+BLOCK_SIZE = 16
+BYTES_PER_TOKEN = 131_072
+"""Of an 8B model in bfloat16."""
+LINK_BYTES_PER_S = 5e9
+
+STEP_S = 0.008
+PREFILL_TOKEN_S = 0.0001
+DECODE_REQUEST_S = 0.0001
+"""A step with nothing in it; what a token of a prompt and a request that decodes add: an 8B model on one GPU, about."""
+
+
+@dataclass(slots=True)
+class Leg:
+    """A request here, and what it should answer."""
+
+    request: Request
+    answer: tuple[int, ...]
+    began_at: float | None = None
+    """Its first step."""
+
+
+class Connector:
+    """The scheduler's side of hand-overs whose bytes are only counted: tells how much is loaded, and keeps what is
+    to be read."""
+
+    def __init__(self, start_load: Callable[[str, int], None]) -> None:
+        self._start_load = start_load
+
+    def request_added(self, request: Request) -> None:
+        pass
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        is_loading = request.is_consumer
+        return (request.num_prompt_tokens - num_computed_tokens, True) if is_loading else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
+    ) -> None:
+        self._start_load(request.request_id, num_external_tokens)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        return None
+
+    def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
+        return request.is_handed_over
+
+
+class SimWorker:
+    """Time is the caller's: `start_step` says how long a step takes, `end_step` what came of it."""
+
+    def __init__(
+        self,
+        name: str,
+        role: WorkerRole,
+        num_blocks: int,
+        key: bytes,
+        start_load: Callable[[str, int], None],
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=256,
+            max_num_batched_tokens=1024,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_model_len=16_384,
+            async_scheduling=False,
+        )
+        self.ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), BLOCK_SIZE)
+        self.role = role
+        self.scheduler = Scheduler(config, Connector(start_load), key)
+        self.legs: dict[str, Leg] = {}
+        self._meter = LoadMeter()
+        self._plan: SchedulerOutput | None = None
+        self._began_at = 0.0
+        self._num_events = 0
+        self._account = self.scheduler.begin_kv_events()
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._plan is not None
+
+    def add(self, request: Request, answer: tuple[int, ...]) -> None:
+        self.legs[request.request_id] = Leg(request, answer)
+        self.scheduler.add_request(request)
+
+    def start_step(self, now: float) -> float | None:
+        """How long the next step takes; None if there is nothing to do."""
+        if self._plan is not None or not self.scheduler.has_requests():
+            return None
+        plan = self.scheduler.schedule()
+        if not plan.num_scheduled_tokens:
+            return None
+        for request_id in plan.num_scheduled_tokens:
+            leg = self.legs[request_id]
+            leg.began_at = now if leg.began_at is None else leg.began_at
+        self._plan, self._began_at = plan, now
+        num_prefill, num_decodes = self._work(plan)
+        return STEP_S + PREFILL_TOKEN_S * num_prefill + DECODE_REQUEST_S * num_decodes
+
+    def end_step(self, now: float) -> list[RequestOutput]:
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        sampled = {}
+        for request_id in plan.num_scheduled_tokens:
+            request = self.legs[request_id].request
+            if request.num_computed_tokens == request.num_tokens:
+                sampled[request_id] = [self.legs[request_id].answer[request.num_output_tokens]]
+        self._meter.step_done(*self._work(plan), self._began_at, now)
+        return self._told(self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled)))
+
+    def receive(self, request_id: str, num_tokens: int, moving_s: float) -> list[RequestOutput]:
+        """A prompt has arrived, with its first token."""
+        first = FirstToken(self.legs[request_id].answer[0], None)
+        received = ReceivedKV(request_id, first, num_tokens * BYTES_PER_TOKEN, moving_s, moving_s)
+        return self._told(
+            self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=(received,)))
+        )
+
+    def release(self, request_id: str) -> None:
+        self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,)))
+
+    def events(self) -> KVEvents | None:
+        """What changed in the prefix cache since the last call, as the request plane would tell it."""
+        change = net([*self._account, *self.scheduler.take_kv_events()])
+        self._account = []
+        if change is None:
+            return None
+        self._num_events += 1
+        return KVEvents(self._num_events - 1, change.is_anew, change.removed, change.stored)
+
+    def status(self) -> WorkerStatus:
+        waiting = sum(
+            leg.request.num_prompt_tokens - leg.request.num_computed_tokens
+            for leg in self.legs.values()
+            if leg.request.is_prefilling and not leg.request.is_consumer
+        )
+        return WorkerStatus(
+            self.ref,
+            self.role,
+            WorkerState.READY,
+            self.scheduler.kv_block_counts(),
+            self.scheduler.request_counts(),
+            {},
+            load=WorkerLoad(
+                num_queued_prompt_tokens=waiting,
+                prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+                decode_step_s=self._meter.decode_step_s,
+            ),
+        )
+
+    def _work(self, plan: SchedulerOutput) -> tuple[int, int]:
+        """Tokens of prompts, and requests that decode, in a step that is planned."""
+        num_prefill = num_decodes = 0
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            request = self.legs[request_id].request
+            if request.num_computed_tokens - num_tokens < request.num_prompt_tokens:
+                num_prefill += num_tokens
+            else:
+                num_decodes += 1
+        return num_prefill, num_decodes
+
+    def _told(self, news: Any) -> list[RequestOutput]:
+        outputs = [output for each in news.values() for output in each.outputs]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self.legs[output.request_id]
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+        return outputs

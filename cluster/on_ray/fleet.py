@@ -1,0 +1,65 @@
+"""A fleet on Ray, as its command sees it: found or begun, waited for, and ended with all that belongs to it."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.curve import ClusterKeys
+from baton.errors import ClusterError
+from cluster.fleet.desired import worker_names
+from cluster.fleet.first_start import OnProgress, first_start
+from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
+from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
+from cluster.signals import unless
+
+logger = logging.getLogger(__name__)
+
+_ABSENT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 5.0
+
+
+class RayFleet:
+    """See cluster.deployment.Fleet. Ray has to be connected to already."""
+
+    def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
+        self._config = config
+        self._keys = keys
+        self._model_path = model_path
+        self._is_private = config.cluster.ray_address == "local"
+        self._handle: ControllerHandle | None = None
+        self._has_started = False
+
+    async def start(self, on_progress: OnProgress) -> ControllerHandle:
+        """Takes up a fleet of this name that was left alone, or begins one."""
+        handle = await find_fleet(self._config, self._keys, self._model_path)
+        if handle is None:
+            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
+            if self._is_private:
+                check_room(bundles)
+            # As it would be said now, before there are workers.
+            shortage = no_room(bundles) + labels_text(self._config)
+            self._handle = handle = begin_fleet(self._config, self._keys, self._model_path)
+            await first_start(handle, self._config.cluster.start_timeout_s, shortage, on_progress)
+        self._handle = handle
+        self._has_started = True
+        return handle
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        if (handle := self._handle) is None:
+            return
+        try:
+            if not self._has_started or not await unless(hurry, handle.shutdown(may_drain=True)):
+                async with asyncio.timeout(self._forced_end_s(handle)):
+                    await handle.shutdown(may_drain=False)
+        except (TimeoutError, ClusterError) as error:
+            logger.debug("the controller did not end the fleet: %s", error)
+        finally:
+            handle.end()
+
+    def _forced_end_s(self, handle: ControllerHandle) -> float:
+        """What the controller gets to end all workers in; what is left then is ended by force."""
+        if handle.has_answered:
+            return self._config.cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
+        # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
+        return 0.0 if self._is_private else _ABSENT_TIMEOUT_S

@@ -1,0 +1,42 @@
+"""A fleet of child processes on this machine, kept whole by a controller in this one: `baton serve` without Ray."""
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.curve import ClusterSecret
+from cluster.child_processes import with_path
+from cluster.fleet.controller import Controller
+from cluster.fleet.desired import Memory
+from cluster.fleet.first_start import OnProgress, first_start
+from cluster.process_launcher import ProcessLauncher
+from cluster.signals import unless
+
+
+class ProcessFleet:
+    """See cluster.deployment.Fleet. Its workers end with this process, however that ends."""
+
+    def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
+        path = Path(self._folder.name) / "baton.json"
+        path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self.launcher = ProcessLauncher(path, secret)
+        self.controller = Controller(config, self.launcher, Memory(), SystemClock())
+        self._has_started = False
+
+    async def start(self, on_progress: OnProgress) -> Controller:
+        await self.controller.start()
+        await first_start(self.controller, self._start_timeout_s, "no worker could be started", on_progress)
+        self._has_started = True
+        return self.controller
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        try:
+            if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
+                await self.controller.shutdown(may_drain=False)
+        finally:
+            self._folder.cleanup()

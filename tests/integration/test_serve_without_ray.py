@@ -1,0 +1,98 @@
+"""`baton serve --ray-address none`: the same service over child processes, which its controller keeps whole."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.worker import WorkerRole
+from gateway import GatewayClient
+from tests.factories.models import make_model_dir
+from tests.factories.serving import ServeProcess, serving
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+model: {load_format: dummy, dtype: float32}
+engine: {kv_cache_memory_mib: 8, num_threads: 1}
+kv_transfer: {lease_s: 1.0}
+cluster: {ray_address: none, prefill: 1, decode: 2, unresponsive_timeout_s: 3.0, drain_timeout_s: 0.2}
+"""
+TIMEOUT_S = 90.0
+
+
+async def ask(client: GatewayClient) -> list[int]:
+    tokens: list[int] = []
+    async for event in client.generate(
+        token_ids=[5, 6, 7], sampling={"max_tokens": 5, "ignore_eos": True, "temperature": 0.0}
+    ):
+        tokens += event.token_ids
+    assert len(tokens) == 5
+    return tokens
+
+
+async def serving_workers(client: GatewayClient) -> dict[str, dict[str, Any]]:
+    """Those that are ready, by name."""
+    workers = (await client.describe())["workers"]
+    return {worker["name"]: worker for worker in workers if worker["state"] == "ready"}
+
+
+async def renewed(client: GatewayClient, before: dict[str, dict[str, Any]], *names: str) -> None:
+    """Returns once all that were there before serve, these in another life and the others in the same."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            now = await serving_workers(client)
+            if now.keys() == before.keys():
+                changed = {n for n, w in now.items() if w["incarnation"] != before[n]["incarnation"]}
+                if changed == set(names):
+                    return
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def client_of(serve: ServeProcess) -> AsyncIterator[GatewayClient]:
+    async with GatewayClient(serve.wait_ready()["target"]) as client:
+        yield client
+
+
+def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> None:
+    make_model_dir(tmp_path / "tiny")
+    config = tmp_path / "baton.yaml"
+    config.write_text(CONFIG)
+    with serving(str(config), "--model", str(tmp_path / "tiny")) as serve:
+        asyncio.run(exercise(serve))
+        serve.interrupt()  # as a terminal does, to the whole group; workers are in sessions of their own
+        assert serve.wait_gone() == 0
+        assert "ray" not in serve.stderr.lower()
+
+
+async def exercise(serve: ServeProcess) -> None:
+    async with client_of(serve) as client:
+        expected = await ask(client)
+        before = await serving_workers(client)
+        assert set(before) == {"w0", "w1", "w2"}
+        # One is killed, one hangs.
+        os.kill(before["w0"]["pid"], signal.SIGKILL)
+        os.kill(before["w1"]["pid"], signal.SIGSTOP)
+        assert await ask(client) == expected
+        await renewed(client, before, "w0", "w1")
+        # One changes its role, and stays what it is otherwise.
+        healed = await serving_workers(client)
+        await client.set_role("w1", WorkerRole.PREFILL)
+        changed = await serving_workers(client)
+        assert changed["w1"]["role"] == "prefill"
+        assert {n: w["pid"] for n, w in changed.items()} == {n: w["pid"] for n, w in healed.items()}
+        await client.set_role("w1", WorkerRole.DECODE)
+        assert await ask(client) == expected
+        # Two are restarted, and one leaves.
+        steps = [step async for step in client.rollout(["w0", "w2"])]
+        assert [step.worker for step in steps] == ["w0", "w2"]
+        await renewed(client, healed, "w0", "w2")
+        await client.drain("w2")
+        assert set(await serving_workers(client)) == {"w0", "w1"}
+        assert await ask(client) == expected
