@@ -68,4 +68,9 @@ class AutoscalingConfig(Section):
         )
         if self.mode != "off" and all(target is None for target in targets):
             raise ValueError(f"mode '{self.mode}' needs a target: every target_... is None")
+        if self.model_fields_set and "mode" not in self.model_fields_set:
+            key = min(self.model_fields_set)
+            raise ValueError(
+                f"{key} ({getattr(self, key)}) needs mode 'on' or 'dry_run'; with 'off' it waits for these"
+            )
         return self

@@ -1,10 +1,15 @@
 """The configuration's section `cluster`: which workers there are, where they run, and how patient their keeper is."""
 
+import re
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from baton.config_section import Section
+
+_LABEL_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL_CONDITION = re.compile(rf"!?{_LABEL_VALUE}|!?in\({_LABEL_VALUE}(?:, *{_LABEL_VALUE})*\)")
+"""As Ray reads them."""
 
 
 class ClusterConfig(Section):
@@ -55,12 +60,21 @@ class ClusterConfig(Section):
     orphan_timeout_s: float = Field(60.0, gt=0.0)
     """On a cluster that was joined: a fleet that no gateway has asked about for so long ends itself."""
 
+    @field_validator("prefill_labels", "decode_labels")
+    @classmethod
+    def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        for value in labels.values():
+            if not _LABEL_CONDITION.fullmatch(value):
+                raise ValueError(f"got {value!r}; a label's value, or one of !x, in(x,y) and !in(x,y)")
+        return labels
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ray_address == "none":
+        if self.ray_address in ("none", "local"):
             for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
                 if value := getattr(self, key):
                     raise ValueError(
-                        f"{key} ({value}) is for nodes of a Ray cluster, and ray_address is 'none'"
+                        f"{key} ({value}) is for nodes of a Ray cluster that is joined, and ray_address is "
+                        f"'{self.ray_address}'"
                     )
         return self

@@ -65,9 +65,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerUnavailable(
-                f"worker {self.name} ended with {self._process.wait()} before it was ready"
-            )
+            raise WorkerUnavailable(f"its process ended with {self._process.wait()} before it was ready")
         return endpoint_from_json(line)
 
     def control(self) -> ControlChannel:

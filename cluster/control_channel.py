@@ -264,7 +264,7 @@ class ControlChannel:
             _resolve(future, answer)
 
     def _loss(self) -> ClusterError:
-        return ClusterError(f"worker {self._name} is gone")
+        return ClusterError("its process has ended")
 
 
 def _resolve(future: Future[Answer], outcome: Answer | ClusterError) -> None:

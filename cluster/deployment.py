@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Protocol
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
-from baton.worker import WorkerEndpoint
+from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet.desired import worker_names
 from cluster.fleet.first_start import OnProgress
 from cluster.fleet.follower import Follower, ReportSink, ViewSource, keep_reporting
@@ -70,8 +71,7 @@ def _fleet_on_ray(
 
     address = config.cluster.ray_address
     with screen.stage("ray", f"connecting to {address}") as outcome:
-        num_ranks = sum(config.num_ranks(role) for _, role in worker_names(config))
-        stack.enter_context(connect(config.cluster, num_ranks, config.engine.device))
+        stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
         outcome("private, loopback only" if address == "local" else f"joined {address}")
     return RayFleet(config, keys, model_path)
 
@@ -170,6 +170,14 @@ class _Deployment:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._fleet.end(hurry)
+
+
+def most_ranks(config: BatonConfig) -> int:
+    """Of all workers together, as many as there may ever be at once."""
+    workers = Counter(role for _, role in worker_names(config))
+    if config.autoscaling.mode == "on":
+        workers = Counter({role: config.worker_bounds(role)[1] for role in WorkerRole})
+    return sum(config.num_ranks(role) * count for role, count in workers.items())
 
 
 def _resolve_model(config: BatonConfig, screen: Screen) -> Path:

@@ -170,31 +170,25 @@ class EngineHost:
 
         FleetError while the worker changes its role.
         """
-        try:
-            return self._loop.drain(timeout_s)
-        except FleetError as error:
-            raise FleetError(f"worker {self._name} cannot be drained now: {error}") from None
+        return self._loop.drain(timeout_s)
 
     def set_role(self, role: WorkerRole, timeout_s: float) -> None:
         """Leaves the present role as `drain` does, then serves in the other one, with weights and prefix cache as they
         are; nothing happens if it has that role. Blocks until it serves.
 
-        FleetError says what was in the way; then it serves in its old role.
+        FleetError says what was in the way, and not whose; then it serves in its old role.
         """
         if self._loop.is_settled_as(role):
             return
         if role not in self._roles:
-            raise FleetError(f"worker {self._name} was not built to become a {role.value} worker")
+            raise FleetError(f"it was not built to become a {role.value} worker")
         ours, theirs = self._config.num_ranks(self._role.kind), self._config.num_ranks(role)
         if ours != theirs:
             raise FleetError(
-                f"worker {self._name} has {ours} tensor-parallel ranks, and {role.value} workers have {theirs} "
+                f"it has {ours} tensor-parallel ranks, and {role.value} workers have {theirs} "
                 "(cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel); a worker keeps its ranks for life"
             )
-        try:
-            self._loop.set_role(self._roles[role], timeout_s)
-        except FleetError as error:
-            raise FleetError(f"worker {self._name}: {error}") from None
+        self._loop.set_role(self._roles[role], timeout_s)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Calls it, on some thread, once the worker has ended by itself or was stopped; `status` says which."""

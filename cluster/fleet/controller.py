@@ -75,15 +75,15 @@ class Controller:
         for name in [slot.name for slot in self._desired.slots.values() if slot.is_leaving]:
             if name not in found:
                 del self._desired.slots[name]
+        await asyncio.gather(*[found[n].life.stop(0.0) for n in found if n not in self._desired.slots])
         self._save()
         self._was_whole = content is not None
         for slot in self._desired.slots.values():
             self._keep(slot, found.get(slot.name))
             if slot.is_leaving:
                 self._leaving.add(asyncio.create_task(self.drain(slot.name), name=f"drain {slot.name}"))
-        while not all(
-            self._keepers[name].was_adopted for name in found
-        ):  # or the fleet would seem to have shrunk
+        adopting = [self._keepers[name] for name in found if name in self._keepers]
+        while not all(keeper.was_adopted for keeper in adopting):  # or the fleet would seem to have shrunk
             await self._changed.wait()
         if self._autoscaler is not None:
             self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
@@ -107,7 +107,8 @@ class Controller:
 
     async def next_start(self, version: int, timeout_s: float) -> StartReport:
         """How far the workers are, as soon as that is news to somebody who knows this version, or after the time."""
-        self._num_asking += 1  # who waits for the fleet to start is why it is no orphan
+        self._num_asking += 1  # who waits for the fleet to start is why it is no orphan, and is in use
+        self._asked.set()
         try:
             async with asyncio.timeout(timeout_s):
                 while version == self._start_version:

@@ -64,8 +64,7 @@ class DesiredFleet:
 
     def was_there(self, name: str) -> bool:
         """Whether this is the name of a worker that left."""
-        index = name.removeprefix("w")
-        return name not in self.slots and index.isdecimal() and int(index) < self.num_names
+        return name not in self.slots and name in {f"w{index}" for index in range(self.num_names)}
 
     def with_role(self, role: WorkerRole) -> list[DesiredSlot]:
         """Those that stay, in the order of their making."""

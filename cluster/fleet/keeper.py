@@ -64,8 +64,12 @@ class Keeper:
         self._on_life = on_life
         self._on_change = on_change
         self._life: Life | None = None
+        self.was_adopted = False
+        """It has served; a life that was found does so before anything else is waited for."""
         self._ready: Found | None = None
         """The next life, which serves as soon as the present one has ended."""
+        self._preparing: asyncio.Task[None] | None = None
+        """Makes it ready."""
         self._serves_since = 0.0
         self._is_over = False
         self._changed = asyncio.Event()
@@ -74,11 +78,6 @@ class Keeper:
     @property
     def is_serving(self) -> bool:
         return self.slot.state is SlotState.SERVING
-
-    @property
-    def was_adopted(self) -> bool:
-        """The life that was found is taken up, or already lost."""
-        return self._ready is None and (self.is_serving or self.failure is not None)
 
     async def run(self, found: Found | None = None) -> None:
         """Keeps the slot filled until it is cancelled; then nothing of the worker is left.
@@ -89,18 +88,21 @@ class Keeper:
         try:
             while True:
                 try:
-                    life = await self._place()
-                    self._serve(await self._start(life))
+                    life, endpoint = await self._place()
+                    self._serve(await self._start_life(life) if endpoint is None else endpoint)
                     await self._watch(life)
-                except BatonError as error:
+                except Exception as error:  # also what nobody foresaw: the slot must not be left alone
+                    failure = _as_failure(error)
                     served_s = self._served_s()
-                    await self._bury(str(error), timeout_s=0.0)
-                    await self._back_off(error, served_s)
+                    await self._bury(str(failure), timeout_s=0.0)
+                    await self._back_off(failure, served_s)
         finally:
             self._is_over = True
+            if self._preparing is not None:
+                self._preparing.cancel()
+                await asyncio.gather(self._preparing, return_exceptions=True)
             await self._bury("it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0)
-            if self._ready is not None:
-                await self._ready.life.stop(0.0)
+            await self._discard_ready()
 
     async def drain(self) -> bool:
         """Lets a serving worker give away what it has; True if nobody lost anything. It serves no more afterwards.
@@ -117,13 +119,14 @@ class Keeper:
         if that was known before the old one was touched, the old one still serves.
         """
         async with self._orders:
-            former = (await self._next_endpoint(except_for="")).ref.incarnation
+            former, life = (await self._next_endpoint(except_for="")).ref.incarnation, self._life
             if await self._launcher.has_room(self.slot.role):
-                self._ready = await self._make_ready()
-            life = self._life
-            await self._empty()
-            if life is not None:
+                await self._prepare()
+            if life is not None and self._life is life:
+                await self._empty()
                 await life.stop(_STOP_TIMEOUT_S)
+            else:  # it died meanwhile, so another one is on its way already
+                await self._discard_ready()
             return await self._next_endpoint(except_for=former)
 
     async def set_role(self, role: WorkerRole) -> None:
@@ -144,22 +147,20 @@ class Keeper:
                 ) from None
             self._take_role(role)
 
-    async def _place(self) -> Life:
-        self._notify()
-        if self._ready is not None:
-            self._life = self._ready.life
-        else:
-            number = self._on_life(self.slot.name)
-            self._life = await self._launcher.place(self.slot.name, self.slot.role, number)
-        self.slot.num_starts = self._life.number
-        self.slot.node = self._life.node
-        return self._life
-
-    async def _start(self, life: Life) -> WorkerEndpoint:
-        self.slot.move(SlotState.STARTING)
+    async def _place(self) -> tuple[Life, WorkerEndpoint | None]:
+        """The next life, and its endpoint if it is ready to serve."""
         self._notify()
         ready, self._ready = self._ready, None
-        return ready.endpoint if ready is not None else await self._start_life(life)
+        if ready is not None:
+            self._life = life = ready.life
+        else:
+            number = self._on_life(self.slot.name)
+            self._life = life = await self._launcher.place(self.slot.name, self.slot.role, number)
+        self.slot.num_starts = life.number
+        self.slot.node = life.node
+        self.slot.move(SlotState.STARTING)
+        self._notify()
+        return life, None if ready is None else ready.endpoint
 
     async def _start_life(self, life: Life) -> WorkerEndpoint:
         timeout_s = self._patience.start_s
@@ -167,26 +168,47 @@ class Keeper:
             async with asyncio.timeout(timeout_s):
                 return await life.start(self._note_progress)
         except TimeoutError:
-            raise ClusterError(
-                f"worker {life.name} was not ready within {timeout_s:g} s (cluster.start_timeout_s)"
-            ) from None
+            raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
-    async def _make_ready(self) -> Found:
-        """A life that could serve, beside the one that does."""
+    async def _prepare(self) -> None:
+        """Has a life ready that could serve, beside the one that does; whoever ends the slot ends that, too."""
+        if self._is_over:
+            raise FleetError(f"worker {self.slot.name} was stopped")
+        preparing = self._preparing = asyncio.create_task(
+            self._make_ready(), name=f"next life of {self.slot.name}"
+        )
+        try:
+            await asyncio.wait([preparing])
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+            self._preparing = None
+        if preparing.cancelled():
+            raise FleetError(f"worker {self.slot.name} was stopped")
+        preparing.result()
+
+    async def _make_ready(self) -> None:
         number = self._on_life(self.slot.name)
         life: Life | None = None
         try:
             async with asyncio.timeout(self._patience.start_s):
                 life = await self._launcher.place(self.slot.name, self.slot.role, number)
-            return Found(life, await self._start_life(life))
+            self._ready = Found(life, await self._start_life(life))
         except (TimeoutError, BatonError) as error:
-            if life is not None:
-                await life.stop(0.0)
             reason = str(error) or "no room for it came free"
             raise FleetError(f"no new life of worker {self.slot.name}: {reason}") from None
+        finally:
+            if life is not None and self._ready is None:
+                await life.stop(0.0)
+
+    async def _discard_ready(self) -> None:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            await ready.life.stop(0.0)
 
     def _serve(self, endpoint: WorkerEndpoint) -> None:
         self.endpoint = endpoint
+        self.was_adopted = True
         self.progress = None
         self._serves_since = self._clock.now()
         self.slot.move(SlotState.SERVING)
@@ -250,9 +272,12 @@ class Keeper:
 
     async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
         """That of another life than this one, once it serves; FleetError if it fails first, or takes too long."""
-        failure_before = self.failure
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience.start_s):
+                while self.is_serving and self.endpoint is None and not self._is_over:
+                    self._changed.clear()  # it is being buried: that was not the failure of the next one
+                    await self._changed.wait()
+                failure_before = self.failure
                 while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):
                     if self.failure is not failure_before or self._is_over:
                         break
@@ -276,3 +301,10 @@ class Keeper:
     def _notify(self) -> None:
         self._changed.set()
         self._on_change(self)
+
+
+def _as_failure(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    logger.error("an error that nobody foresaw", exc_info=error)
+    return ClusterError(f"{type(error).__name__}: {error}")

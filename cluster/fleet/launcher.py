@@ -11,7 +11,10 @@ OnStartProgress = Callable[[StartProgress], None]
 
 
 class Life(Protocol):
-    """One life of one worker: a process, wherever it runs. Calls raise ClusterError if it is gone."""
+    """One life of one worker: a process, wherever it runs.
+
+    Calls raise ClusterError if it is gone, with the reason alone: whoever passes that on says which worker it was.
+    """
 
     @property
     def name(self) -> str: ...

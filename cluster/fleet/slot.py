@@ -82,6 +82,8 @@ class Slot:
     def move(self, state: SlotState) -> None:
         """The one place where a slot changes its state."""
         assert state in MOVES[self.state], f"{self.name}: {self.state} -> {state}"
+        if self.state is SlotState.DRAINING:
+            self.last_failure = ""  # this life ended as asked
         self.state = state
         if state in (SlotState.PLACING, *_ENDED):
             self.node = ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.errors import BatonError, ClusterError
@@ -24,16 +24,30 @@ def as_actor(kind: type, **options: Any) -> Any:
     return ray.remote(kind).options(lifetime="detached", **options)
 
 
-async def answer(reference: Awaitable[T], who: str) -> T:
-    """What a call returns or raises; ClusterError if `who` fails otherwise, or is gone."""
+_ENDS = (
+    ("running low on memory", "Ray ended its process, because its node ran out of memory"),
+    ("its node has died", "its node is lost"),
+    ("killed by `ray.kill`", "it was ended by `ray.kill`"),
+    ("worker process has died", "its process died, as by a crash, a SIGKILL or for lack of memory"),
+)
+"""How Ray words the end of an actor, and how we do. The first one that occurs counts."""
+
+
+async def answer(reference: Awaitable[T], who: str | None) -> T:
+    """What a call returns or raises; ClusterError, in one line, if `who` fails otherwise, or is gone.
+
+    Without a `who` the line does not say who it was: for whoever says that anyway.
+    """
     try:
         return await reference
     except RayTaskError as error:
         if isinstance(error.cause, BatonError):
             raise error.cause from None
-        raise ClusterError(f"{who} failed: {error}") from None
+        failure = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+        raise ClusterError(f"{who} failed: {failure}" if who else failure) from None
     except RayError as error:
-        raise ClusterError(f"{who} is gone: {one_line(error)}") from None
+        reason = why_gone(error)
+        raise ClusterError(f"{who} is gone: {reason}" if who else reason) from None
 
 
 async def kill_process(pid: int, node_id: str) -> None:
@@ -56,7 +70,12 @@ def _kill(pid: int) -> None:
         pass
 
 
-def one_line(error: BaseException) -> str:
+def why_gone(error: RayError) -> str:
     """The reason that Ray gives, without the description of the actor that precedes it."""
     text = " ".join(str(error).split())
+    for sign, reason in _ENDS:
+        if sign in text:
+            return reason
+    if isinstance(error, ActorUnavailableError):
+        return "its process or its node cannot be reached"
     return text[max(0, text.find("The actor is dead because")) :][:300]

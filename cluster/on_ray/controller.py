@@ -190,8 +190,7 @@ class ControllerHandle:
                     timeout_s, self._actor.next_view, controller_incarnation, version, timeout_s
                 )
         except TimeoutError:
-            if self._process is not None:
-                await kill_process(*self._process)
+            await self._kill_process()
             raise ClusterError(f"the fleet's controller did not answer for {patience_s:g} s") from None
         if self._process is None or view.controller_incarnation != controller_incarnation:
             self._process = await self._call(0.0, self._actor.process)
@@ -227,7 +226,15 @@ class ControllerHandle:
             index += 1
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends the workers. `end` does the rest."""
+        """Ends the workers. `end` does the rest. A controller that hangs is not waited for, but killed."""
+        try:
+            async with asyncio.timeout(self._unresponsive_s):
+                await answer(self._actor.process.remote(), "the fleet's controller")
+        except TimeoutError:
+            await self._kill_process()
+            raise ClusterError(
+                f"the fleet's controller did not answer for {self._unresponsive_s:g} s"
+            ) from None
         await self._call(self._order_s, self._actor.shutdown, may_drain)
 
     def end(self) -> None:
@@ -242,6 +249,10 @@ class ControllerHandle:
 
     async def is_followed(self, within_s: float) -> bool:
         return bool(await self._call(within_s, self._actor.is_followed, within_s))
+
+    async def _kill_process(self) -> None:
+        if self._process is not None:
+            await kill_process(*self._process)
 
     async def _call(self, timeout_s: float, method: Any, *arguments: object) -> Any:
         """Ray itself repeats a call to an actor that it restarts, see `max_task_retries` below."""
@@ -258,7 +269,10 @@ class ControllerHandle:
 
 
 def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> ControllerHandle:
-    """A new fleet in this driver's namespace, whose controller begins to start the workers."""
+    """A new fleet in this driver's namespace, whose controller begins to start the workers.
+
+    ClusterError if there is one of its name.
+    """
     _remove_lives()  # of a fleet that was left without a controller
     RayStore(config.cluster.name).clear()
     actor = as_actor(
@@ -269,7 +283,10 @@ def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> Con
         max_task_retries=-1,
         scheduling_strategy=_near_head(),
     )
-    return ControllerHandle(actor.remote(config, keys, model_path), config)
+    try:
+        return ControllerHandle(actor.remote(config, keys, model_path), config)
+    except ValueError:  # somebody else's, since `find_fleet` looked
+        raise ClusterError(_in_use(config.cluster.name)) from None
 
 
 async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> ControllerHandle | None:
@@ -288,10 +305,14 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
             "configuration, or another cluster.name"
         )
     if await handle.is_followed(POLL_S + 1.0):
-        raise ClusterError(
-            f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name"
-        )
+        raise ClusterError(_in_use(name))
     return handle
+
+
+def _in_use(name: str) -> str:
+    return (
+        f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name"
+    )
 
 
 def _remove_lives() -> None:

@@ -10,12 +10,13 @@ from baton.errors import ClusterError
 from cluster.fleet.desired import worker_names
 from cluster.fleet.first_start import OnProgress, first_start
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
-from cluster.on_ray.placement import bundle_of, check_room, no_room
+from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from cluster.signals import unless
 
 logger = logging.getLogger(__name__)
 
 _ABSENT_TIMEOUT_S = 5.0
+_KILL_TIMEOUT_S = 5.0
 
 
 class RayFleet:
@@ -36,7 +37,8 @@ class RayFleet:
             bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
             if self._is_private:
                 check_room(bundles)
-            shortage = no_room(bundles)  # as it would be said now, before there are workers
+            # As it would be said now, before there are workers.
+            shortage = no_room(bundles) + labels_text(self._config)
             self._handle = handle = begin_fleet(self._config, self._keys, self._model_path)
             await first_start(handle, self._config.cluster.start_timeout_s, shortage, on_progress)
         self._handle = handle
@@ -48,12 +50,16 @@ class RayFleet:
             return
         try:
             if not self._has_started or not await unless(hurry, handle.shutdown(may_drain=True)):
-                # A controller that never answered may have no process yet, and take minutes to get one. On a private
-                # Ray nothing of it can be left behind.
-                absent_s = 0.0 if self._is_private else _ABSENT_TIMEOUT_S
-                async with asyncio.timeout(None if handle.has_answered else absent_s):
+                async with asyncio.timeout(self._forced_end_s(handle)):
                     await handle.shutdown(may_drain=False)
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)
         finally:
             handle.end()
+
+    def _forced_end_s(self, handle: ControllerHandle) -> float:
+        """What the controller gets to end all workers in; what is left then is ended by force."""
+        if handle.has_answered:
+            return self._config.cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
+        # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
+        return 0.0 if self._is_private else _ABSENT_TIMEOUT_S

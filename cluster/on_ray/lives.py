@@ -102,7 +102,7 @@ class RayLife:
             on_progress(progress)
 
     async def _answer(self, reference: Any) -> Any:
-        return await answer(reference, f"worker {self.name}")
+        return await answer(reference, None)
 
 
 def node_name(host: str, node_id: str) -> str:

@@ -43,6 +43,17 @@ def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
     return dict(cluster.prefill_labels if role is WorkerRole.PREFILL else cluster.decode_labels)
 
 
+def labels_text(config: BatonConfig) -> str:
+    """To be added to what is said of room, if nodes without these labels do not count."""
+    wanted = [(role, labels) for role in WorkerRole if (labels := labels_of(config, role))]
+    texts = (", ".join(f"{name}: {value}" for name, value in labels.items()) for _, labels in wanted)
+    kinds = (
+        f"{role.value} workers go to nodes with labels {{{text}}} only (cluster.{role.value}_labels)"
+        for (role, _), text in zip(wanted, texts, strict=True)
+    )
+    return "".join(f"; {kind}" for kind in kinds)
+
+
 def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
     """Where a worker goes first: the node with the fewest of its fleet, the head only if no other has room.
 

@@ -56,6 +56,8 @@ class FakeLife:
         self.is_frozen = False
         self.start_error: Exception | None = None
         self.role_error: FleetError | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.may_drain = asyncio.Event()
         self.may_drain.set()
         self.orders: list[str] = []
@@ -69,6 +71,7 @@ class FakeLife:
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
         on_progress(StartProgress("weights", 1, 1))
         await asyncio.sleep(0)
+        await self.may_start.wait()
         if self.start_error is not None:
             raise self.start_error
         return self.endpoint

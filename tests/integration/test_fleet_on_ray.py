@@ -94,6 +94,8 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     }
     os.kill(after["w1"]["pid"], signal.SIGKILL)  # and it watches them
     until_whole(target, not_among=frozenset({after["w1"]["incarnation"]}))
+    reason = "its process died, as by a crash, a SIGKILL or for lack of memory"
+    assert f"worker w1 (decode) died: {reason}\n" in serve.stderr
 
 
 def test_a_stopped_controller_is_killed_and_restarted(serve: ServeProcess, target: str) -> None:
@@ -161,5 +163,8 @@ def test_c50_a_drained_worker_is_gone_for_good(serve: ServeProcess, target: str)
     assert refused.returncode == 1
     assert "no decode worker serves" in refused.stderr
     ask(target)
+    controller_of(serve).suspend()  # who does not answer is not waited for
     serve.interrupt()
+    interrupted = time.monotonic()
     assert serve.wait_gone() == 0
+    assert time.monotonic() - interrupted < 30.0

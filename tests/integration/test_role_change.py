@@ -187,7 +187,7 @@ def test_a_change_that_comes_to_nothing_leaves_the_worker_as_it_was(
             await under_test.ask("leg", producer_of="t1")
             await listener.end_of("leg")
             monkeypatch.setattr(under_test.host._loop, "_lease_s", 0.2)
-            with pytest.raises(FleetError, match=r"worker w0: it did not become .* 7 blocks are leased"):
+            with pytest.raises(FleetError, match=r"^it did not become .* 7 blocks are leased"):
                 await under_test.set_role(WorkerRole.DECODE, 0.1)
             await listener.until(WorkerRole.PREFILL, WorkerState.READY)
             await under_test.ask("next", producer_of="t2")
@@ -201,7 +201,7 @@ def test_a_role_of_other_ranks_is_refused_and_its_own_is_no_change(tmp_path: Pat
         async with worker(tmp_path, prefill_ranks=2) as under_test:
             await under_test.set_role(WorkerRole.DECODE, 0.0)
             with pytest.raises(
-                FleetError, match="w0 has 1 tensor-parallel ranks, and prefill workers have 2"
+                FleetError, match="it has 1 tensor-parallel ranks, and prefill workers have 2"
             ):
                 await under_test.set_role(WorkerRole.PREFILL, 1.0)
             assert under_test.host.status().state is WorkerState.READY

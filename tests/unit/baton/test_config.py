@@ -144,6 +144,7 @@ def test_ranks_that_cannot_hand_kv_over_are_refused_unless_nobody_does() -> None
         ({"target_block_use": 1.5}, r"autoscaling\.target_block_use: got 1\.5"),
         ({"interval_s": 0.0}, r"autoscaling\.interval_s: got 0\.0"),
         ({"grow_after_s": 20.0, "shrink_after_s": 10.0}, r"shrink_after_s \(10\) must not be shorter than"),
+        ({"max_decode": 4}, r"autoscaling: max_decode \(4\) needs mode 'on' or 'dry_run'"),
         ({"mode": "on"}, "autoscaling.mode 'on' may change nothing"),
         (
             {"mode": "dry_run", "max_decode": 4, "target_queue_time_s": None, "target_block_use": None},
@@ -159,6 +160,36 @@ def test_ranks_that_cannot_hand_kv_over_are_refused_unless_nobody_does() -> None
 def test_autoscaling_that_cannot_work_is_refused(autoscaling: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         BatonConfig.from_mapping({"cluster": {"decode": 2}, "autoscaling": autoscaling})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "complaint"),
+    [
+        (
+            {"prefill_labels": {"role": "prefill"}},
+            r"prefill_labels .* is for nodes of a Ray cluster that is joined",
+        ),
+        (
+            {"decode_resources": {"decode": 1}},
+            r"decode_resources .* is for nodes of a Ray cluster that is joined",
+        ),
+        (
+            {"ray_address": "auto", "decode_labels": {"a": "in(x"}},
+            r"decode_labels: got .*'in\(x'; a label's value",
+        ),
+        ({"ray_address": "auto", "decode_labels": {"a": ""}}, r"decode_labels: got ''|decode_labels: got"),
+        ({"ray_address": "auto", "decode_resources": {"decode": 0}}, r"decode_resources\.decode: got 0"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(cluster: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        BatonConfig.from_mapping({"cluster": cluster})
+
+
+@pytest.mark.parametrize("value", ["x", "!x", "in(x)", "in(x,y)", "in(x, y.z)", "!in(x,y)", "H200-8"])
+def test_a_label_may_be_a_condition(value: str) -> None:
+    config = BatonConfig.from_mapping({"cluster": {"ray_address": "auto", "prefill_labels": {"node": value}}})
+    assert config.cluster.prefill_labels == {"node": value}
 
 
 def test_bounds_that_are_not_given_are_where_the_fleet_starts() -> None:

@@ -132,7 +132,7 @@ def test_the_end_of_a_worker_ends_every_call(pipes: Pipes) -> None:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(pipes.end)
         for call in (drain, pipes.channel.status()):
-            with pytest.raises(ClusterError, match="worker w0 is gone"):
+            with pytest.raises(ClusterError, match="its process has ended"):
                 await asyncio.wait_for(call, 10)
 
     asyncio.run(scenario())

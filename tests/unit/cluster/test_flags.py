@@ -43,6 +43,8 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         overrides["gateway"]["routing_mode"] = "auto"
     if place == ("autoscaling", "mode"):
         overrides["autoscaling"]["max_decode"] = 2
+    elif section == "autoscaling":
+        overrides["autoscaling"]["mode"] = "on"
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert getattr(section_of_config, key) == value
 

@@ -6,7 +6,16 @@ import ray
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.worker import WorkerRole
-from cluster.on_ray.placement import Bundle, NodeRoom, bundle_of, check_room, choose_node, fits, labels_of
+from cluster.on_ray.placement import (
+    Bundle,
+    NodeRoom,
+    bundle_of,
+    check_room,
+    choose_node,
+    fits,
+    labels_of,
+    labels_text,
+)
 
 
 def test_a_cpu_worker_asks_for_its_cpus() -> None:
@@ -81,12 +90,26 @@ def test_who_has_no_room_hears_what_is_missing(
 
 def test_a_role_may_ask_for_resources_and_labels_of_its_own() -> None:
     config = BatonConfig.from_mapping(
-        {"cluster": {"prefill_resources": {"prefill": 1}, "decode_labels": {"role": "decode"}}}
+        {
+            "cluster": {
+                "ray_address": "auto",
+                "prefill_resources": {"prefill": 1},
+                "decode_labels": {"role": "decode"},
+            }
+        }
     )
     assert bundle_of(config, WorkerRole.PREFILL) == {"CPU": 1.0, "prefill": 1.0}
     assert bundle_of(config, WorkerRole.DECODE) == {"CPU": 1.0}
     assert labels_of(config, WorkerRole.PREFILL) == {}
     assert labels_of(config, WorkerRole.DECODE) == {"role": "decode"}
+
+
+def test_who_finds_no_node_with_its_labels_hears_which_it_needs() -> None:
+    labels = {"ray_address": "auto", "decode_labels": {"role": "decode", "zone": "in(a,b)"}}
+    assert labels_text(BatonConfig.from_mapping({"cluster": labels})) == (
+        "; decode workers go to nodes with labels {role: decode, zone: in(a,b)} only (cluster.decode_labels)"
+    )
+    assert labels_text(BatonConfig()) == ""
 
 
 def room(

@@ -132,6 +132,17 @@ def test_links_are_told_apart_by_pair() -> None:
     assert {(placement.prefill, placement.decode) for placement in placements} <= {("p0", "d0"), ("p1", "d1")}
 
 
+def test_links_of_a_worker_that_is_gone_are_forgotten() -> None:
+    router = pair_of()
+    for prefill in ("p0", "p1"):
+        hand_over(router, prefill, "d0", bytes_per_s=1e7)
+        hand_over(router, prefill, "d1", bytes_per_s=9e9)
+    assert chosen(router)[1] == {"d1"}
+    router.gone("d0")
+    router.heard(measured("d0"))
+    assert chosen(router)[1] == {"d0", "d1"}
+
+
 def hand_over(router: Router, prefill: str, decode: str, bytes_per_s: float) -> None:
     placement = Placement(Mode.DISAGGREGATED, prefill, decode, num_transfer_tokens=1000)
     num_bytes = 100_000_000
