@@ -32,13 +32,15 @@ class Errands:
         done: Future[T] = Future()
 
         def carry_out() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(errand())
             except Exception as error:
                 done.set_exception(error)
 
         self._orders.put(carry_out)
-        return await asyncio.wrap_future(done)
+        return await asyncio.shield(asyncio.wrap_future(done))
 
     def do_all(self) -> None:
         """Until `end`."""
