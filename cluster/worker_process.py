@@ -7,8 +7,8 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines o
 prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
 SIGTERM, SIGINT or when its stdin closes, so that it never outlives whoever holds the other end. Until then
 it takes questions as lines of JSON from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers:
-cluster/control_channel.py has all of them. A worker whose engine ends by itself ends the process with exit code 1. It takes the cluster's secret
-from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
+cluster/control_channel.py has all of them. A worker whose engine ends by itself ends the process with exit code 1. It
+takes the cluster's secret from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
 """
 
 import argparse
