@@ -88,8 +88,11 @@ class Attempt:
         self._is_prefill_told = True
         return self.placement.prefill
 
-    def note_loss(self, worker: str, reason: str) -> None:
-        """Nothing more comes from this worker; AttemptFailed if it is needed, and nothing if it is not (any more)."""
+    def note_loss(self, worker: str, reason: str, *, was_leaving: bool = False) -> None:
+        """Nothing more comes from this worker; AttemptFailed if it is needed, and nothing if it is not (any more).
+
+        What reaches one that `was_leaving` too late to be refused is lost with it, and is given back all the same.
+        """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
             self.open_legs.discard(worker)  # that it handed over was its last word, and may have been lost
@@ -101,6 +104,8 @@ class Attempt:
             self.open_legs.discard(worker)
             return
         # Its leg stays open until the attempt is closed: if it hears us after all, it is told.
+        if was_leaving:
+            raise AttemptFailed(worker, Cause.GIVEN_BACK, f"the worker has left: {reason}")
         raise AttemptFailed(worker, Cause.LOST, f"the worker was lost: {reason}", is_prompt_lost=is_prefill)
 
     def take(self, worker: str, output: RequestOutput) -> bool:

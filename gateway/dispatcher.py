@@ -151,11 +151,12 @@ class Dispatcher:
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason)
+        was_leaving = self._roster.is_leaving(worker)
         self._roster.gone(worker)
         self._router.gone(worker)
         for run in self._by_attempt.values():
             if run.attempt is not None and worker in run.attempt.workers:
-                run.events.put_nowait((worker, Lost(run.attempt.engine_request_id, reason)))
+                run.events.put_nowait((worker, Lost(run.attempt.engine_request_id, reason, was_leaving)))
 
     def _subscribe_if_lacking(self, worker: str) -> None:
         client = self._fleet.client(worker)
@@ -333,7 +334,7 @@ class Dispatcher:
         try:
             if isinstance(news, Lost):
                 if news.engine_request_id == attempt.engine_request_id:
-                    attempt.note_loss(worker, news.reason)
+                    attempt.note_loss(worker, news.reason, was_leaving=news.was_leaving)
                 return None
             if news.request_id != attempt.engine_request_id:
                 return None  # of an attempt that was given up

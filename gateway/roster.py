@@ -20,6 +20,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._lives: dict[str, Life] = {}
+        self._leaving: set[str] = set()
         self._num_heard = 0
 
     def heard(self, status: WorkerStatus) -> None:
@@ -28,10 +29,17 @@ class Roster:
             self._lives[status.ref.name] = Life(status.ref.incarnation, status.role, self._num_heard)
         else:
             self.gone(status.ref.name)
+        if status.state is WorkerState.DRAINING:
+            self._leaving.add(status.ref.name)
 
     def gone(self, name: str) -> None:
         """Unknown names are no error."""
         self._lives.pop(name, None)
+        self._leaving.discard(name)
+
+    def is_leaving(self, name: str) -> bool:
+        """Whether its last word was that it takes nothing more, since it was asked to end or to change its role."""
+        return name in self._leaving
 
     def get(self, name: str) -> Life | None:
         return self._lives.get(name)

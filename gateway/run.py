@@ -34,6 +34,8 @@ class Lost:
     engine_request_id: str
     """The attempt."""
     reason: str
+    was_leaving: bool
+    """It had been asked to, and said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ all holds nobody up, since room that others leave would be of no use to it.
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import Overloaded, RequestError
@@ -89,7 +90,7 @@ class WaitingRoom(Generic[T]):
         self._num_joined += 1
         seat = Seat(traveller, self._num_joined, now)
         insort(self._line, seat, key=_key)
-        if len(self._line) <= LOOK_AHEAD:  # else nothing has changed for those that come before it
+        if self._is_in_sight(seat):  # else nothing has changed for those that come before it
             self.sweep()
         if seat not in self._line:
             return None
@@ -109,11 +110,12 @@ class WaitingRoom(Generic[T]):
     def sweep(self) -> None:
         """Something may have made room: places whoever can be, in order."""
         held_up: list[Seat[T]] = []
-        hopeless: set[object] = set()
-        """Needs that no worker meets at present."""
+        hopeless: dict[object, RequestError] = {}
+        """Needs that no worker meets at present, and why not."""
         for seat in tuple(self._line):
             needs = seat.traveller.needs()
-            if needs in hopeless:
+            if (reason := hopeless.get(needs)) is not None:
+                seat.reason = reason
                 continue
             seat.reason = self._place(seat.traveller)
             if seat.reason is None:
@@ -121,11 +123,17 @@ class WaitingRoom(Generic[T]):
                 for passed in held_up:
                     passed.num_passed += 1
             elif not isinstance(seat.reason, NoRoom):
-                hopeless.add(needs)
+                hopeless[needs] = seat.reason
             else:
                 held_up.append(seat)
                 if len(held_up) == LOOK_AHEAD or seat.num_passed >= MAX_PASSED:
                     return
+
+    def _is_in_sight(self, seat: Seat[T]) -> bool:
+        """Whether a sweep may come as far, with as many before it as there is no room for."""
+        before = takewhile(lambda other: other is not seat, self._line)
+        held_up = (other for other in before if other.reason is None or isinstance(other.reason, NoRoom))
+        return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
 
 def _key(seat: Seat[T]) -> tuple[int, bool, int]:

@@ -41,6 +41,7 @@ class ScriptedWorker:
         self._script = script
         self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
         self._role = role
+        self.state = WorkerState.READY
         self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
         self.goes_on = threading.Event()
         """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
@@ -94,7 +95,7 @@ class ScriptedWorker:
         return WorkerStatus(
             self._ref,
             self._role,
-            WorkerState.READY,
+            self.state,
             KVBlockCounts(999, 999, 0, 0),
             counts,
             {"preemptions": 0},

@@ -14,7 +14,7 @@ from baton.request import (
     OnPreemption,
     RequestOutput,
 )
-from baton.worker import WorkerRole
+from baton.worker import WorkerRole, WorkerState
 from gateway import GatewayError
 from gateway.client import Event
 from tests.factories.gateway import (
@@ -315,6 +315,29 @@ def test_c34_a_drain_of_the_prefill_worker_fails_nobody_though_the_decode_worker
             w1.say(to_decode, [failure_of(to_decode, ErrorKind.KV_LOAD_FAILED, "no prompt")])
             assert await w0.next_abort() == to_prefill.request_id
             w0.say(to_prefill, [failure_of(to_prefill, ErrorKind.GIVEN_BACK, "the worker drains")])
+            again = await w1.next_leg()
+            w1.say(again, outputs_of(again, ANSWER))
+            assert tokens_of(await call) == ANSWER
+
+    run(test())
+
+
+def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_elsewhere(folder: Path) -> None:
+    """Policy `fail`: the order was on its way when the worker's port closed. No rollout fails a request."""
+
+    async def test() -> None:
+        workers: tuple[dict[str, Script], dict[str, Script]] = ({"w0": silent}, {"w1": silent})
+        async with gateway_with(folder, *workers, load_failure_policy="fail") as under_test:
+            call = asyncio.create_task(ask(under_test))
+            w0, w1 = under_test.workers["w0"], under_test.workers["w1"]
+            await w1.next_leg()
+            await w0.next_leg()
+            w0.state = WorkerState.DRAINING
+            client = under_test.gateway._dispatcher.fleet.client("w0")
+            assert client is not None
+            await under_test.until(lambda: client.status is not None and client.status.state is w0.state)
+            under_test.gateway.remove_worker("w0", "its process has ended")
+            assert await w1.next_abort()
             again = await w1.next_leg()
             w1.say(again, outputs_of(again, ANSWER))
             assert tokens_of(await call) == ANSWER

@@ -189,7 +189,7 @@ class Terminal:
 
     def wait_for(self, text: bytes, count: int = 1) -> None:
         with self._grew:
-            came = self._grew.wait_for(lambda: self.shown.count(text) >= count, 30)
+            came = self._grew.wait_for(lambda: self.shown.count(text) >= count, 60)
         assert came, f"{text!r} did not come {count} times:\n{self.shown.decode()}"
 
     def press(self, keys: bytes) -> None:

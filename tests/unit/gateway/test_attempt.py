@@ -60,6 +60,14 @@ def test_c34_a_prefill_worker_that_is_lost_does_not_have_to_say_why_its_prompt_d
     assert (caught.value.cause, caught.value.is_prompt_lost) == (Cause.LOST, True)
 
 
+@pytest.mark.parametrize("worker", ["p", "d"])
+def test_c52_what_is_lost_with_a_worker_that_was_leaving_is_given_back(worker: str) -> None:
+    """It was sent before the gateway heard of the drain, and came when nobody was there to refuse it."""
+    with pytest.raises(AttemptFailed) as caught:
+        make_attempt().note_loss(worker, "its engine is stopped", was_leaving=True)
+    assert (caught.value.cause, caught.value.is_prompt_lost) == (Cause.GIVEN_BACK, False)
+
+
 def test_c34_a_prompt_that_was_handed_over_and_did_not_come_is_lost_at_once() -> None:
     attempt = make_attempt()
     assert attempt.take("p", tokens(7, finish=FinishReason.HANDED_OVER))

@@ -130,3 +130,20 @@ def test_the_line_is_bounded_but_not_for_those_that_ran_already() -> None:
     assert len(house.waiting) == 3
     with pytest.raises(WorkerUnavailable, match="no such worker"):
         house.waiting.join(Someone("e", has_worker=False), 0.0)
+
+
+def test_who_finds_room_need_not_wait_behind_many_for_whom_there_is_no_worker() -> None:
+    house = House(room=1)
+    for number in range(3 * LOOK_AHEAD):
+        seat = house.waiting.join(Someone(f"n{number}", has_worker=False), 0.0)
+        assert seat is not None
+        assert isinstance(seat.reason, WorkerUnavailable), "each is told why, not only the first"
+    assert house.waiting.join(Someone("a"), 0.0) is None
+
+
+def test_who_is_urgent_is_placed_at_once_before_many_that_do_not_fit() -> None:
+    house = House(room=1)
+    for number in range(3 * LOOK_AHEAD):
+        assert house.waiting.join(Someone(f"n{number}", size=9), 0.0) is not None
+    assert house.waiting.join(Someone("a"), 0.0) is not None, "nobody looks that far"
+    assert house.waiting.join(Someone("b", priority=-1), 0.0) is None
