@@ -144,7 +144,7 @@ def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(folder
                 under_test.client.set_role("w0", WorkerRole.PREFILL),
                 anext(under_test.client.rollout()),
             ):
-                refused = await refusal(order)  # type: ignore[arg-type]
+                refused = await refusal(order)
                 assert refused.code == "FAILED_PRECONDITION"
                 assert "without a controller" in str(refused)
 
