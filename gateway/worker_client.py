@@ -123,6 +123,9 @@ class WorkerClient:
         await self._order(self._session.submit(request))
 
     async def abort(self, request_ids: tuple[str, ...]) -> None:
+        """Requests that were submitted over this connection, or over a former one: these end with its session."""
+        if self._session.number is None:
+            return  # nothing was; and an order would count, so that a worker may take our session for the former one
         await self._order(self._session.abort(request_ids))
 
     async def subscribe_kv_events(self) -> None:

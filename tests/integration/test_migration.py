@@ -252,6 +252,24 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
     run(test())
 
 
+def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(folder: Path) -> None:
+    """By its Hello, that knows of no order; an abort in no session would be dropped, and yet be counted."""
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
+            await w0.next_leg()
+            under_test.gateway.remove_worker("w0", "the test says so")
+            under_test.gateway.add_worker(w0.endpoint)
+            assert (await w0.next_abort()).startswith("client")
+            again = await w0.next_leg()
+            w0.say(again, outputs_of(again, ANSWER))
+            assert tokens_of(await call) == ANSWER
+            assert w0._server.num_bad_messages == 0
+
+    run(test())
+
+
 def test_c36_a_request_is_given_back_twice_and_then_stays(folder: Path) -> None:
     async def test() -> None:
         given_back: list[EngineRequest] = []
