@@ -4,6 +4,7 @@
   x ConfigError             a key of the configuration: its value, and what is allowed
   x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
   x ClusterError            Ray, or the fleet on it, cannot be had as asked for
+    + FleetEnded            the fleet's controller has ended for good, and the fleet with it
   x FleetError              what an operator asked of the fleet cannot be done; says why
   x WireError               bytes from a peer that are not a message of ours
   x TraceError              a file that is not a worker's step trace; names the line
@@ -30,6 +31,10 @@ class ModelError(BatonError):
 
 class ClusterError(BatonError):
     """Ray cannot be reached, has no room, or a worker on it did not start."""
+
+
+class FleetEnded(ClusterError):
+    """The fleet's controller has ended, and nothing starts it again."""
 
 
 class FleetError(BatonError):

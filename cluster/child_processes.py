@@ -61,7 +61,7 @@ class WorkerProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> WorkerEndpoint:
-        """Blocks until the worker serves; WorkerUnavailable if it ends instead."""
+        """Blocks until the worker serves. If it ends instead, it raises as `endpoint_from_json` does."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

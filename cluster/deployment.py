@@ -89,7 +89,7 @@ async def _run(
                 lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
             )
             stage(_workers_text(service))
-        await while_ready(service)
+        await deployment.use(while_ready(service))
 
     try:
         await unless(signals.stop, start_and_use())
@@ -159,6 +159,18 @@ class _Deployment:
             reporting = keep_reporting(control, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         return Service(f"{self._config.gateway.host}:{gateway.grpc_port}", endpoints)
+
+    async def use(self, work: Awaitable[None]) -> None:
+        """Returns when `work` does; FleetEnded if the fleet ends first."""
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, *self._tasks):
+                if task.done():
+                    task.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """No new requests; running ones get their time unless `hurry` is set; then nothing is left."""

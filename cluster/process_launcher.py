@@ -63,6 +63,10 @@ class ProcessLife:
         self._threads.shutdown(wait=False)
         self.process.close()
 
+    @property
+    def is_over(self) -> bool:
+        return self._exit.done()
+
     def _control(self) -> ControlChannel:
         assert self._channel is not None, f"worker {self.name} was not started"
         return self._channel
@@ -94,6 +98,6 @@ class ProcessLauncher:
             address="127.0.0.1",
             is_alive=True,
             is_head=True,
-            workers=tuple(sorted(self.lives)),
+            workers=tuple(sorted(name for name, life in self.lives.items() if not life.is_over)),
         )
         return (node,)

@@ -4,11 +4,11 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines o
 
     python -m cluster.worker_process --role prefill --name w0 --config FILE
 
-prints the worker's endpoint as one line of JSON once it serves, and stops cleanly on SIGTERM, SIGINT or when its
-stdin closes, so that it never outlives whoever holds the other end. Until then it takes questions as lines of JSON
-from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers: cluster/control_channel.py has all of
-them. A worker whose engine ends by itself ends the process with exit code 1. It takes the cluster's secret
-from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
+prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
+SIGTERM, SIGINT or when its stdin closes, so that it never outlives whoever holds the other end. Until then
+it takes questions as lines of JSON from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers:
+cluster/control_channel.py has all of them. A worker whose engine ends by itself ends the process with exit code 1. It
+takes the cluster's secret from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.wakeup import WakeUp
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -53,9 +53,20 @@ def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
     return json.dumps({**asdict(endpoint), "role": endpoint.role.value})
 
 
+def failure_to_json(error: BatonError) -> str:
+    """What a worker says in place of its endpoint if it cannot start."""
+    return json.dumps({"failure": str(error), "kind": type(error).__name__})
+
+
 def endpoint_from_json(line: str) -> WorkerEndpoint:
-    """The inverse of `endpoint_to_json`, for whoever started the process."""
+    """The inverse of `endpoint_to_json`, for whoever started the process.
+
+    Raises what a worker that could not start raised: ConfigError, ModelError, or WorkerUnavailable for the rest.
+    """
     values = json.loads(line)
+    if "failure" in values:
+        kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+        raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
     ref = values["ref"]
     ref["kv_addresses"] = tuple(ref["kv_addresses"])
     return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})
@@ -84,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         endpoint = worker.start()
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)
+        _print(failure_to_json(error))
         return 1
     try:
         end = _end_on_signals()  # before anybody can know whom to signal

@@ -1,7 +1,7 @@
 """ClusterService: the operators' calls. What they order is for the controller to do; here it is asked and answered."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -61,7 +61,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         try:
             await self._control().drain(request.worker)
         except (FleetError, ClusterError) as error:
-            await self._refuse(request.worker, error, context)
+            await self._refuse([request.worker], error, context)
         return pb.DrainWorkerResponse()
 
     async def SetWorkerRole(  # noqa: N802
@@ -71,7 +71,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             role = _role_from(request.role)
             await self._control().set_role(request.worker, role)
         except (FleetError, ClusterError, InvalidRequest) as error:
-            await self._refuse(request.worker, error, context)
+            await self._refuse([request.worker], error, context)
         return pb.SetWorkerRoleResponse()
 
     async def RolloutFleet(  # noqa: N802
@@ -79,11 +79,13 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         request: pb.RolloutFleetRequest,
         context: Context,
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
+        asked = tuple(request.workers)
         try:
-            async for step in self._control().rollout(tuple(request.workers)):
+            async for step in self._control().rollout(asked):
+                asked = ()  # they were all there when it began
                 yield fleet_messages.step_to_message(step)
         except (FleetError, ClusterError) as error:
-            await abort_call(context, error)
+            await self._refuse(asked, error, context)
 
     async def _controller(self) -> tuple[pb.Controller, FleetDescription | None]:
         if self._fleet_control is None:
@@ -98,14 +100,15 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             return pb.Controller(state="away", failure=str(error)), None
         return fleet_messages.controller_to_message(fleet), fleet
 
-    async def _refuse(self, worker: str, error: BatonError, context: Context) -> NoReturn:
-        """Ends the call: NOT_FOUND if nobody supervises a worker of that name, else as the error says."""
+    async def _refuse(self, workers: Iterable[str], error: BatonError, context: Context) -> NoReturn:
+        """Ends the call: NOT_FOUND if nobody supervises a worker of such a name, else as the error says."""
         _, fleet = await self._controller()
         if isinstance(error, FleetError) and fleet is not None:
             names = sorted((slot.name for slot in fleet.slots), key=fleet_messages.in_order)
-            if worker not in names:
-                there = f"there are {', '.join(names)}" if names else "there is none"
-                await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker is called {worker!r}; {there}")
+            there = f"there are {', '.join(names)}" if names else "there is none"
+            for worker in workers:
+                if worker not in names:
+                    await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker is called {worker!r}; {there}")
         await abort_call(context, error)
 
     def _control(self) -> FleetControl:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.errors import ClusterError
+from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView, GatewayReport
 from baton.worker import WorkerEndpoint
 
@@ -56,14 +56,20 @@ class Follower:
         self._view = FleetView("", -1, ())
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled. Raises FleetEnded."""
+        complaint = ""
         while True:
             try:
                 await self.catch_up(POLL_S)
+                complaint = ""
+            except FleetEnded:
+                raise
             except ClusterError as error:
-                logger.warning(
-                    "nobody tells which workers there are, so those that are known stay: %s", error
-                )
+                if str(error) != complaint:  # else it would be said every second
+                    complaint = str(error)
+                    logger.warning(
+                        "nobody tells which workers there are, so those that are known stay: %s", error
+                    )
                 await asyncio.sleep(_RETRY_S)
 
     async def catch_up(self, timeout_s: float) -> tuple[WorkerEndpoint, ...]:

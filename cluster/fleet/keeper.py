@@ -134,9 +134,7 @@ class Keeper:
         async with self._orders:
             life, endpoint = self._life, self.endpoint
             if life is None or endpoint is None or not self.is_serving:
-                raise FleetError(
-                    f"worker {self.slot.name} is {self.slot.state.value}, so it cannot change its role"
-                )
+                raise FleetError(f"worker {self.slot.name} {self._standing()}, so it cannot change its role")
             try:
                 async with asyncio.timeout(self._patience.drain_s + self._patience.leave_s):
                     await life.set_role(role, self._patience.drain_s)
@@ -286,7 +284,10 @@ class Keeper:
                 else:
                     return self.endpoint
         reason = self.slot.last_failure or f"waited {self._patience.start_s:g} s"
-        raise FleetError(f"worker {self.slot.name} does not serve ({self.slot.state.value}): {reason}")
+        raise FleetError(f"worker {self.slot.name} {self._standing()}: {reason}")
+
+    def _standing(self) -> str:
+        return f"does not serve ({self.slot.state.value.replace('_', ' ')})"
 
     def _take_role(self, role: WorkerRole) -> None:
         assert self.endpoint is not None

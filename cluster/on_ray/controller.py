@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
-from baton.errors import ClusterError, FleetError
+from baton.errors import ClusterError, FleetEnded, FleetError
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import WorkerRole
 from cluster.fleet.controller import Controller, StartReport
@@ -182,7 +182,10 @@ class ControllerHandle:
         """Before its first answer, it may not even have a process."""
 
     async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        """A controller whose process hangs, as one that was stopped by a signal, is killed here: Ray restarts it."""
+        """A controller whose process hangs, as one that was stopped by a signal, is killed here: Ray restarts it.
+
+        FleetEnded if it has ended by itself, as it does when no gateway has asked for long.
+        """
         patience_s = timeout_s + self._unresponsive_s
         try:
             async with asyncio.timeout(patience_s):
@@ -192,6 +195,10 @@ class ControllerHandle:
         except TimeoutError:
             await self._kill_process()
             raise ClusterError(f"the fleet's controller did not answer for {patience_s:g} s") from None
+        except ClusterError as error:
+            if await asyncio.to_thread(self._is_gone):
+                raise FleetEnded(f"the fleet has ended: {error}") from None
+            raise
         if self._process is None or view.controller_incarnation != controller_incarnation:
             self._process = await self._call(0.0, self._actor.process)
         return view
@@ -238,10 +245,12 @@ class ControllerHandle:
         await self._call(self._order_s, self._actor.shutdown, may_drain)
 
     def end(self) -> None:
-        """Ends the controller, and whatever it has left, by force."""
+        """Ends the controller, and whatever it has left, by force. A later fleet of the same name is left alone."""
+        named = _controller()
         ray.kill(self._actor)
-        _remove_lives()
-        self._store.clear()
+        if named is None or self._is_ours(named):
+            _remove_lives()
+            self._store.clear()
 
     async def differences(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> list[str]:
         found: list[str] = await self._call(0.0, self._actor.differences, config, keys, model_path)
@@ -249,6 +258,14 @@ class ControllerHandle:
 
     async def is_followed(self, within_s: float) -> bool:
         return bool(await self._call(within_s, self._actor.is_followed, within_s))
+
+    def _is_gone(self) -> bool:
+        """For good: an actor that is restarted keeps its name."""
+        named = _controller()
+        return named is None or not self._is_ours(named)
+
+    def _is_ours(self, actor: Any) -> bool:
+        return bool(actor._actor_id == self._actor._actor_id)
 
     async def _kill_process(self) -> None:
         if self._process is not None:
@@ -294,10 +311,9 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
 
     ClusterError if it is in use, or is not the one that is asked for.
     """
-    try:
-        handle = ControllerHandle(ray.get_actor(_NAME), config)
-    except ValueError:
+    if (actor := _controller()) is None:
         return None
+    handle = ControllerHandle(actor, config)
     name = config.cluster.name
     if found := await handle.differences(config, keys, model_path):
         raise ClusterError(
@@ -313,6 +329,14 @@ def _in_use(name: str) -> str:
     return (
         f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name"
     )
+
+
+def _controller() -> Any:
+    """The actor of this driver's namespace; None if there is none."""
+    try:
+        return ray.get_actor(_NAME)
+    except ValueError:
+        return None
 
 
 def _remove_lives() -> None:

@@ -49,7 +49,8 @@ class FakeFleetControl:
         await self._note("set_role", worker, role.value)
 
     async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        """Refuses, if it does, after the first worker."""
+        """Refuses unknown names at once, and if it does refuse, after the first worker."""
+        self._check(workers)
         self.orders.append(("rollout", *workers))
         names = workers or tuple(description.name for description in self.fleet.slots)
         for done, name in enumerate(names, start=1):
@@ -60,9 +61,13 @@ class FakeFleetControl:
     async def _note(self, *order: str) -> None:
         if self.is_away:
             raise self.is_away
-        if order[1] not in {description.name for description in self.fleet.slots}:
-            raise FleetError(f"there is no worker {order[1]!r}")
+        self._check((order[1],))
         self.orders.append(order)
         await self.obeys.wait()
         if self.refuses:
             raise self.refuses
+
+    def _check(self, workers: tuple[str, ...]) -> None:
+        for worker in workers:
+            if worker not in {description.name for description in self.fleet.slots}:
+                raise FleetError(f"there is no worker {worker!r}")

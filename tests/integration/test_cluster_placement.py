@@ -90,7 +90,7 @@ def test_joins_a_cluster_and_leaves_it_as_it_was(config: Path, short_tmp: Path) 
 
 
 def test_a_fleet_that_lost_its_command_is_taken_over_or_ends(config: Path, short_tmp: Path) -> None:
-    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 20.0, "name": "blue"'))
+    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 45.0, "name": "blue"'))
     with foreign_ray(2, short_tmp) as address:
         arguments = (str(config), "--ray-address", address)
         with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
@@ -111,8 +111,24 @@ def test_a_fleet_that_lost_its_command_is_taken_over_or_ends(config: Path, short
             heir.process.kill()
             assert heir.wait_gone() == -signal.SIGKILL
         assert all(psutil.pid_exists(pid) for pid in pids)
-        psutil.wait_procs([psutil.Process(pid) for pid in pids], timeout=60)
+        psutil.wait_procs([psutil.Process(pid) for pid in pids], timeout=120)
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(config: Path, short_tmp: Path) -> None:
+    """As on a laptop that was closed: its fleet, left alone, had ended, and the door led nowhere."""
+    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 3.0'))
+    with (
+        foreign_ray(2, short_tmp) as address,
+        serving(str(config), "--ray-address", address, environment=RAY_ENVIRONMENT) as serve,
+    ):
+        workers = [psutil.Process(worker["pid"]) for worker in serve.wait_ready()["workers"]]
+        serve.process.send_signal(signal.SIGSTOP)
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert alive == []
+        serve.process.send_signal(signal.SIGCONT)
+        assert serve.wait_gone() == 1
+        assert "baton serve: the fleet has ended" in serve.stderr
 
 
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, short_tmp: Path) -> None:

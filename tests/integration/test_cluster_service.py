@@ -1,7 +1,7 @@
 """The operators' calls over real gRPC: what they show of a fleet, what they pass on, and how they refuse."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-async def refusal(call: Coroutine[Any, Any, None]) -> GatewayError:
+async def refusal(call: Awaitable[object]) -> GatewayError:
     with pytest.raises(GatewayError) as caught:
         await call
     return caught.value
@@ -144,7 +144,7 @@ def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(folder
                 under_test.client.set_role("w0", WorkerRole.PREFILL),
                 anext(under_test.client.rollout()),
             ):
-                refused = await refusal(order)  # type: ignore[arg-type]
+                refused = await refusal(order)
                 assert refused.code == "FAILED_PRECONDITION"
                 assert "without a controller" in str(refused)
 
@@ -202,7 +202,9 @@ def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Path) ->
     async def test() -> None:
         control = FakeFleetControl(FLEET)
         async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
-            for order in (under_test.client.drain("w9"), under_test.client.set_role("w9", WorkerRole.DECODE)):
+            client = under_test.client
+            rollout = anext(client.rollout(("w0", "w9")))
+            for order in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
                 refused = await refusal(order)
                 assert refused.code == "NOT_FOUND"
                 assert "no worker is called 'w9'; there are w0, w2, w3, w10" in str(refused)

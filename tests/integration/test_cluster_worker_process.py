@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ClusterError, FleetError
+from baton.errors import ClusterError, FleetError, ModelError
 from baton.worker import WorkerRole, WorkerState
 from cluster.control_channel import ControlChannel
 from cluster.worker_process import endpoint_from_json
@@ -94,6 +94,7 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     with start("--role", "decode", "--config", str(config)) as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert out == ""
     assert err.count("\n") == 1
     assert "neither a folder nor a known name" in err
+    with pytest.raises(ModelError, match="neither a folder nor a known name"):
+        endpoint_from_json(out)

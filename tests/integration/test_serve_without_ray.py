@@ -96,3 +96,12 @@ async def exercise(serve: ServeProcess) -> None:
         await client.drain("w2")
         assert set(await serving_workers(client)) == {"w0", "w1"}
         assert await ask(client) == expected
+
+
+def test_a_worker_that_can_never_start_ends_the_command_with_its_reason(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "tiny")
+    (tmp_path / "baton.yaml").write_text(CONFIG)
+    with serving(str(tmp_path / "baton.yaml"), "--model", str(model), "--max-model-len", "999999") as serve:
+        assert serve.wait_gone() in (1, 2)
+        assert serve.stderr.splitlines()[-1].startswith("baton serve: ")
+        assert "max_model_len" in serve.stderr.splitlines()[-1]

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from baton.errors import ClusterError
+from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView
 from baton.kv import WorkerRef
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -94,6 +94,23 @@ def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest
     )
     assert lines == ["+w0 a1", "+w1 b1"]
     assert asked == [("", -1), ("c1", 7), ("c1", 7), ("c1", 7), ("c2", 2)]
+
+
+def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(follower, "_RETRY_S", 0.0)
+    away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
+    with caplog.at_level(logging.WARNING):
+        follow(back, away, away, away, back, away)
+    assert caplog.text.count("those that are known stay: away") == 2
+
+
+def test_a_fleet_that_has_ended_is_not_asked_again() -> None:
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await Follower(Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone")), Log()).run()
+
+    with pytest.raises(FleetEnded, match="it was left alone"):
+        asyncio.run(run())
 
 
 def test_a_worker_that_only_changed_its_role_stays_connected() -> None:
