@@ -71,7 +71,7 @@ class TopView:
         outcomes = Text(words.outcomes_text(gateway["counters"]))
         lines = [name, state, paths, outcomes]
         if self.notice:
-            lines.append(Text(f"{self.notice}; what follows is old", "bold red"))
+            lines.append(Text(f"what follows is old: {self.notice}", "bold red"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return [*lines, Text("")]

@@ -68,7 +68,8 @@ async def _run(machines: Machines, target: str, errands: Errands) -> dict[str, A
         killed_at = time.monotonic()
         await asyncio.sleep(AFTER_S)
         without = await client.describe()
-        await errands.run(machines.replenish)
+        while await errands.run(machines.replenish):  # until no node is missing; one may be slow to start
+            pass
         healed_after_s, unrest = await until_healed(client, NUM_PREFILL + NUM_DECODE, at_rest=False)
         clients.stop()
         await streaming

@@ -121,7 +121,7 @@ def test_the_first_look_has_no_rates() -> None:
 
 
 def test_what_is_old_says_so() -> None:
-    assert "UNAVAILABLE: no gateway; what follows is old" in screen(80, notice="UNAVAILABLE: no gateway")
+    assert "what follows is old: UNAVAILABLE: no gateway" in screen(80, notice="UNAVAILABLE: no gateway")
 
 
 def test_an_absent_controller_is_named_with_the_reason() -> None:
