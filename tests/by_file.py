@@ -4,7 +4,12 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-STARTS_RAY = "tests/integration/test_cluster_"
+STARTS_RAY = (
+    "tests/e2e/test_chaos.py",
+    "tests/e2e/test_node_loss.py",
+    "tests/integration/test_cluster_",
+    "tests/integration/test_fleet_on_ray.py",
+)
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc] # pytest-xdist has no types

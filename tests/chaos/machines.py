@@ -60,6 +60,11 @@ class Machines:
         """Of the nodes that run work, one by one."""
         return [_raylet(node).pid for node in self._nodes]
 
+    def raylet_of(self, pid: int) -> int:
+        """The raylet of the node on which this process runs."""
+        ancestors = {process.pid for process in psutil.Process(pid).parents()}
+        return next(raylet for raylet in self.raylet_pids if raylet in ancestors)
+
     def processes(self) -> list[psutil.Process]:
         """Everything that runs on the nodes: Ray's own processes, workers, and the controller."""
         return psutil.Process().children(recursive=True)
