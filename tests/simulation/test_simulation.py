@@ -90,8 +90,6 @@ QUICK = (
     "end a lease twice",
     "overlook lost sessions",
     "overlook lost orders",
-    "never say that we are stuck",
-    "keep room for what is stuck",
     "go on behind too few tokens",
     "overlook losses while it moves",
     "count legs of ended attempts",
@@ -100,6 +98,10 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_bug_that_is_planted_is_found(name: str) -> None:
-    """Those that take few seeds; `python -m tests.simulation.planted` hunts all of them."""
+    """Those that take few seeds; `python -m tests.simulation.planted` hunts all of them.
+
+    Where nobody may be stuck, what is done about it takes many: one gateway sends no more than there is room for, and the
+    scenarios have no second one yet.
+    """
     outcome = hunt(PLANTED[name], num_jobs=1)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"
