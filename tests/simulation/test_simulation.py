@@ -100,8 +100,8 @@ QUICK = (
 def test_a_bug_that_is_planted_is_found(name: str) -> None:
     """Those that take few seeds; `python -m tests.simulation.planted` hunts all of them.
 
-    What is done for those that are stuck takes many: one gateway sends no more than there is room for, and the scenarios
-    have no second one yet.
+    What is done for those that are stuck takes many: one gateway sends no more than there is room for, and there is
+    no second one in the scenarios yet.
     """
     outcome = hunt(PLANTED[name], num_jobs=1)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"
