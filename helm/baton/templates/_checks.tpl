@@ -1,0 +1,77 @@
+{{/* What a schema cannot say: values that contradict one another. Each error says what to change. */}}
+{{- define "baton.check" -}}
+{{- $v := .Values -}}
+
+{{- $p := int $v.prefill.tensorParallel -}}{{- $d := int $v.decode.tensorParallel -}}
+{{- if and (mod $p $d) (mod $d $p) -}}
+{{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
+{{- end -}}
+
+{{- with $v.autoscaling.gateway -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "autoscaling.gateway.minReplicas (%d) must not be above maxReplicas (%d)" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- with $v.autoscaling.workers -}}
+{{- if .enabled -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $least := int (index $v.autoscaling.workers (printf "min%s" (title $role))) -}}
+{{- $most := int (index $v.autoscaling.workers (printf "max%s" (title $role))) -}}
+{{- $now := int (index $v $role).replicas -}}
+{{- if or (lt $now $least) (gt $now $most) -}}
+{{- fail (printf "%s.replicas (%d) must be between autoscaling.workers.min%s (%d) and max%s (%d)" $role $now (title $role) $least (title $role) $most) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq (int .minPrefill) (int .maxPrefill)) (eq (int .minDecode) (int .maxDecode)) -}}
+{{- fail "autoscaling.workers.enabled: its bounds leave nothing to change; raise maxPrefill or maxDecode" -}}
+{{- end -}}
+{{- else if .config -}}
+{{- fail "autoscaling.workers.config needs autoscaling.workers.enabled: true" -}}
+{{- end -}}
+{{- end -}}
+
+{{- with $v.security.tls -}}
+{{- if and (eq .mode "existingSecret") (not .existingSecret) -}}
+{{- fail "security.tls.mode existingSecret needs security.tls.existingSecret: the name of a Secret of type kubernetes.io/tls" -}}
+{{- end -}}
+{{- if and .existingSecret (ne .mode "existingSecret") -}}
+{{- fail (printf "security.tls.existingSecret (%s) needs security.tls.mode existingSecret, not %s" .existingSecret .mode) -}}
+{{- end -}}
+{{- if and (eq .mode "certManager") (not .issuerRef.name) -}}
+{{- fail "security.tls.mode certManager needs security.tls.issuerRef, as {name: my-issuer, kind: ClusterIssuer}" -}}
+{{- end -}}
+{{- if and .issuerRef (ne .mode "certManager") -}}
+{{- fail (printf "security.tls.issuerRef needs security.tls.mode certManager, not %s" .mode) -}}
+{{- end -}}
+{{- if and .extraNames (not (has .mode (list "generated" "certManager"))) -}}
+{{- fail (printf "security.tls.extraNames are for certificates that the chart asks for; mode is %s" .mode) -}}
+{{- end -}}
+{{- end -}}
+
+{{- if and $v.security.apiKeys.existingSecret $v.security.apiKeys.keys -}}
+{{- fail "security.apiKeys: existingSecret and keys are two sources; put the entries of keys into the Secret's keys.yaml" -}}
+{{- end -}}
+
+{{- with $v.rayHead.gcsFaultTolerance -}}
+{{- if and .enabled (not .redisAddress) -}}
+{{- fail "rayHead.gcsFaultTolerance.enabled needs redisAddress, such as redis://redis:6379" -}}
+{{- end -}}
+{{- if and (or .redisAddress .existingSecret) (not .enabled) -}}
+{{- fail "rayHead.gcsFaultTolerance: redisAddress and existingSecret need enabled: true" -}}
+{{- end -}}
+{{- end -}}
+
+{{- with $v.model -}}
+{{- if and .existingClaim .persistentVolumeClaim.create -}}
+{{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
+{{- end -}}
+{{- if and (include "baton.hasModelVolume" $) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
+{{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
+{{- end -}}
+{{- end -}}
+
+{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus) -}}
+{{- fail "networkPolicy: clients and prometheus need enabled: true" -}}
+{{- end -}}
+{{- end }}

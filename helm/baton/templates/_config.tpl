@@ -1,0 +1,125 @@
+{{/* Baton's configuration, from the values. */}}
+
+{{/* What the fleet's file says by itself. */}}
+{{- define "baton.fleetKeys" -}}
+model:
+  path: {{ .Values.model.path }}
+engine:
+  device: {{ .Values.device }}
+kv_transfer:
+  lease_s: {{ .Values.drain.leaseSeconds }}
+network:
+  bind_host: {{ .Values.bindHost | quote }}
+  metrics_port: {{ .Values.metrics.port }}
+cluster:
+  name: {{ include "baton.fullname" . }}
+  prefill: {{ .Values.prefill.replicas }}
+  decode: {{ .Values.decode.replicas }}
+  prefill_tensor_parallel: {{ .Values.prefill.tensorParallel }}
+  decode_tensor_parallel: {{ .Values.decode.tensorParallel }}
+  ray_address: auto
+  fleet_port: {{ .Values.controller.port }}
+  cpus_per_worker: 1
+  prefill_resources: {prefill: 1}
+  decode_resources: {decode: 1}
+  start_timeout_s: {{ .Values.controller.startTimeoutSeconds }}
+  drain_timeout_s: {{ .Values.drain.timeoutSeconds }}
+  unresponsive_timeout_s: {{ .Values.drain.unresponsiveSeconds }}
+{{- with .Values.autoscaling.workers }}
+{{- if .enabled }}
+autoscaling:
+  mode: "on"
+  min_prefill: {{ .minPrefill }}
+  max_prefill: {{ .maxPrefill }}
+  min_decode: {{ .minDecode }}
+  max_decode: {{ .maxDecode }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What a gateway's file says by itself. */}}
+{{- define "baton.gatewayKeys" -}}
+model:
+  path: {{ .Values.model.path }}
+gateway:
+  host: {{ .Values.bindHost | quote }}
+  grpc_port: 50051
+  http_port: 8000
+  api_keys_file: /etc/baton/keys.yaml
+  {{- if eq .Values.security.tls.mode "none" }}
+  allow_plaintext: true
+  {{- else }}
+  tls:
+    cert_file: /etc/baton/tls.crt
+    key_file: /etc/baton/tls.key
+  {{- end }}
+cluster:
+  name: {{ include "baton.fullname" . }}
+  fleet_address: {{ include "baton.fleetAddress" . }}
+  start_timeout_s: {{ .Values.controller.startTimeoutSeconds }}
+  drain_timeout_s: {{ .Values.drain.timeoutSeconds }}
+{{- end }}
+
+{{/* (dict "own" MAP "added" MAP "instead" MAP): both, section by section. A key of both is an error. */}}
+{{- define "baton.merged" -}}
+{{- range $section, $keys := .added -}}
+{{- range $key, $value := $keys -}}
+{{- if hasKey (index $.own $section | default dict) $key -}}
+{{- fail (printf "config.%s.%s: the chart sets this by itself; set %s instead" $section $key (index $.instead (printf "%s.%s" $section $key) | default "other values")) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite (deepCopy .own) .added) -}}
+{{- end }}
+
+{{/* Which value stands for a key that the chart sets. */}}
+{{- define "baton.instead" -}}
+model.path: model.path
+engine.device: device
+kv_transfer.lease_s: drain.leaseSeconds
+network.bind_host: bindHost
+network.metrics_port: metrics.port
+cluster.name: fullnameOverride
+cluster.prefill: prefill.replicas
+cluster.decode: decode.replicas
+cluster.prefill_tensor_parallel: prefill.tensorParallel
+cluster.decode_tensor_parallel: decode.tensorParallel
+cluster.fleet_port: controller.port
+cluster.start_timeout_s: controller.startTimeoutSeconds
+cluster.drain_timeout_s: drain.timeoutSeconds
+cluster.unresponsive_timeout_s: drain.unresponsiveSeconds
+autoscaling.mode: autoscaling.workers.enabled
+autoscaling.min_prefill: autoscaling.workers.minPrefill
+autoscaling.max_prefill: autoscaling.workers.maxPrefill
+autoscaling.min_decode: autoscaling.workers.minDecode
+autoscaling.max_decode: autoscaling.workers.maxDecode
+gateway.host: bindHost
+gateway.grpc_port: gateway.grpcService.port
+gateway.http_port: gateway.httpService.port
+gateway.api_keys_file: security.apiKeys
+gateway.tls: security.tls
+gateway.allow_plaintext: "security.tls.mode: none"
+{{- end }}
+
+{{/* The fleet's file: all sections but `gateway`. */}}
+{{- define "baton.fleetConfig" -}}
+{{- $own := include "baton.fleetKeys" . | fromYaml -}}
+{{- $added := omit .Values.config "gateway" -}}
+{{- with .Values.autoscaling.workers.config -}}
+{{- $added = merge (dict "autoscaling" .) $added -}}
+{{- end -}}
+{{- include "baton.merged" (dict "own" $own "added" $added "instead" (include "baton.instead" . | fromYaml)) -}}
+{{- end }}
+
+{{/* What of it makes another fleet when it changes: all but the numbers of workers. */}}
+{{- define "baton.fleetIdentity" -}}
+{{- $config := include "baton.fleetConfig" . | fromYaml -}}
+{{- toYaml (set $config "cluster" (omit $config.cluster "prefill" "decode")) -}}
+{{- end }}
+
+{{/* A gateway's file. Everything else it hears from the fleet. */}}
+{{- define "baton.gatewayConfig" -}}
+{{- $own := include "baton.gatewayKeys" . | fromYaml -}}
+{{- $added := pick .Values.config "gateway" "logging" -}}
+{{- include "baton.merged" (dict "own" $own "added" $added "instead" (include "baton.instead" . | fromYaml)) -}}
+{{- end }}

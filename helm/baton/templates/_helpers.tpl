@@ -1,0 +1,66 @@
+{{/* Names and labels. */}}
+
+{{/* At most 40 characters, of which the longest suffix makes fewer than 63; Ray wants a letter first. A name that would be
+longer ends with a hash of the whole, so that two long releases stay two. */}}
+{{- define "baton.fullname" -}}
+{{- $chart := default .Chart.Name .Values.nameOverride -}}
+{{- $name := .Values.fullnameOverride -}}
+{{- if not $name -}}
+{{- $name = contains $chart .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $chart) -}}
+{{- end -}}
+{{- $name = replace "." "-" $name -}}
+{{- if not (regexMatch "^[a-z]" $name) -}}{{- $name = printf "r%s" $name -}}{{- end -}}
+{{- if gt (len $name) 40 -}}
+{{- $name = printf "%s-%s" ($name | trunc 31 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end }}
+
+{{/* What selects the pods of one component. (dict "root" $ "component" "gateway"). Never changes for a release. */}}
+{{- define "baton.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Of every object. Not of pods: they would be started anew with each version of the chart. */}}
+{{- define "baton.labels" -}}
+{{ include "baton.selectorLabels" . }}
+app.kubernetes.io/part-of: baton
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "baton.clusterSecretName" -}}
+{{ .Values.security.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.rayTokenName" -}}
+{{ .Values.security.rayToken.existingSecret | default (printf "%s-ray-token" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.apiKeysName" -}}
+{{ .Values.security.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.tlsName" -}}
+{{ .Values.security.tls.existingSecret | default (printf "%s-tls" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.modelClaimName" -}}
+{{ .Values.model.existingClaim | default (printf "%s-model" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{/* Where gateways and leaving workers find the controller. */}}
+{{- define "baton.fleetAddress" -}}
+{{ include "baton.fullname" . }}-fleet:{{ .Values.controller.port }}
+{{- end }}
+
+{{- define "baton.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s-%s" .Chart.AppVersion .Values.device) }}
+{{- end -}}
+{{- end }}

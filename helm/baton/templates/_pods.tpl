@@ -1,0 +1,121 @@
+{{/* What pods share. */}}
+
+{{/* Seconds that a worker may take to leave, by docs/operations.md. */}}
+{{- define "baton.leavingSeconds" -}}
+{{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
+{{- end }}
+
+{{/* (dict "root" $ "component" NAME "part" VALUES): where a pod may go, and how important it is. */}}
+{{- define "baton.placement" -}}
+securityContext:
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .part.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .part.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $tolerations := .part.tolerations }}
+{{- if .part.usesGpus }}
+{{- $tolerations = prepend $tolerations (dict "key" .root.Values.gpu.resourceName "operator" "Exists" "effect" "NoSchedule") }}
+{{- end }}
+{{- with $tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  {{- with .part.topologySpreadConstraints }}
+  {{- toYaml . | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "baton.selectorLabels" . | nindent 8 }}
+  {{- end }}
+{{- end }}
+
+{{/* The image, and what a container may. */}}
+{{- define "baton.container" -}}
+image: {{ include "baton.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext:
+  {{- toYaml .Values.containerSecurityContext | nindent 2 }}
+{{- end }}
+
+{{/* The cluster's secret comes by the environment: a mounted file would belong to root, and Baton takes only its own. */}}
+{{- define "baton.env" -}}
+- name: BATON_CLUSTER_SECRET
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "baton.clusterSecretName" . }}
+      key: cluster-secret
+{{- end }}
+
+{{/* Room to write, since the root file system is read-only. */}}
+{{- define "baton.scratchMounts" -}}
+- {name: home, mountPath: /home/baton}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- define "baton.scratchVolumes" -}}
+- name: home
+  emptyDir: {}
+- name: tmp
+  emptyDir: {}
+{{- end }}
+
+{{- define "baton.modelMount" -}}
+{{- if include "baton.hasModelVolume" . -}}
+- {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
+{{- end -}}
+{{- end }}
+
+{{- define "baton.hasModelVolume" -}}
+{{- if or .Values.model.existingClaim .Values.model.persistentVolumeClaim.create .Values.model.download.files -}}yes{{- end -}}
+{{- end }}
+
+{{- define "baton.modelVolumes" -}}
+{{- if include "baton.hasModelVolume" . -}}
+- name: model
+  {{- if or .Values.model.existingClaim .Values.model.persistentVolumeClaim.create }}
+  persistentVolumeClaim:
+    claimName: {{ include "baton.modelClaimName" . }}
+    readOnly: {{ empty .Values.model.download.files }}
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end }}
+{{- if .Values.model.download.files }}
+- name: fetch
+  configMap:
+    name: {{ include "baton.fullname" . }}-fetch
+{{- end }}
+{{- end }}
+
+{{/* (dict "root" $ "skip" PATTERN): fetches what is not there yet, and checks all of it. */}}
+{{- define "baton.fetchContainer" -}}
+{{- if .root.Values.model.download.files -}}
+- name: fetch-model
+  {{- include "baton.container" .root | nindent 2 }}
+  command: [python3, /etc/baton/fetch/fetch_model.py, /etc/baton/fetch/files.json, {{ .root.Values.model.path | quote }}{{ with .skip }}, --skip, {{ . | quote }}{{ end }}]
+  resources:
+    {{- toYaml .root.Values.model.download.resources | nindent 4 }}
+  volumeMounts:
+    - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
+    - {name: fetch, mountPath: /etc/baton/fetch, readOnly: true}
+{{- end }}
+{{- end }}

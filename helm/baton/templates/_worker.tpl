@@ -1,0 +1,87 @@
+{{/* (dict "root" $ "role" "prefill" "part" VALUES): the pod of one worker, which is a node of Ray with room for it alone. */}}
+{{- define "baton.workerPod" -}}
+{{- $usesGpus := eq .root.Values.device "cuda" -}}
+metadata:
+  labels:
+    {{- include "baton.selectorLabels" (dict "root" .root "component" .role) | nindent 4 }}
+    {{- with .part.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .part.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "baton.fullname" .root }}-worker
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: {{ add (include "baton.leavingSeconds" .root) .root.Values.drain.slackSeconds }}
+  {{- include "baton.placement" (dict "root" .root "component" .role "part" (merge (dict "usesGpus" $usesGpus) .part)) | nindent 2 }}
+  {{- with include "baton.fetchContainer" (dict "root" .root) }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: ray-worker
+      {{- include "baton.container" .root | nindent 6 }}
+      env:
+        {{- include "baton.env" .root | nindent 8 }}
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- with .part.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - {name: raylet, containerPort: 6380}
+        - {name: baton-metrics, containerPort: {{ .root.Values.metrics.port }}}
+      lifecycle:
+        preStop:
+          exec:
+            # A shell, because nobody else puts the address in.
+            command:
+              - /bin/sh
+              - -c
+              - >-
+                exec baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" .root }}
+                --timeout {{ include "baton.leavingSeconds" .root }}
+      # Of the pod's place in Ray, which is there at once. Whether the worker in it has loaded its model, the controller
+      # watches, and gateways know.
+      startupProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 2
+        failureThreshold: 90
+      livenessProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 10
+        failureThreshold: 6
+      readinessProbe:
+        tcpSocket: {port: raylet}
+        periodSeconds: 5
+      resources:
+        {{- include "baton.workerResources" (dict "root" .root "part" .part "usesGpus" $usesGpus) | nindent 8 }}
+      volumeMounts:
+        {{- include "baton.scratchMounts" .root | nindent 8 }}
+        - {name: ray-logs, mountPath: /tmp/ray}
+        - {name: shared-mem, mountPath: /dev/shm}
+        {{- with include "baton.modelMount" .root }}
+        {{- . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "baton.scratchVolumes" .root | nindent 4 }}
+    - name: ray-logs
+      emptyDir: {}
+    - name: shared-mem
+      emptyDir: {medium: Memory, sizeLimit: {{ .part.shmSize }}}
+    {{- with include "baton.modelVolumes" .root }}
+    {{- . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* A GPU for each rank of the worker; requests of GPUs equal their limits by themselves. */}}
+{{- define "baton.workerResources" -}}
+{{- $resources := deepCopy .part.resources -}}
+{{- if .usesGpus -}}
+{{- $gpus := dict .root.Values.gpu.resourceName (int .part.tensorParallel) -}}
+{{- $_ := set $resources "limits" (merge $gpus (index $resources "limits" | default dict)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end }}

@@ -1,0 +1,178 @@
+"""Writes what the chart takes from elsewhere.
+
+That is README.md from values.yaml, Baton's configuration into the schema of the values, Ray's version from the lock,
+and copies of alerts and dashboard, since a chart holds no file from outside its folder.
+
+python -m scripts.chart           writes the files
+python -m scripts.chart --check   fails if one of them is another one
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from baton.config import BatonConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "helm" / "baton"
+VALUES, SCHEMA, README = CHART / "values.yaml", CHART / "values.schema.json", CHART / "README.md"
+
+COPIES = {
+    CHART / "files" / name: ROOT / "deploy" / "observability" / name
+    for name in ("alerts.yaml", "dashboard.json")
+}
+RAY_VERSION = CHART / "files" / "ray_version"
+
+_HEADING = re.compile(r"# ---- (.+?) -+$")
+
+_HEAD = """# Baton's Helm chart
+
+Serves a large language model with prefill and decode on separate workers, which a RayCluster of the
+[KubeRay](https://ray-project.github.io/kuberay/) operator (1.6 or newer) hosts.
+
+```sh
+helm install my-model helm/baton --namespace my-model --create-namespace --values my-values.yaml
+```
+
+[docs/kubernetes.md](../../docs/kubernetes.md) goes from an empty cluster to an answer, and through upgrades, draining,
+scaling and trouble. `ci/` has values for four kinds of clusters.
+
+Written by `python -m scripts.chart` from values.yaml: change that.
+"""
+
+
+@dataclass
+class Value:
+    """One key that can be set."""
+
+    key: str
+    default: str
+    meaning: str
+
+
+@dataclass
+class Chapter:
+    """Keys that belong together."""
+
+    title: str
+    values: list[Value] = field(default_factory=list)
+
+
+def read_values(text: str) -> list[Chapter]:
+    """The leaves of a values.yaml by its headings (`# ---- TITLE ---`).
+
+    A comment above a key that begins with `# --` is its meaning.
+    """
+    lines = text.splitlines()
+    headings = [(number, match[1]) for number, line in enumerate(lines) if (match := _HEADING.match(line))]
+    chapters = {-1: Chapter("Names")} | {number: Chapter(title) for number, title in headings}
+    for key, node, line in _leaves(yaml.compose(text)):
+        begin = max(number for number in chapters if number < line)
+        chapters[begin].values.append(Value(key, _shown(node), _comment_above(lines, line)))
+    return [chapter for chapter in chapters.values() if chapter.values]
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, int]]:
+    """What stands on lines of its own; a mapping in braces is a value."""
+    for key, value in node.value:
+        name = f"{path}{key.value}"
+        is_block = isinstance(value, yaml.MappingNode) and not value.flow_style and name not in _WHOLE
+        if is_block and value.value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value, key.start_mark.line
+
+
+_WHOLE = {"podSecurityContext", "containerSecurityContext"}
+"""Nobody sets one line of these without looking at the others."""
+
+
+def _shown(node: Any) -> str:
+    value = yaml.safe_load(yaml.serialize(node))
+    return json.dumps(value) if len(json.dumps(value)) <= 60 else "see values.yaml"
+
+
+def _comment_above(lines: list[str], line: int) -> str:
+    block: list[str] = []
+    while line and lines[line - 1].lstrip().startswith("# ") and not _HEADING.match(lines[line - 1]):
+        line -= 1
+        block.insert(0, lines[line].lstrip().removeprefix("# "))
+    while block and not block[0].startswith("-- "):
+        del block[0]
+    return " ".join(block).removeprefix("-- ")
+
+
+def readme(text: str) -> str:
+    parts = [_HEAD]
+    for chapter in read_values(text):
+        parts.append(f"## {chapter.title}\n\n| key | default | |\n|---|---|---|")
+        for value in chapter.values:
+            meaning = value.meaning.replace("|", "\\|")
+            parts.append(f"| `{value.key}` | `{value.default}` | {meaning} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def schema(text: str) -> str:
+    """The same, with Baton's sections as Baton itself defines them. What the chart adds has names in small letters."""
+    whole = json.loads(text)
+    generated = _bare(BatonConfig.model_json_schema())
+    own = {name: part for name, part in whole["$defs"].items() if name[0].islower()}
+    of_baton = generated.pop("$defs") | {"BatonConfig": generated}
+    whole["$defs"] = own | dict(sorted(of_baton.items()))
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def _bare(part: Any) -> Any:
+    """Without words and defaults, which are Baton's business."""
+    if isinstance(part, list):
+        return [_bare(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {key: value for key, value in part.items() if key not in _WORDS}
+    named = {key: {name: _bare(inner) for name, inner in kept[key].items()} for key in _NAMED & set(kept)}
+    return {key: named.get(key) or _bare(value) for key, value in kept.items()}
+
+
+_WORDS = {"title", "default", "description"}
+_NAMED = {"properties", "$defs"}
+"""Whose keys are names that we gave."""
+
+
+def ray_version(lock: str) -> str:
+    """As KubeRay wants to know it."""
+    (version,) = re.findall(r"^ray==(.+)$", lock, re.MULTILINE)
+    return f"{version}\n"
+
+
+def written() -> dict[Path, str]:
+    """Every file, and what is to stand in it."""
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    made = {
+        README: readme(VALUES.read_text()),
+        SCHEMA: schema(SCHEMA.read_text()),
+        RAY_VERSION: ray_version(lock),
+    }
+    return made | {copy: original.read_text() for copy, original in COPIES.items()}
+
+
+def main(arguments: list[str]) -> int:
+    made = written()
+    if arguments == ["--check"]:
+        stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
+        if stale:
+            print(f"helm/baton: {', '.join(stale)}: run `python -m scripts.chart`", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in made.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

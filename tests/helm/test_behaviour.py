@@ -1,0 +1,183 @@
+"""How pods start, answer probes and leave; who may reach them."""
+
+from typing import Any
+
+import pytest
+
+from baton.config import BatonConfig
+from tests.factories.chart import VALUES_OF_CI, Object, containers, needs_helm, render
+from tests.helm.test_one_truth import commands_of
+
+pytestmark = needs_helm
+
+(PRODUCTION,) = (path for path in VALUES_OF_CI if path.name == "production-values.yaml")
+DRAIN: dict[str, Any] = {
+    "drain": {"timeoutSeconds": 100, "leaseSeconds": 20, "unresponsiveSeconds": 8, "slackSeconds": 7}
+}
+
+
+@pytest.mark.parametrize("values", [DRAIN, {}], ids=["given", "default"])
+def test_a_worker_has_the_time_that_leaving_takes(values: Object) -> None:
+    """By docs/operations.md; and then there is some left to end the process."""
+    release = render(values)
+    config = BatonConfig.from_mapping(release.fleet_config())
+    cluster = config.cluster
+    leaving_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
+    (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
+    assert float(drain[drain.index("--timeout") + 1]) == leaving_s
+    for role in ("prefill", "decode"):
+        assert release.pods()[role]["spec"]["terminationGracePeriodSeconds"] >= leaving_s + 5
+
+
+def test_a_worker_leaves_by_its_own_address_at_its_own_controller() -> None:
+    release = render(name="blue")
+    (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
+    assert drain[drain.index("--node") + 1] == "$POD_IP", "put in by the shell, since Kubernetes does not"
+    assert drain[drain.index("--fleet-address") + 1] == "blue-baton-fleet:6390"
+    environment = {
+        variable["name"]: variable for variable in containers(release.pods()["decode"])["ray-worker"]["env"]
+    }
+    assert environment["POD_IP"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert environment["BATON_CLUSTER_SECRET"]["valueFrom"]["secretKeyRef"]["name"] == "blue-baton-cluster"
+
+
+def test_a_gateway_waits_for_load_balancers_and_for_running_answers() -> None:
+    pod = render(DRAIN).pods()["gateway"]["spec"]
+    (gateway,) = pod["containers"]
+    assert gateway["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "10"]
+    assert pod["terminationGracePeriodSeconds"] == 10 + 100 + 7
+
+
+def test_a_gateway_is_ready_when_it_could_serve_and_lives_whatever_others_do() -> None:
+    (gateway,) = render({"controller": {"startTimeoutSeconds": 3600}}).pods()["gateway"]["spec"]["containers"]
+    startup = gateway["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > 3600, "a large model may load for so long"
+    assert gateway["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTPS"}
+    assert gateway["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_without_tls_kubernetes_asks_grpc_itself() -> None:
+    (gateway,) = render({"security": {"tls": {"mode": "none"}}}).pods()["gateway"]["spec"]["containers"]
+    assert gateway["livenessProbe"]["grpc"] == {"port": 50051}
+    assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTP"
+
+
+def test_ray_has_probes_of_ours_which_kuberay_leaves_alone() -> None:
+    """Its own ask Ray's dashboard, which is not there."""
+    release = render()
+    for component, container in (("head", "ray-head"), ("prefill", "ray-worker"), ("decode", "ray-worker")):
+        ray = containers(release.pods()[component])[container]
+        assert set(ray) >= {"startupProbe", "livenessProbe", "readinessProbe"}
+        ports = {port["name"]: port["containerPort"] for port in ray["ports"]}
+        assert ray["livenessProbe"]["tcpSocket"]["port"] in ports
+    (decode,) = (group for group in release.ray["workerGroupSpecs"] if group["groupName"] == "decode")
+    assert str(ports["raylet"]) == decode["rayStartParams"]["node-manager-port"]
+
+
+def test_the_controller_is_started_again_whatever_the_pods_policy_is() -> None:
+    """Where Ray's autoscaler runs, KubeRay has containers not restarted. A native sidecar is all the same."""
+    (fleet,) = render().pods()["head"]["spec"]["initContainers"]
+    assert (fleet["name"], fleet["restartPolicy"]) == ("fleet", "Always")
+    assert not set(fleet) & {"startupProbe", "readinessProbe"}, "Ray, which it needs, starts after it"
+
+
+def test_the_controller_finds_ray_and_kuberays_autoscaler_finds_both() -> None:
+    head = containers(render(PRODUCTION).pods()["head"])
+    shared = [
+        {mount["mountPath"]: mount["name"] for mount in head[name]["volumeMounts"]}
+        for name in ("ray-head", "fleet")
+    ]
+    for path, volume in (("/tmp/ray", "ray-logs"), ("/dev/shm", "shared-mem")):
+        assert [mounts[path] for mounts in shared] == [volume, volume]
+
+
+def test_gpus_bring_their_limit_and_their_toleration() -> None:
+    pod = render({"decode": {"tensorParallel": 4, "resources": {"limits": {"rdma/hca": 1}}}}).pods()[
+        "decode"
+    ]["spec"]
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["rdma/hca"]) == (4, 1)
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+    without = render({"device": "cpu"}).pods()["decode"]["spec"]
+    assert "nvidia.com/gpu" not in without["containers"][0]["resources"]["limits"]
+    assert "tolerations" not in without
+
+
+def test_without_prefill_workers_there_is_no_group_for_them() -> None:
+    release = render({"prefill": {"replicas": 0}})
+    assert [group["groupName"] for group in release.ray["workerGroupSpecs"]] == ["decode"]
+
+
+def test_budgets_leave_as_many_as_there_are_at_least_but_one() -> None:
+    def budgets(values: Object) -> dict[str, Object]:
+        found = render(values).of_kind("PodDisruptionBudget")
+        return {name.rpartition("-")[2]: item["spec"] for name, item in found.items()}
+
+    assert set(budgets({})) == {"gateway"}, (
+        "with a single worker, a budget would keep a node from being drained for ever"
+    )
+    many = budgets({"prefill": {"replicas": 2}, "decode": {"replicas": 5}})
+    assert (many["prefill"]["minAvailable"], many["decode"]["minAvailable"]) == (1, 4)
+    scaled = budgets(
+        {"autoscaling": {"workers": {"enabled": True, "minDecode": 3}}, "decode": {"replicas": 5}}
+    )
+    assert scaled["decode"]["minAvailable"] == 2
+    assert (
+        budgets({"decode": {"replicas": 5, "podDisruptionBudget": {"minAvailable": 1}}})["decode"][
+            "minAvailable"
+        ]
+        == 1
+    )
+
+
+def admitted(policy: Object) -> list[tuple[set[str], set[Any]]]:
+    """Components of this release (`*`: everybody), and ports (`*`: every one)."""
+    rules = []
+    for rule in policy["spec"]["ingress"]:
+        sources = {
+            peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component", "others")
+            for peer in rule.get("from", [])
+        }
+        rules.append((sources or {"*"}, {port["port"] for port in rule.get("ports", [])} or {"*"}))
+    return rules
+
+
+def test_only_the_right_pods_reach_the_planes() -> None:
+    policies = {name.rpartition("-")[2]: item for name, item in render().of_kind("NetworkPolicy").items()}
+    assert admitted(policies["gateway"]) == [({"*"}, {"grpc", "http"})]
+    assert admitted(policies["head"]) == [({"head", "prefill", "decode"}, {"*"}), ({"gateway"}, {6390})]
+    for role in ("prefill", "decode"):
+        assert admitted(policies[role]) == [({"head", "prefill", "decode", "gateway"}, {"*"})]
+    for policy in policies.values():
+        for peer in (peer for rule in policy["spec"]["ingress"] for peer in rule.get("from", [])):
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "demo"
+
+
+def test_prometheus_and_clients_are_admitted_where_they_are_named() -> None:
+    policies = {
+        name.rpartition("-")[2]: item for name, item in render(PRODUCTION).of_kind("NetworkPolicy").items()
+    }
+    assert admitted(policies["gateway"]) == [({"others", "test"}, {"grpc", "http"}), ({"others"}, {"http"})]
+    assert admitted(policies["decode"])[1:] == [({"others"}, {"baton-metrics"})]
+
+
+def test_redis_is_ray_heads_memory_where_asked_for() -> None:
+    options = render(PRODUCTION).ray["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://redis.example.com:6380"
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "redis-password"}
+    assert "gcsFaultToleranceOptions" not in render().ray
+
+
+def test_workers_scale_between_bounds_that_baton_and_ray_share() -> None:
+    release = render(PRODUCTION)
+    scaling = BatonConfig.from_mapping(release.fleet_config()).autoscaling
+    groups = {
+        group["groupName"]: (group["minReplicas"], group["maxReplicas"])
+        for group in release.ray["workerGroupSpecs"]
+    }
+    assert scaling.mode == "on"
+    assert groups == {
+        "prefill": (scaling.min_prefill, scaling.max_prefill),
+        "decode": (scaling.min_decode, scaling.max_decode),
+    }
+    assert scaling.target_ttft_p99_s == 2.0

@@ -1,0 +1,90 @@
+"""The init container that fetches a model: whole files with the right hash, or none."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.factories.chart import FOLDER, containers, needs_helm, render
+
+PROGRAM = FOLDER / "files" / "fetch_model.py"
+CONTENT = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the output of tests."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A folder with the files, over HTTP."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def fetch(tmp_path: Path, url: str, *flags: str, **hashes: str) -> subprocess.CompletedProcess[str]:
+    right = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT.items()} | hashes
+    files = tmp_path / "files.json"
+    files.write_text(
+        json.dumps([{"url": f"{url}/{name}", "sha256": sha256} for name, sha256 in right.items()])
+    )
+    command = [sys.executable, str(PROGRAM), str(files), str(tmp_path / "models" / "mine"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def there(tmp_path: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (tmp_path / "models" / "mine").iterdir()}
+
+
+def test_files_are_fetched_once(tmp_path: Path, url: str) -> None:
+    assert fetch(tmp_path, url).returncode == 0
+    assert there(tmp_path) == CONTENT
+    again = fetch(tmp_path, "http://127.0.0.1:9")  # where nobody answers
+    assert (again.returncode, again.stdout) == (0, "config.json is there\nmodel.safetensors is there\n")
+
+
+def test_a_damaged_file_is_fetched_anew(tmp_path: Path, url: str) -> None:
+    fetch(tmp_path, url)
+    (tmp_path / "models" / "mine" / "config.json").write_bytes(b"{")
+    assert fetch(tmp_path, url).returncode == 0
+    assert there(tmp_path) == CONTENT
+
+
+def test_another_file_is_not_kept(tmp_path: Path, url: str) -> None:
+    done = fetch(tmp_path, url, **{"model.safetensors": "0" * 64})
+    assert done.returncode == 1
+    assert "model.safetensors: sha256 is" in done.stderr
+    assert set(there(tmp_path)) == {"config.json"}, "no draft either"
+
+
+def test_gateways_leave_the_weights_out(tmp_path: Path, url: str) -> None:
+    assert fetch(tmp_path, url, "--skip", "*.safetensors").returncode == 0
+    assert set(there(tmp_path)) == {"config.json"}
+
+
+@needs_helm
+def test_every_pod_fetches_what_it_needs() -> None:
+    files = [{"url": "https://example.com/config.json", "sha256": "a" * 64}]
+    release = render({"model": {"path": "/models/mine", "download": {"files": files}}})
+    assert json.loads(release.one("ConfigMap", "-fetch")["data"]["files.json"]) == files
+    assert release.one("ConfigMap", "-fetch")["data"]["fetch_model.py"].strip() == PROGRAM.read_text().strip()
+    for component, pod in release.pods().items():
+        command = containers(pod)["fetch-model"]["command"]
+        assert command[3] == "/models/mine"
+        assert ("--skip" in command) is (component in ("gateway", "head"))

@@ -1,0 +1,103 @@
+"""Names and labels: golden ones, two releases side by side, and names as long as Helm allows."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.factories.chart import Release, needs_helm, render
+
+pytestmark = needs_helm
+
+LONGEST = "a-release-with-a-name-of-fifty-three-characters-in-all"[:53]
+EVERYTHING: dict[str, Any] = {
+    "model": {"path": "/models/m", "persistentVolumeClaim": {"create": True}},
+    "autoscaling": {"gateway": {"enabled": True}},
+    "security": {"tls": {"mode": "certManager", "issuerRef": {"name": "company"}}},
+    "metrics": {part: {"enabled": True} for part in ("serviceMonitor", "podMonitor", "prometheusRule")},
+}
+
+
+def identities(release: Release) -> set[tuple[str, str]]:
+    return {(item["kind"], item["metadata"]["name"]) for item in release.objects}
+
+
+def test_golden_selectors() -> None:
+    """Selectors of a Deployment can never change, and all others must go with its pods."""
+    release = render()
+
+    def labels(component: str) -> dict[str, str]:
+        return {
+            "app.kubernetes.io/name": "baton",
+            "app.kubernetes.io/instance": "demo",
+            "app.kubernetes.io/component": component,
+        }
+
+    assert {name: pod["metadata"]["labels"] for name, pod in release.pods().items()} == {
+        component: labels(component) for component in ("gateway", "head", "prefill", "decode")
+    }
+    assert release.one("Deployment")["spec"]["selector"] == {"matchLabels": labels("gateway")}
+    workers = labels("") | {"ray.io/node-type": "worker"}
+    del workers["app.kubernetes.io/component"]
+    assert {name: service["spec"]["selector"] for name, service in release.of_kind("Service").items()} == {
+        "demo-baton-grpc": labels("gateway"),
+        "demo-baton-http": labels("gateway"),
+        "demo-baton-fleet": labels("head"),
+        "demo-baton-workers": workers,
+    }
+
+
+def test_golden_labels() -> None:
+    assert render().one("RayCluster")["metadata"]["labels"] == {
+        "app.kubernetes.io/name": "baton",
+        "app.kubernetes.io/instance": "demo",
+        "app.kubernetes.io/component": "ray",
+        "app.kubernetes.io/part-of": "baton",
+        "app.kubernetes.io/version": "0.1.0",
+        "app.kubernetes.io/managed-by": "Helm",
+        "helm.sh/chart": "baton-0.1.0",
+    }
+
+
+def test_golden_names() -> None:
+    assert identities(render()) == {
+        ("ConfigMap", "demo-baton-fleet"),
+        ("ConfigMap", "demo-baton-gateway"),
+        ("Deployment", "demo-baton-gateway"),
+        *(("NetworkPolicy", f"demo-baton-{part}") for part in ("gateway", "head", "prefill", "decode")),
+        ("Pod", "demo-baton-test"),
+        ("PodDisruptionBudget", "demo-baton-gateway"),
+        ("RayCluster", "demo-baton"),
+        *(("Secret", f"demo-baton-{part}") for part in ("api-keys", "cluster", "ray-token", "tls")),
+        *(("Service", f"demo-baton-{part}") for part in ("fleet", "grpc", "http", "workers")),
+        *(("ServiceAccount", f"demo-baton-{part}") for part in ("gateway", "head", "worker")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("blue", "green"), (LONGEST, LONGEST[:-1] + "x"), ("1a", "a"), ("a.b", "a-c")]
+)
+def test_two_releases_share_no_object_and_no_pod(one: str, other: str) -> None:
+    first, second = render(EVERYTHING, name=one), render(EVERYTHING, name=other)
+    assert identities(first) & identities(second) == set()
+    for release, name in ((first, one), (second, other)):
+        assert {
+            pod["metadata"]["labels"]["app.kubernetes.io/instance"] for pod in release.pods().values()
+        } == {name}
+    configured = [release.fleet_config()["cluster"]["name"] for release in (first, second)]
+    assert len(set(configured)) == 2, "on one Ray cluster they would be one fleet"
+
+
+@pytest.mark.parametrize("name", [LONGEST, "9-lives", "with.dots", "baton"])
+def test_every_name_is_one_that_kubernetes_takes(name: str) -> None:
+    release = render(EVERYTHING, name=name)
+    for kind, found in identities(release):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found), f"{kind} {found}"
+        assert len(found) <= 63, f"{kind} {found}"
+    # KubeRay adds to the cluster's name, and refuses more than 53 characters; here there is room for its own.
+    assert len(release.one("RayCluster")["metadata"]["name"]) <= 40
+
+
+def test_a_release_that_is_called_like_the_chart_is_not_called_so_twice() -> None:
+    assert render(name="my-baton").one("RayCluster")["metadata"]["name"] == "my-baton"
+    assert render({"fullnameOverride": "llm"}).one("RayCluster")["metadata"]["name"] == "llm"

@@ -1,0 +1,223 @@
+"""Values that cannot work are refused before anything is made, in words that name them."""
+
+from functools import cache
+
+import pytest
+
+from tests.factories.chart import Object, Refused, merged, needs_helm, render
+
+pytestmark = needs_helm
+
+DIGEST = "sha256:" + "a" * 64
+
+Cases = dict[str, tuple[Object, list[str]]]
+
+WRONG: Cases = {
+    # What a schema says: where, what it got, what it wants.
+    "unknown key": ({"replicaCount": 2}, ["'replicaCount' not allowed"]),
+    "unknown key below": ({"prefill": {"replica": 2}}, ["at '/prefill'", "'replica' not allowed"]),
+    "negative replicas": ({"prefill": {"replicas": -1}}, ["at '/prefill/replicas'", "got -1, want 0"]),
+    "no decode workers": ({"decode": {"replicas": 0}}, ["at '/decode/replicas'", "got 0, want 1"]),
+    "replicas in words": (
+        {"decode": {"replicas": "two"}},
+        ["at '/decode/replicas'", "got string, want integer"],
+    ),
+    "half a GPU": ({"decode": {"tensorParallel": 0.5}}, ["at '/decode/tensorParallel'", "want integer"]),
+    "no GPU": ({"decode": {"tensorParallel": 0}}, ["at '/decode/tensorParallel'", "got 0, want 1"]),
+    "a device that is none": ({"device": "tpu"}, ["at '/device'", "'cpu', 'cuda'"]),
+    "memory in words": (
+        {"decode": {"resources": {"limits": {"memory": "lots"}}}},
+        ["at '/decode/resources/limits/memory'", "'lots' does not match"],
+    ),
+    "resources that are neither": (
+        {"gateway": {"resources": {"limit": {"cpu": 1}}}},
+        ["at '/gateway/resources'", "'limit' not allowed"],
+    ),
+    "a port too high": ({"controller": {"port": 70000}}, ["at '/controller/port'", "want 65,535"]),
+    "a port of zero": (
+        {"gateway": {"httpService": {"port": 0}}},
+        ["/gateway/httpService/port", "got 0, want 1"],
+    ),
+    "a digest that is none": (
+        {"image": {"digest": "latest"}},
+        ["at '/image/digest'", "'latest' does not match"],
+    ),
+    "a pull policy that is none": (
+        {"image": {"pullPolicy": "Sometimes"}},
+        ["/image/pullPolicy", "'IfNotPresent'"],
+    ),
+    "a name too long": ({"fullnameOverride": "a" * 41}, ["at '/fullnameOverride'", "got 41, want 40"]),
+    "a name with capitals": ({"fullnameOverride": "LLM"}, ["at '/fullnameOverride'", "'LLM' does not match"]),
+    "a Secret's name": (
+        {"security": {"clusterSecret": {"existingSecret": "My Secret"}}},
+        ["/security/clusterSecret/existingSecret", "'My Secret' does not match"],
+    ),
+    "a way to get TLS that is none": (
+        {"security": {"tls": {"mode": "yes"}}},
+        ["/security/tls/mode", "'generated'"],
+    ),
+    "a key instead of its hash": (
+        {"security": {"apiKeys": {"keys": [{"name": "alice", "key": "sk-1"}]}}},
+        ["/security/apiKeys/keys/0", "'key' not allowed"],
+    ),
+    "no time to drain": ({"drain": {"timeoutSeconds": -5}}, ["/drain/timeoutSeconds", "got -5, want 0"]),
+    "an upgrade that is none": (
+        {"rayHead": {"upgradeStrategy": "RollingUpdate"}},
+        ["/rayHead/upgradeStrategy", "'Recreate'"],
+    ),
+    "an address to bind that is loopback": ({"bindHost": "127.0.0.1"}, ["at '/bindHost'", "'0.0.0.0', '::'"]),
+    "an environment as a mapping": (
+        {"gateway": {"extraEnv": {"A": "b"}}},
+        ["/gateway/extraEnv", "want array"],
+    ),
+    "a download without a hash": (
+        {"model": {"download": {"files": [{"url": "https://example.com/a"}]}}},
+        ["/model/download/files/0", "missing property 'sha256'"],
+    ),
+    "a download of a path": (
+        {
+            "model": {
+                "download": {"files": [{"url": "https://example.com/a", "sha256": "a" * 64, "name": "../a"}]}
+            }
+        },
+        ["/model/download/files/0/name", "'../a' does not match"],
+    ),
+    "more than all CPU": (
+        {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},
+        ["targetCPUUtilizationPercentage", "got 150, want 100"],
+    ),
+    # What Baton's own configuration says.
+    "an unknown section": ({"config": {"schedular": {}}}, ["at '/config'", "'schedular' not allowed"]),
+    "an unknown key of Baton": (
+        {"config": {"scheduler": {"max_seqs": 1}}},
+        ["/config/scheduler", "'max_seqs' not allowed"],
+    ),
+    "a value that Baton refuses": (
+        {"config": {"scheduler": {"policy": "lifo"}}},
+        ["/config/scheduler/policy", "'fcfs'"],
+    ),
+    "a size that Baton refuses": (
+        {"config": {"scheduler": {"block_size": 0}}},
+        ["/config/scheduler/block_size", "got 0, want 1"],
+    ),
+}
+
+CONTRADICTIONS: Cases = {
+    "a key that the chart sets": (
+        {"config": {"network": {"bind_host": "::"}}},
+        ["config.network.bind_host: the chart sets this by itself; set bindHost instead"],
+    ),
+    "another of them": (
+        {"config": {"gateway": {"grpc_port": 1}}},
+        ["config.gateway.grpc_port: the chart sets this by itself; set gateway.grpcService.port instead"],
+    ),
+    "ranks that do not divide": (
+        {"prefill": {"tensorParallel": 2}, "decode": {"tensorParallel": 3}},
+        ["prefill.tensorParallel (2) and decode.tensorParallel (3): one must be a multiple of the other"],
+    ),
+    "gateways' bounds": (
+        {"autoscaling": {"gateway": {"enabled": True, "minReplicas": 9}}},
+        ["autoscaling.gateway.minReplicas (9) must not be above maxReplicas (8)"],
+    ),
+    "workers out of bounds": (
+        {"autoscaling": {"workers": {"enabled": True}}, "decode": {"replicas": 20}},
+        ["decode.replicas (20) must be between autoscaling.workers.minDecode (1) and maxDecode (8)"],
+    ),
+    "bounds without room": (
+        {"autoscaling": {"workers": {"enabled": True, "maxPrefill": 1, "maxDecode": 1}}},
+        ["its bounds leave nothing to change"],
+    ),
+    "targets without autoscaling": (
+        {"autoscaling": {"workers": {"config": {"interval_s": 1.0}}}},
+        ["autoscaling.workers.config needs autoscaling.workers.enabled: true"],
+    ),
+    "TLS without its Secret": (
+        {"security": {"tls": {"mode": "existingSecret"}}},
+        ["security.tls.mode existingSecret needs security.tls.existingSecret"],
+    ),
+    "TLS's Secret without its mode": (
+        {"security": {"tls": {"existingSecret": "mine"}}},
+        ["security.tls.existingSecret (mine) needs security.tls.mode existingSecret, not generated"],
+    ),
+    "cert-manager without an issuer": (
+        {"security": {"tls": {"mode": "certManager"}}},
+        ["security.tls.mode certManager needs security.tls.issuerRef"],
+    ),
+    "an issuer without cert-manager": (
+        {"security": {"tls": {"issuerRef": {"name": "mine"}}}},
+        ["security.tls.issuerRef needs security.tls.mode certManager, not generated"],
+    ),
+    "names for no certificate": (
+        {"security": {"tls": {"mode": "none", "extraNames": ["a.example.com"]}}},
+        ["security.tls.extraNames are for certificates that the chart asks for; mode is none"],
+    ),
+    "two sources of keys": (
+        {"security": {"apiKeys": {"existingSecret": "mine", "keys": [{"name": "a", "sha256": "b" * 64}]}}},
+        ["security.apiKeys: existingSecret and keys are two sources"],
+    ),
+    "fault tolerance without Redis": (
+        {"rayHead": {"gcsFaultTolerance": {"enabled": True}}},
+        ["rayHead.gcsFaultTolerance.enabled needs redisAddress"],
+    ),
+    "Redis without fault tolerance": (
+        {"rayHead": {"gcsFaultTolerance": {"redisAddress": "redis://r:6379"}}},
+        ["redisAddress and existingSecret need enabled: true"],
+    ),
+    "two volumes": (
+        {"model": {"existingClaim": "mine", "path": "/models/a", "persistentVolumeClaim": {"create": True}}},
+        ["model: existingClaim and persistentVolumeClaim.create exclude one another"],
+    ),
+    "a model beside its volume": (
+        {"model": {"existingClaim": "mine", "path": "/weights/a"}},
+        ["model.path (/weights/a) must be a folder below model.mountPath (/models)"],
+    ),
+    "clients of no policy": (
+        {"networkPolicy": {"enabled": False, "clients": [{"podSelector": {}}]}},
+        ["networkPolicy: clients and prometheus need enabled: true"],
+    ),
+}
+
+
+def leaves(values: Object, path: str = "") -> set[str]:
+    """Where something is set."""
+    found: set[str] = set()
+    for key, value in values.items():
+        found |= leaves(value, f"{path}/{key}") if isinstance(value, dict) and value else {f"{path}/{key}"}
+    return found
+
+
+@cache
+def said_of_wrong_values() -> dict[str, str]:
+    """What helm says in each case. It tells of all wrong values at once: cases with nothing in common share a run."""
+    together: list[tuple[Object, list[str]]] = []
+    for case, (values, _) in WRONG.items():
+        for shared, cases in together:
+            if not leaves(shared) & leaves(values):
+                shared.update(merged(shared, values))
+                cases.append(case)
+                break
+        else:
+            together.append((dict(values), [case]))
+    return {case: refusal(values) for values, cases in together for case in cases}
+
+
+def refusal(values: Object) -> str:
+    with pytest.raises(Refused) as refused:
+        render(values)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_are_refused_by_name(case: str) -> None:
+    assert [words for words in WRONG[case][1] if words not in said_of_wrong_values()[case]] == []
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_are_refused_by_name(case: str) -> None:
+    values, expected = CONTRADICTIONS[case]
+    said = refusal(values)
+    assert [words for words in expected if words not in said] == []
+
+
+def test_there_is_no_refusal_without_a_reason() -> None:
+    render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})

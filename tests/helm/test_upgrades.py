@@ -1,0 +1,95 @@
+"""What an upgrade starts anew, and what it must leave alone."""
+
+from typing import Any
+
+import pytest
+
+from tests.factories.chart import Object, Release, merged, needs_helm, render
+
+pytestmark = needs_helm
+
+KEPT: dict[str, Any] = {"security": {"tls": {"mode": "none"}}}
+
+
+def rolled(changes: dict[str, Any]) -> set[str]:
+    """Components whose pods are other ones after this change of values; `ray`: KubeRay sees another cluster."""
+    before, after = render(KEPT), render(merged(KEPT, changes))
+    was, now = before.pods(), after.pods()
+    changed = {component for component in was | now if was.get(component) != now.get(component)}
+    return changed | ({"ray"} if without_scale(before) != without_scale(after) else set())
+
+
+def without_scale(release: Release) -> Object:
+    """What KubeRay's strategy Recreate looks at: everything but how many pods there are to be."""
+    counts = ("replicas", "minReplicas", "maxReplicas")
+    groups = [
+        {key: value for key, value in group.items() if key not in counts}
+        for group in release.ray["workerGroupSpecs"]
+    ]
+    return release.ray | {"workerGroupSpecs": groups}
+
+
+FLEET = {"head", "ray"}
+EVERYTHING = {"gateway", "head", "prefill", "decode", "ray"}
+
+CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "nothing": ({}, set()),
+    "how many gateways": ({"gateway": {"replicas": 5}}, set()),
+    "autoscaling of gateways": ({"autoscaling": {"gateway": {"enabled": True}}}, set()),
+    "services": ({"gateway": {"grpcService": {"type": "LoadBalancer"}}}, set()),
+    "a new API key": ({"security": {"apiKeys": {"keys": [{"name": "alice", "sha256": "a" * 64}]}}}, set()),
+    "network policies": ({"networkPolicy": {"enabled": False}}, set()),
+    "metrics": ({"metrics": {"prometheusRule": {"enabled": True}, "podMonitor": {"enabled": True}}}, set()),
+    "budgets": ({"decode": {"podDisruptionBudget": {"minAvailable": 1}}}, set()),
+    "a gateway's configuration": ({"config": {"gateway": {"max_queued": 8}}}, {"gateway"}),
+    "memory of gateways": ({"gateway": {"resources": {"limits": {"memory": "3Gi"}}}}, {"gateway"}),
+    "the fleet's configuration": ({"config": {"scheduler": {"max_num_seqs": 8}}}, FLEET),
+    "what everybody logs": ({"config": {"logging": {"level": "info"}}}, FLEET | {"gateway"}),
+    "how many workers": ({"prefill": {"replicas": 2}, "decode": {"replicas": 4}}, set()),
+    "memory of decode workers": ({"decode": {"shmSize": "4Gi"}}, {"decode", "ray"}),
+    "ranks of prefill workers": ({"prefill": {"tensorParallel": 2}}, FLEET | {"prefill"}),
+    "the model": ({"model": {"path": "/elsewhere/model"}}, FLEET | {"gateway"}),
+    "the image": ({"image": {"tag": "next"}}, EVERYTHING),
+    "how long to drain": ({"drain": {"timeoutSeconds": 99}}, EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_upgrade_starts_anew_what_it_must_and_no_more(change: str) -> None:
+    values, expected = CHANGES[change]
+    assert rolled(values) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": {"tag": "next"}},
+        {"nameOverride": ""},
+        {"gateway": {"podLabels": {"a": "b"}}},
+        {"device": "cpu"},
+    ],
+    ids=["image", "names", "labels", "device"],
+)
+def test_what_kubernetes_lets_nobody_change_stays(changes: dict[str, Any]) -> None:
+    before, after = render(KEPT), render(merged(KEPT, changes))
+    assert after.one("Deployment")["spec"]["selector"] == before.one("Deployment")["spec"]["selector"]
+    for name, service in before.of_kind("Service").items():
+        assert after.of_kind("Service")[name]["spec"].get("clusterIP") == service["spec"].get("clusterIP")
+
+
+def test_gateways_roll_without_one_fewer() -> None:
+    """They need no GPU, so there is room for one more."""
+    strategy = render().one("Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_an_autoscaler_is_not_overruled_by_an_upgrade() -> None:
+    scaled = render({"autoscaling": {"gateway": {"enabled": True}}})
+    assert "replicas" not in scaled.one("Deployment")["spec"]
+    assert scaled.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
+
+
+def test_the_claim_outlives_the_release() -> None:
+    values = {"model": {"path": "/models/m", "persistentVolumeClaim": {"create": True}}}
+    annotations = render(values).one("PersistentVolumeClaim")["metadata"]["annotations"]
+    assert annotations == {"helm.sh/resource-policy": "keep"}
