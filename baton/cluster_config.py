@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from baton.config_section import Section
+from baton.hosts import is_address
 
 _LABEL_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL_CONDITION = re.compile(rf"!?{_LABEL_VALUE}|!?in\({_LABEL_VALUE}(?:, *{_LABEL_VALUE})*\)")
@@ -17,7 +18,7 @@ class ClusterConfig(Section):
 
     name: str = Field("baton", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Of the fleet: two fleets on one Ray cluster need two names, and `baton serve` with the name of a fleet that was
-    left alone there takes it over."""
+    left alone there takes it over; `baton gateway` finds its fleet by it."""
     prefill: int = Field(1, ge=0)
     """Prefill workers; with 0, decode workers compute every prompt themselves."""
     decode: int = Field(1, ge=1)
@@ -29,6 +30,11 @@ class ClusterConfig(Section):
     ray_address: str = "local"
     """`local` starts a private Ray for this command; `none` does without, for CPUs: workers are child processes on this
     machine. Anything else joins that cluster."""
+    fleet_port: int = Field(0, ge=0, le=65535)
+    """Where `baton fleet` answers gateways, on `network.bind_host`. 0: a free port."""
+    fleet_address: str | None = None
+    """With `baton gateway`, HOST:PORT of a `baton fleet`: the gateway's machine then needs no Ray, and
+    `ray_address` stays unset."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
     """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
@@ -41,7 +47,8 @@ class ClusterConfig(Section):
     decode_labels: dict[str, str] = Field(default_factory=dict)
     """Likewise of decode workers."""
     start_timeout_s: float = Field(300.0, gt=0.0)
-    """What a worker gets to load its model in, and the whole fleet when it starts for the first time."""
+    """What a worker gets to load its model in, and the whole fleet when it starts for the first time; with
+    `baton gateway`, the fleet that it looks for."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
     """What running requests get to end by themselves when their worker is drained or changes its role, or the cluster
     stops. Where there is another worker, what is left then goes on there."""
@@ -60,6 +67,13 @@ class ClusterConfig(Section):
     orphan_timeout_s: float = Field(60.0, gt=0.0)
     """On a cluster that was joined: a fleet that no gateway has asked about for so long ends itself."""
 
+    @field_validator("fleet_address")
+    @classmethod
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is not None and not is_address(address):
+            raise ValueError(f"got '{address}'; HOST:PORT, as `baton fleet` says it")
+        return address
+
     @field_validator("prefill_labels", "decode_labels")
     @classmethod
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
@@ -70,7 +84,12 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ray_address in ("none", "local"):
+        if self.fleet_address is not None and "ray_address" in self.model_fields_set:
+            raise ValueError(
+                f"fleet_address ('{self.fleet_address}') and ray_address ('{self.ray_address}') are two ways to one "
+                "fleet; set one of them"
+            )
+        if self.ray_address in ("none", "local") and self.fleet_address is None:
             for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
                 if value := getattr(self, key):
                     raise ValueError(

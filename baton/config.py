@@ -4,7 +4,6 @@ Every key here can stand in the YAML file of `baton serve`; nobody below the com
 environment. An unknown key, a wrong type or a value that cannot work is a ConfigError that names it.
 """
 
-import ipaddress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,6 +15,9 @@ from baton.autoscaling_config import AutoscalingConfig
 from baton.cluster_config import ClusterConfig
 from baton.config_section import Section, describe
 from baton.errors import ConfigError
+from baton.gateway_config import GatewayConfig
+from baton.hosts import is_host, is_loopback
+from baton.logging_config import LoggingConfig
 from baton.worker import WorkerRole
 
 
@@ -159,46 +161,6 @@ class KVTransferConfig(Section):
     """Verify the xxh3 checksum of every block on arrival; `auto`: of those that come from another host."""
 
 
-class GatewayConfig(Section):
-    """The door."""
-
-    host: str = "127.0.0.1"
-    """Where to listen; loopback unless told otherwise."""
-    grpc_port: int = Field(50051, ge=0, le=65535)
-    """0 picks a free port."""
-    routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
-    """Which workers a request goes to: those whose turn it is; those with the fewest requests; or those that cost the
-    least time, given what is in their prefix caches, how busy they are and how fast KV gets from one to the other."""
-    routing_mode: Literal["auto", "disaggregated", "local"] = "disaggregated"
-    """What a request gets that does not ask for a mode of its own. `auto`: a decode worker computes the prompt itself
-    where that costs less time, that of its running requests included: short prompts, or any while prefill workers are
-    busy."""
-    local_prefill_tokens: int | None = Field(None, ge=0)
-    """With routing_mode `auto`: a prompt of which a decode worker lacks at most so many tokens is short. None: measured
-    rates decide."""
-    require_disaggregated: bool = False
-    """A request that would run on a decode worker alone only because no prefill worker is to be had fails instead."""
-    max_in_flight: int = Field(256, ge=1)
-    """Requests that are with workers at once; one more waits."""
-    max_queued: int = Field(1024, ge=0)
-    """Requests that wait at once, because no worker has room, or there is none at present; one more is refused with a
-    retry hint. Requests that ran already, and lost their worker, wait beside these."""
-    placement_timeout_s: float = Field(30.0, gt=0.0)
-    """A request that has found no worker for so long is refused."""
-    max_message_mib: int = Field(16, ge=1)
-
-    @model_validator(mode="after")
-    def _check_routing(self) -> Self:
-        if self.local_prefill_tokens is not None and self.routing_mode != "auto":
-            raise ValueError(
-                f"local_prefill_tokens ({self.local_prefill_tokens}) needs routing_mode 'auto', not "
-                f"'{self.routing_mode}'"
-            )
-        if self.require_disaggregated and self.routing_mode == "local":
-            raise ValueError("require_disaggregated contradicts routing_mode 'local'")
-        return self
-
-
 class NetworkConfig(Section):
     """Addresses, protection and signs of life of the planes between gateway and workers."""
 
@@ -215,6 +177,10 @@ class NetworkConfig(Section):
     secret_file: str | None = Field(None, min_length=1)
     """The cluster's secret, of mode 0600; `baton serve` makes it if it is not there. None:
     $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET wins over either."""
+    metrics_port: int | None = Field(0, ge=0, le=65535)
+    """Where each worker answers Prometheus, on `bind_host`, without encryption and to everybody who can connect: counts
+    and times, never what users write. 0: a free port each, and the gateway's /metrics/targets tells which. None:
+    nowhere."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
     """Silence after which a worker, or a gateway, counts as dead."""
@@ -225,7 +191,7 @@ class NetworkConfig(Section):
     @field_validator("bind_host", "advertise_host")
     @classmethod
     def _check_host(cls, host: str | None) -> str | None:
-        if host is not None and not _is_host(host):
+        if host is not None and not is_host(host):
             raise ValueError(
                 f"got '{host}'; a host is an address or a name, without brackets, scheme or port"
             )
@@ -238,7 +204,7 @@ class NetworkConfig(Section):
                 f"advertise_host '{self.advertise_host}' is no place to connect to; leave it out, or name this "
                 "machine's address"
             )
-        if self.security == "none" and not _is_loopback(self.bind_host):
+        if self.security == "none" and not is_loopback(self.bind_host):
             raise ValueError(
                 f"security 'none' on bind_host '{self.bind_host}' would let everybody who reaches this machine give "
                 "workers orders and read what users write; use security 'curve', or bind_host '127.0.0.1'"
@@ -259,6 +225,7 @@ class BatonConfig(Section):
     network: NetworkConfig = NetworkConfig()
     cluster: ClusterConfig = ClusterConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -326,27 +293,12 @@ class BatonConfig(Section):
 
 
 def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Section by section, `overrides` over `values`; neither is changed."""
+    """Section by section, `overrides` over `values`; neither is changed. An override of None takes a key out."""
     merged = dict(values)
     for section, keys in overrides.items():
         under = merged.get(section) or {}
-        merged[section] = {**under, **keys} if isinstance(under, dict) else under
+        if isinstance(under, dict):
+            removed = {key for key, value in keys.items() if value is None}
+            under = {key: value for key, value in {**under, **keys}.items() if key not in removed}
+        merged[section] = under
     return merged
-
-
-def _is_host(host: str) -> bool:
-    """Whether it may be one; only a connection shows whether it is."""
-    if ":" not in host:
-        return not set(host) & set("[]/ ")
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can connect; a name of any other kind may mean anything, so no."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -78,16 +78,20 @@ def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
     """The same keys for the same secret, in every process; no keys for no secret."""
     if secret is None:
         return ClusterKeys(request=None, kv=None, prefix=_PREFIX_KEY_WITHOUT_SECRET)
-    if not zmq.has("curve"):
-        raise ConfigError(
-            f"network.security: got 'curve', which libzmq {zmq.zmq_version()} was built without; install pyzmq "
-            "from its wheel, or use 'none' on loopback"
-        )
+    _check_curve()
     return ClusterKeys(
         request=_plane_keys(secret, "request"),
         kv=_plane_keys(secret, "kv"),
         prefix=_derive(secret, "prefix"),
     )
+
+
+def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
+    """Of the plane between a fleet's door and its gateways, likewise; workers have no business there."""
+    if secret is None:
+        return None
+    _check_curve()
+    return _plane_keys(secret, "fleet")
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
@@ -174,6 +178,14 @@ class Doorkeeper:
                     self.num_denied,
                     zmq.Event(event).name,
                 )
+
+
+def _check_curve() -> None:
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"network.security: got 'curve', which libzmq {zmq.zmq_version()} was built without; install pyzmq "
+            "from its wheel, or use 'none' on loopback"
+        )
 
 
 def _plane_keys(secret: ClusterSecret, plane: str) -> PlaneKeys:

@@ -53,6 +53,8 @@ class NodeDescription:
     address: str
     is_alive: bool
     is_head: bool = False
+    is_leaving: bool = False
+    """Nothing is placed there any more."""
     resources: tuple[tuple[str, float], ...] = ()
     """What it has, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`, by name."""
     workers: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from baton.request import EngineRequest, RequestOutput
 from baton.wire import Codec, unpack
 from baton.worker import WorkerStatus
 
-REQUEST_PLANE_VERSION = 2
+REQUEST_PLANE_VERSION = 3
 """Counts up whenever a message changes. The first version named none; it counts as 1."""
 
 

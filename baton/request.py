@@ -93,7 +93,8 @@ class StageTimes:
     Prefill leg and local requests: `queue_s` then `prefill_s`. Decode leg: `queue_s` until its blocks were
     reserved, then `transfer_s` until the last block was verified or the transfer failed (this overlaps the prefill
     of the other side), of which `transfer_moving_s` from the first block's arrival on; then `prefill_s` if the prompt
-    did not arrive and was computed here. Then `decode_s` to the last token.
+    did not arrive and was computed here. Then `decode_s` to the last token; in it, `first_step_s` until this worker had
+    sampled its first token behind a prompt that came from elsewhere.
     """
 
     queue_s: float = 0.0
@@ -105,6 +106,7 @@ class StageTimes:
     transport: str = ""
     """Which way the blocks came."""
     decode_s: float = 0.0
+    first_step_s: float = 0.0
     transfers: tuple[TransferRecord, ...] = ()
     """Hand-overs that are over, counted from the request's arrival here."""
 
@@ -133,4 +135,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
     stage_times: StageTimes | None = None
-    """Set with the finish; and once more, by itself, when what was handed over has been released."""
+    """Set with this worker's first token, as of then; with the finish; and once more, by itself, when what was handed
+    over has been released."""

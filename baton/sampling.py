@@ -12,6 +12,9 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1_000
 """Of one stop string: every new token's text is compared with all of them."""
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1_024
+"""Tokens with a bias of their own."""
 MAX_GRAMMAR_CHARACTERS = 100_000
 
 
@@ -100,6 +103,12 @@ class SamplingParams:
             0.0 < self.repetition_penalty <= 100.0,
             "above 0 and up to 100",
         )
+        _require(
+            "logit_bias",
+            f"{len(self.logit_bias)}",
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            f"of at most {MAX_LOGIT_BIAS} tokens",
+        )
         for token_id, bias in self.logit_bias.items():
             _require("logit_bias", token_id, token_id >= 0, "keyed by token ids, 0 or more")
             _require("logit_bias", bias, -100.0 <= bias <= 100.0, "from -100 to 100")
@@ -112,19 +121,25 @@ class SamplingParams:
                 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"from 0 to {MAX_LOGPROBS}",
             )
-        _require("stop", list(self.stop), all(self.stop), "non-empty strings")
         _require(
             "stop",
             f"{len(self.stop)}",
             len(self.stop) <= MAX_STOP_STRINGS,
             f"at most {MAX_STOP_STRINGS} strings",
         )
+        _require("stop", "an empty one", all(self.stop), "non-empty strings")
         longest = max(map(len, self.stop), default=0)
         _require(
             "stop",
             f"one of {longest}",
             longest <= MAX_STOP_CHARACTERS,
             f"up to {MAX_STOP_CHARACTERS} characters each",
+        )
+        _require(
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)}",
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"at most {MAX_STOP_TOKEN_IDS} tokens",
         )
         _require(
             "stop_token_ids",

@@ -32,6 +32,8 @@ class WorkerEndpoint:
     request_address: str
     node: str
     pid: int
+    metrics_address: str = ""
+    """`HOST:PORT`, where it answers Prometheus over HTTP at /metrics; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterSecret, derive_keys
 from baton.errors import WorkerUnavailable
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.control_channel import ControlChannel
 from cluster.fleet.desired import worker_names
-from cluster.fleet.spec import served_model
+from cluster.gateway import make_gateway
 from cluster.secret import SECRET_VARIABLE, load_secret
-from cluster.worker_process import endpoint_from_json
+from cluster.worker_line import endpoint_from_json
 from gateway import Gateway, Tokenizer
 
 STOP_TIMEOUT_S = 30.0
@@ -39,16 +38,19 @@ class WorkerProcess:
         secret: ClusterSecret | None,
         role: WorkerRole,
         name: str,
-        log_level: str = "INFO",
+        log_level: str | None = "INFO",
     ) -> None:
-        """The secret goes into the process's environment, which its user alone can read, unlike its arguments."""
+        """`log_level` None: as the configuration says. The secret goes into the process's environment, which its user
+        alone can read, unlike its arguments."""
         self.name = name
         environment = dict(os.environ)
         if secret is not None:
             environment[SECRET_VARIABLE] = secret.text
         command = [sys.executable, "-m", "cluster.worker_process", "--role", role.value, "--name", name]
+        if log_level is not None:
+            command += ["--log-level", log_level]
         self._process = subprocess.Popen(
-            [*command, "--config", str(config_path), "--log-level", log_level],
+            [*command, "--config", str(config_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -130,17 +132,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             endpoints = await asyncio.gather(
                 *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
             )
-            model = served_model(config, model_path)
-            gateway = Gateway(
-                config.gateway,
-                config.network,
-                keys.request,
-                keys.prefix,
-                config.kv_transfer.load_failure_policy,
-                model,
-                await loading,
-                SystemClock(),
-            )
+            gateway = make_gateway(config, keys, model_path, await loading)
             await gateway.start()
             try:
                 for endpoint in endpoints:

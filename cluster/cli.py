@@ -11,12 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.config import BatonConfig
+from baton.clock import SystemClock
+from baton.config import BatonConfig, merge
 from baton.errors import BatonError, ConfigError
-from cluster.flags import add_serve_flags, overrides_from
+from baton.watched import Watched
+from cluster.flags import FLEET_FLAGS, GATEWAY_FLAGS, SERVE_FLAGS, add_flags, for_one_fleet, overrides_from
+from cluster.operators_flags import add_operators_commands
+from cluster.target_flags import add_target_flags
 
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
+
+KEY_ADVICE = "a command takes its key from --api-key-file, or from the environment variable BATON_API_KEY"
 
 _DEFAULTS = BatonConfig()
 DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
@@ -25,7 +31,7 @@ DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
 _DEMO: dict[str, Any] = {
     "model": {"path": "smollm2"},
     "engine": {"kv_cache_memory_mib": 256},
-    "gateway": {"grpc_port": 0},
+    "gateway": {"grpc_port": 0, "http_port": None},
     "cluster": {"prefill": 1, "decode": 1},
 }
 
@@ -57,10 +63,24 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="start workers and gateway, and serve until Ctrl-C")
     serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
     serve.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
-    add_serve_flags(serve)
+    add_flags(serve, SERVE_FLAGS)
+
+    fleet = commands.add_parser(
+        "fleet", help="start workers without a gateway, and tell gateways elsewhere of them, until Ctrl-C"
+    )
+    fleet.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    fleet.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_flags(fleet, FLEET_FLAGS)
+
+    gateway = commands.add_parser("gateway", help="open one more gateway to a fleet that runs, until Ctrl-C")
+    gateway.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it"
+    )
+    gateway.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_flags(gateway, GATEWAY_FLAGS)
 
     generate = commands.add_parser("generate", help="send one prompt and stream the answer")
-    _add_target(generate)
+    add_target_flags(generate, DEFAULT_TARGET)
     generate.add_argument("prompt", metavar="PROMPT")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default %(default)s")
     generate.add_argument(
@@ -75,7 +95,19 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
 
-    _add_operators_commands(commands)
+    add_operators_commands(commands, DEFAULT_TARGET)
+
+    key = commands.add_parser("key", help="make an API key, and the entry that lets its owner in")
+    key.add_argument("name", metavar="NAME", help="of the caller")
+    grants = key.add_mutually_exclusive_group()
+    grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
+    grants.add_argument(
+        "--scope",
+        action="append",
+        choices=("generate", "observe", "administer"),
+        help="what it grants, once for each; default generate",
+    )
+    key.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
 
     demo = commands.add_parser(
         "demo", help="start a small cluster, ask it one question, show where the time went"
@@ -87,50 +119,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_operators_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    status = commands.add_parser("status", help="show nodes and workers, their KV blocks and requests")
-    _add_target(status)
-    status.add_argument("--json", action="store_true", help="print one JSON object")
-
-    top = commands.add_parser("top", help="watch the fleet live, until q or Ctrl-C")
-    _add_target(top)
-    top.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks; default 1"
-    )
-
-    drain = commands.add_parser("drain", help="take a worker out for good; what it has goes on elsewhere")
-    role = commands.add_parser("role", help="give a worker another role, without a restart")
-    rollout = commands.add_parser("rollout", help="restart workers, one after the other, under load")
-    for order in (drain, role, rollout):
-        _add_target(order)
-        order.add_argument("--json", action="store_true", help="print one JSON object once it is done")
-    for order in (drain, role):
-        order.add_argument("worker", metavar="WORKER", help="its name in `baton status`")
-    rollout.add_argument("workers", nargs="*", metavar="WORKER", help="default: all")
-    role.add_argument("role", choices=("prefill", "decode"), help="what it is to become")
-
-
-def _seconds(text: str) -> float:
-    """More than none, and less than a day; argparse names the flag."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= 86_400.0:
-        raise argparse.ArgumentTypeError(f"got {text!r}; seconds, more than 0 and at most 86400")
-    return seconds
-
-
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
     """Workers need not run in the folder that this command runs in."""
     if config.engine.trace_dir is None:
         return config
     trace_dir = str(here / config.engine.trace_dir)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="default %(default)s")
 
 
 def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
@@ -158,52 +152,120 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    overrides = overrides_from(options)
-    if options.config is not None:
-        config = BatonConfig.from_yaml(options.config, overrides)
-    else:
-        config = BatonConfig.from_mapping(overrides, "baton serve")
-    config = with_absolute_paths(config, Path.cwd())
+    config = with_absolute_paths(_configuration(options), Path.cwd())
     _prepare_ray(config)
     from cluster.commands import serve
 
     return serve.run(config, as_json=options.json)
 
 
+def _fleet(options: argparse.Namespace) -> int:
+    file = () if options.config is None else (options.config,)
+    watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
+    config = watched.current()
+    _prepare_ray(config)
+    from cluster.commands import fleet
+
+    return fleet.run(config, as_json=options.json, reread=watched.current)
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    config = _configuration(options)
+    if config.cluster.fleet_address is None:
+        _prepare_ray(config)
+    else:
+        _do_without_torch()
+    from cluster.commands import gateway
+
+    return gateway.run(config, as_json=options.json)
+
+
+def _configuration(options: argparse.Namespace) -> BatonConfig:
+    overrides = for_one_fleet(overrides_from(options))
+    if options.config is not None:
+        return BatonConfig.from_yaml(options.config, overrides)
+    return BatonConfig.from_mapping(merge({}, overrides), f"baton {options.command}")
+
+
 def _generate(options: argparse.Namespace) -> int:
     from cluster.commands import generate
+    from cluster.target import target_from
 
-    return generate.run(options)
+    return generate.run(target_from(options, os.environ), options)
 
 
 def _status(options: argparse.Namespace) -> int:
     from cluster.commands import status
+    from cluster.target import target_from
 
-    return status.run(options.target, as_json=options.json)
+    return status.run(target_from(options, os.environ), as_json=options.json)
 
 
 def _top(options: argparse.Namespace) -> int:
     from cluster.commands import top
+    from cluster.target import target_from
 
-    return top.run(options.target, options.interval)
+    return top.run(target_from(options, os.environ), options.interval)
 
 
 def _drain(options: argparse.Namespace) -> int:
+    if (options.worker is None) == (options.node is None):
+        raise ConfigError("give either WORKER or --node ADDRESS")
+    if options.node is not None:
+        return _drain_node(options)
+    if (options.timeout, options.fleet_address, options.secret_file) != (None, None, None):
+        raise ConfigError("--timeout, --fleet-address and --secret-file go with --node")
     from cluster.commands import drain
+    from cluster.target import target_from
 
-    return drain.run(options.target, options.worker, as_json=options.json)
+    return drain.run(target_from(options, os.environ), options.worker, as_json=options.json)
+
+
+def _drain_node(options: argparse.Namespace) -> int:
+    overrides = {
+        "cluster": {"fleet_address": options.fleet_address},
+        "network": {"secret_file": options.secret_file},
+    }
+    config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # checks what was given
+    from cluster.commands import drain_node
+    from cluster.target import target_from
+
+    if options.secret_file is not None and options.fleet_address is None:
+        raise ConfigError("--secret-file goes with --fleet-address; a gateway asks for a key")
+    ask = config.cluster.fleet_address or target_from(options, os.environ)
+    timeout_s = 60.0 if options.timeout is None else options.timeout
+    return drain_node.run(ask, options.node, timeout_s, config.network, as_json=options.json)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    overrides = {"network": {"secret_file": options.secret_file}}
+    network = BatonConfig.from_mapping(merge({}, overrides), "baton probe").network
+    from cluster.commands import probe
+
+    tls = probe.TlsFiles(options.tls_ca, options.tls_cert, options.tls_key)
+    return probe.run(options.url, options.timeout, tls, network)
 
 
 def _role(options: argparse.Namespace) -> int:
     from cluster.commands import role
+    from cluster.target import target_from
 
-    return role.run(options.target, options.worker, options.role, as_json=options.json)
+    target = target_from(options, os.environ)
+    return role.run(target, options.worker, options.role, as_json=options.json)
 
 
 def _rollout(options: argparse.Namespace) -> int:
     from cluster.commands import rollout
+    from cluster.target import target_from
 
-    return rollout.run(options.target, options.workers, as_json=options.json)
+    return rollout.run(target_from(options, os.environ), options.workers, as_json=options.json)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from cluster.commands import key
+
+    scopes = ["generate", "administer"] if options.admin else options.scope or ["generate"]
+    return key.run(options.name, scopes, as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -223,6 +285,12 @@ def _trace(options: argparse.Namespace) -> int:
         return _fail(options, error, USAGE)
 
 
+def _do_without_torch() -> None:
+    """What reads tokenizers imports torch wherever it is installed, which takes seconds and 250 MiB for nothing."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not there", see the import system's reference
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say so
+
+
 def _prepare_ray(config: BatonConfig) -> None:
     if config.cluster.ray_address == "none":
         return
@@ -240,19 +308,28 @@ def _of_gateway(command: Callable[[argparse.Namespace], int]) -> Callable[[argpa
         try:
             return command(options)
         except GatewayError as error:
-            return _fail(options, error, REFUSED)
+            _fail(options, error, REFUSED)
+            if error.advice:
+                print(f"baton {options.command}: {error.advice}", file=sys.stderr)
+            if error.code == "UNAUTHENTICATED":
+                print(f"baton {options.command}: {KEY_ADVICE}", file=sys.stderr)
+            return REFUSED
 
     return run
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
+    "fleet": _fleet,
+    "gateway": _gateway,
     "generate": _of_gateway(_generate),
     "status": _of_gateway(_status),
     "top": _of_gateway(_top),
     "drain": _of_gateway(_drain),
     "role": _of_gateway(_role),
     "rollout": _of_gateway(_rollout),
+    "probe": _probe,
+    "key": _key,
     "demo": _demo,
     "trace": _trace,
 }

@@ -1,7 +1,8 @@
-"""The flags of `baton serve`: each one is a key of the configuration file, typed and explained by that key."""
+"""The flags of `baton serve`, `baton fleet` and `baton gateway`: each is a key of the configuration file."""
 
 import argparse
 import types
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -39,17 +40,35 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--max-decode": ("autoscaling", "max_decode"),
     "--secret-file": ("network", "secret_file"),
     "--host": ("gateway", "host"),
+    "--api-keys-file": ("gateway", "api_keys_file"),
+    "--allow-anonymous": ("gateway", "allow_anonymous"),
+    "--allow-plaintext": ("gateway", "allow_plaintext"),
     "--grpc-port": ("gateway", "grpc_port"),
+    "--http-port": ("gateway", "http_port"),
     "--routing-policy": ("gateway", "routing_policy"),
     "--routing-mode": ("gateway", "routing_mode"),
     "--local-prefill-tokens": ("gateway", "local_prefill_tokens"),
     "--require-disaggregated": ("gateway", "require_disaggregated"),
 }
 
+FLEET_FLAGS = {
+    flag: (section, key) for flag, (section, key) in SERVE_FLAGS.items() if section != "gateway"
+} | {"--fleet-port": ("cluster", "fleet_port"), "--bind-host": ("network", "bind_host")}
+"""Of a fleet without a gateway."""
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+_ALSO_A_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
+
+GATEWAY_FLAGS = {
+    flag: (section, key)
+    for flag, (section, key) in SERVE_FLAGS.items()
+    if section in ("gateway", "network") or (section, key) in _ALSO_A_GATEWAYS
+} | {"--fleet-address": ("cluster", "fleet_address")}
+"""Of a gateway alone; whatever else it has to know is the fleet's."""
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:
     """One flag per entry of the table; a flag that is not given leaves its key alone."""
-    for flag, (section, key) in SERVE_FLAGS.items():
+    for flag, (section, key) in flags.items():
         field = field_of(section, key)
         kind, choices = _type_of(field.annotation)
         explanation = " ".join((field.description or "").split())
@@ -70,10 +89,19 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def overrides_from(options: argparse.Namespace) -> Overrides:
     """Section -> key -> value for the flags that were given."""
     overrides: Overrides = {}
-    for section, key in SERVE_FLAGS.values():
-        value = getattr(options, f"{section}.{key}")
+    for section, key in {*SERVE_FLAGS.values(), *FLEET_FLAGS.values(), *GATEWAY_FLAGS.values()}:
+        value = getattr(options, f"{section}.{key}", None)
         if value is not None:
             overrides.setdefault(section, {})[key] = value
+    return overrides
+
+
+def for_one_fleet(overrides: Overrides) -> Overrides:
+    """A flag that says where the fleet is wins over whatever else a file says of that."""
+    cluster = overrides.get("cluster", {})
+    for key, other in (("ray_address", "fleet_address"), ("fleet_address", "ray_address")):
+        if key in cluster and other not in cluster:
+            return {**overrides, "cluster": {**cluster, other: None}}
     return overrides
 
 

@@ -16,15 +16,22 @@ class _CutOff(BaseException):
 
 
 class Loading(Generic[T]):
-    """Calls `make` at once, on a thread of its own. `result` gets its value, or what it raised."""
+    """Calls `make` on a thread of its own. `result` gets its value, or what it raised.
+
+    Where a KeyboardInterrupt may come between any two steps, register the exit first, and then `begin`.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.result: Future[T] = Future()
         self.result.set_running_or_notify_cancel()  # who stops waiting for it does not cancel it
+        self._is_cut_off = False
         self._thread = threading.Thread(target=self._run, args=(make,), name="loading")
+
+    def begin(self) -> None:
         self._thread.start()
 
     def __enter__(self) -> "Loading[T]":
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -33,6 +40,7 @@ class Loading(Generic[T]):
         An import of thousands of modules would otherwise hold up the end of the process: Python waits for threads,
         and a daemon thread that is inside an extension module when the interpreter goes may abort the process.
         """
+        self._is_cut_off = True  # for a thread that was begun and has not come to its first line yet
         while self._thread.is_alive():
             # Again and again, since code that is being imported may catch everything. See PyThreadState_SetAsyncExc
             # in https://docs.python.org/3/c-api/init.html: the thread raises it when it next runs bytecode.
@@ -44,7 +52,8 @@ class Loading(Generic[T]):
     def _run(self, make: Callable[[], T]) -> None:
         try:
             try:
-                self.result.set_result(make())
+                if not self._is_cut_off:
+                    self.result.set_result(make())
             except BaseException as error:
                 if not self.result.done():
                     self.result.set_exception(error)

@@ -17,7 +17,7 @@ from cluster.signals import unless
 
 
 class ProcessFleet:
-    """See cluster.deployment.Fleet. Its workers end with this process, however that ends."""
+    """See cluster.owned_fleet.Fleet. Its workers end with this process, however that ends."""
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")

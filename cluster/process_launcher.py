@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class ProcessLauncher:
         """The latest of each worker, by name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessLife:
-        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name, "WARNING"), number)
+        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name, None), number)
         self.lives[name] = life
         return life
 
@@ -91,6 +91,9 @@ class ProcessLauncher:
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:  # noqa: ARG002
         return {}
+
+    def avoid(self, nodes: Sequence[str]) -> None:
+        assert not nodes, "this machine is all there is, so it cannot leave"
 
     async def nodes(self) -> tuple[NodeDescription, ...]:
         node = NodeDescription(

@@ -1,7 +1,7 @@
 """What a person sees while a command works: a line per stage, spinner or bar on a terminal; knows no cluster."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -9,6 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.progress_bar import ProgressBar
 from rich.status import Status
 from rich.table import Table
+
+from baton.worker import WorkerEndpoint
 
 _LABEL_WIDTH = 9
 _BAR_WIDTH = 30
@@ -80,6 +82,10 @@ class Stage:
             bar = ProgressBar(total=1.0, completed=done, width=_BAR_WIDTH)
             table.add_row(" " * _LABEL_WIDTH, name, doing, bar, f"{done:4.0%}")
         self._status.update(Group(self._doing, table))
+
+
+def workers_text(endpoints: Iterable[WorkerEndpoint]) -> str:
+    return ", ".join(f"{e.ref.name} ({e.role.value}, pid {e.pid})" for e in endpoints)
 
 
 def _each_text_once(write: Callable[[str], None]) -> Callable[[str, float], None]:

@@ -12,23 +12,21 @@ takes the cluster's secret from BATON_CLUSTER_SECRET, or from the file of `netwo
 """
 
 import argparse
-import json
-import logging
 import os
 import selectors
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
-from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
-from baton.kv import WorkerRef
+from baton.errors import BatonError
+from baton.logs import write_logs
 from baton.wakeup import WakeUp
-from baton.worker import WorkerEndpoint, WorkerRole
+from baton.worker import WorkerRole
 from cluster.control_channel import ControlServer
 from cluster.secret import load_secret
+from cluster.worker_line import endpoint_to_json, failure_to_json
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
 from engine.loading.pretrained import default_cache_dir, resolve
@@ -49,29 +47,6 @@ def build_worker(
     return EngineHost(config, keys, model_path, own, name, tuple(roles.values()))
 
 
-def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
-    return json.dumps({**asdict(endpoint), "role": endpoint.role.value})
-
-
-def failure_to_json(error: BatonError) -> str:
-    """What a worker says in place of its endpoint if it cannot start."""
-    return json.dumps({"failure": str(error), "kind": type(error).__name__})
-
-
-def endpoint_from_json(line: str) -> WorkerEndpoint:
-    """The inverse of `endpoint_to_json`, for whoever started the process.
-
-    Raises what a worker that could not start raised: ConfigError, ModelError, or WorkerUnavailable for the rest.
-    """
-    values = json.loads(line)
-    if "failure" in values:
-        kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
-        raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
-    ref = values["ref"]
-    ref["kv_addresses"] = tuple(ref["kv_addresses"])
-    return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
     parser = argparse.ArgumentParser(
@@ -80,15 +55,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
     parser.add_argument("--name", required=True)
     parser.add_argument(
-        "--log-level", default="INFO", choices=("INFO", "WARNING"), help="of stderr; default %(default)s"
+        "--log-level",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="wins over the configuration's logging.level",
     )
     parser.add_argument("--config", type=Path, help="YAML file, as for `baton serve`")
     options = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level, format=f"%(asctime)s {options.name} %(levelname)s %(message)s"
-    )
     try:
-        config = BatonConfig.from_yaml(options.config) if options.config else BatonConfig()
+        overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}
+        config = (
+            BatonConfig.from_yaml(options.config, overrides)
+            if options.config
+            else BatonConfig.from_mapping(overrides)
+        )
+        write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
         worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)

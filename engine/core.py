@@ -24,6 +24,7 @@ from engine.grammar import GrammarCompiler
 from engine.load import LoadMeter
 from engine.pipeline import DeviceLostError, Pipeline
 from engine.stages import StageTimer
+from engine.step_counts import StepCounts
 from engine.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
 from scheduler import Request, RequestStatus, Scheduler
 
@@ -95,6 +96,8 @@ class EngineCore:
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
         self._meter = LoadMeter()
+        self.steps = StepCounts()
+        """Of all steps; any thread may read them."""
         scheduler.ignore_kv_events()
         self.may_progress = False
         """Whether another step right now could do more; if not, only news from outside can change that."""
@@ -249,7 +252,9 @@ class EngineCore:
         counts = step.plan.num_scheduled_tokens
         is_decoding = step.plan.total_num_scheduled_tokens == len(counts)
         num_prompt_tokens = 0 if is_decoding else sum(count for count in counts.values() if count > 1)
-        self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
+        time_s = self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
+        if num_tokens := step.plan.total_num_scheduled_tokens:
+            self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
     def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
         """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""

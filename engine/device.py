@@ -41,6 +41,19 @@ def make_backend(device: torch.device) -> Backend:
     return TritonBackend()
 
 
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Bytes of a GPU by what they are; nothing of a CPU, whose memory is its process'. From any thread."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "total": total,
+        "free": free,
+        "reserved": torch.cuda.memory_reserved(device),
+        "allocated": torch.cuda.memory_allocated(device),
+    }
+
+
 def mark(device: torch.device) -> torch.cuda.Event | None:
     """Done when all that was launched on the current stream so far is; None where that is done already."""
     if device.type != "cuda":

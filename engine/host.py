@@ -14,8 +14,11 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from baton.addresses import listen_tcp
 from baton.clock import SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.curve import ClusterKeys
@@ -23,8 +26,10 @@ from baton.errors import FleetError
 from baton.kv import WorkerRef
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.core import EngineCore
+from engine.device import device_memory
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop, EngineSnapshot
+from engine.metrics_server import MetricsServer
 from engine.ranks.start import start_ranks
 from engine.request_plane import RequestServer
 from engine.role import Role
@@ -32,6 +37,9 @@ from engine.step_trace import TraceHeader
 from engine.step_trace_writer import StepTraceWriter, open_step_trace
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from engine.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +73,8 @@ class EngineHost:
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._clock = SystemClock()
+        self._metrics_server: MetricsServer | None = None
+        self._metrics: WorkerMetrics | None = None
 
     def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
         """Loads the model, binds both planes to free ports and begins to serve; blocks until it does.
@@ -84,6 +94,8 @@ class EngineHost:
         try:
             return self._serve()
         except BaseException:
+            if self._metrics_server is not None:
+                self._metrics_server.stop()
             self._ranks.stop()
             raise
 
@@ -96,13 +108,42 @@ class EngineHost:
             self._clock,
         )
         lease_s = self._config.kv_transfer.lease_s
-        self._loop = EngineLoop(self._make_core(), self._role, self._server, self._clock, lease_s)
+        metrics_address = self._open_metrics()
+        core = self._make_core()
+        self._steps = core.steps
+        self._loop = EngineLoop(core, self._role, self._server, self._clock, lease_s)
         self._ranks.start()
         self._loop.start()
         self._server.start(self._loop)
+        if self._metrics_server is not None:
+            self._metrics_server.start()
         return WorkerEndpoint(
-            self._ref, self._role.kind, self._server.address, socket.gethostname(), os.getpid()
+            self._ref,
+            self._role.kind,
+            self._server.address,
+            socket.gethostname(),
+            os.getpid(),
+            metrics_address,
         )
+
+    def _open_metrics(self) -> str:
+        """Where they will be read; empty if nowhere."""
+        network = self._config.network
+        if network.metrics_port is None:
+            return ""
+        listener, address = listen_tcp(
+            network.bind_host, network.advertise_host, network.metrics_port, "network.metrics_port"
+        )
+        self._metrics_server = MetricsServer(listener, self._render_metrics)
+        return address
+
+    def _render_metrics(self, accept: str) -> tuple[bytes, str]:
+        from engine.metrics import WorkerMetrics  # its library takes long to import, and nobody may ever ask
+
+        if self._metrics is None:
+            device = self._ranks.parts.model.device
+            self._metrics = WorkerMetrics(self.status, self._steps, partial(device_memory, device))
+        return self._metrics.render(accept)
 
     def _make_core(self) -> EngineCore:
         """Scheduler and grammars around the ranks."""
@@ -196,6 +237,8 @@ class EngineHost:
 
     def stop(self) -> None:
         """Ends all threads and closes all ports; gateways are told. Drain first, or what is running is lost."""
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
         self._loop.stop()
         self._server.stop()
         self._ranks.stop()

@@ -29,19 +29,19 @@ class LoadMeter:
 
     def step_done(
         self, num_prompt_tokens: int, num_decodes: int, submitted_at: float, done_at: float
-    ) -> None:
+    ) -> float:
         """A step is computed. It began when it was submitted, or when the one before it was done, if that was later.
 
-        `num_prompt_tokens` were those of prompts, `num_decodes` requests got one more token.
+        `num_prompt_tokens` were those of prompts, `num_decodes` requests got one more token. Returns what it took; 0 if
+        the device was ahead, so that when it was done is not known.
         """
-        time_s = done_at - max(submitted_at, self._last_done_at)
+        time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at
-        if time_s <= 0.0:
-            return  # the device was ahead: when it was done is not known
-        if num_prompt_tokens:
+        if time_s and num_prompt_tokens:
             self._prefill.add(num_prompt_tokens, time_s)
-        elif num_decodes:
+        elif time_s and num_decodes:
             self._decode.add(1, time_s)
+        return time_s
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -205,6 +205,8 @@ class RequestServer:
         self._sessions.take(peer, message)
         match message:
             case SubmitRequest(request):
+                extra = {"engine_request_id": request.request_id}
+                logger.debug("request %s comes", request.request_id, extra=extra)
                 sink.submit(_client_id(peer), request)
             case AbortRequests(request_ids):
                 sink.abort(_client_id(peer), request_ids)
@@ -259,8 +261,9 @@ class RequestServer:
                 yield from self._frames(client_id, outputs[:half], sink)
                 yield from self._frames(client_id, outputs[half:], sink)
                 return
-            logger.error("request %s ends: %s", outputs[0].request_id, error)
-            sink.abort(client_id, (outputs[0].request_id,))
+            request_id = outputs[0].request_id
+            logger.error("request %s ends: %s", request_id, error, extra={"engine_request_id": request_id})
+            sink.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
     def _send_kv_change(self, news: _KVNews, sink: RequestSink) -> None:

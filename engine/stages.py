@@ -17,6 +17,7 @@ class _Marks:
     arrived: float
     first_scheduled: float | None = None
     first_token: float | None = None
+    second_token: float | None = None
     received: ReceivedKV | None = None
     transfers: list[TransferRecord] = field(default_factory=list)
 
@@ -73,19 +74,29 @@ class StageTimer:
                 )
 
     def produced(self, output: RequestOutput) -> StageTimes | None:
-        """Call once per output; returns the stages with the last one and forgets the request."""
+        """Call once per output. Returns the stages so far with the first token, and all of them with the last output;
+        then the request is forgotten."""
         marks = self._marks.get(output.request_id)
         if marks is None:
             return None
-        if output.token_ids and marks.first_token is None:
-            marks.first_token = self._clock.now()
+        is_first = marks.first_token is None and bool(output.token_ids)
+        if marks.second_token is None and output.token_ids:
+            self._mark_tokens(marks, len(output.token_ids))
         if output.finish_reason is None:
-            return None
+            return _stages(marks, self._clock.now(), None) if is_first else None
         del self._marks[output.request_id]
         stages = _stages(marks, self._clock.now(), output.finish_reason)
         if output.finish_reason is FinishReason.HANDED_OVER:
             self._handed_over[output.request_id] = _HandedOver(marks.client_id, marks.arrived, stages)
         return stages
+
+    def _mark_tokens(self, marks: _Marks, count: int) -> None:
+        now = self._clock.now()
+        if marks.first_token is None:
+            marks.first_token = now
+            count -= 1
+        if count:
+            marks.second_token = now
 
 
 def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
@@ -93,7 +104,7 @@ def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
     return record.shifted(max(0.0, waited_s - record.ended_s))
 
 
-def _stages(marks: _Marks, now: float, reason: FinishReason) -> StageTimes:
+def _stages(marks: _Marks, now: float, reason: FinishReason | None) -> StageTimes:
     """Queue, transfer and prefill add up to the time until the first token, or until the end if there was none."""
     is_whole = marks.first_token is not None
     until = now if marks.first_token is None else marks.first_token
@@ -108,6 +119,7 @@ def _stages(marks: _Marks, now: float, reason: FinishReason) -> StageTimes:
             transfer_bytes=load.num_bytes,
             transport=load.transport,
             decode_s=decode_s,
+            first_step_s=0.0 if marks.second_token is None else marks.second_token - until,
             transfers=transfers,
         )
     waited_s = (until if marks.first_scheduled is None else marks.first_scheduled) - marks.arrived

@@ -1,7 +1,7 @@
 """The door: text to tokens and back, routing, and the life of every client request; knows no Ray."""
 
 from gateway.client import GatewayClient, GatewayError
-from gateway.generation_service import ServedModel
+from gateway.model import ServedModel
 from gateway.server import Gateway
 from gateway.text import Tokenizer
 

@@ -1,12 +1,14 @@
 """GatewayClient: a thin typed client of the gRPC API, for the command line, tests and benchmarks."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import grpc
 import grpc.aio
+from google.rpc import error_details_pb2 as details_pb
+from grpc_status import rpc_status
 
 from baton.fleet import RolloutStep
 from baton.v1 import cluster_service_pb2 as cluster_pb
@@ -15,22 +17,56 @@ from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import generation_service_pb2_grpc as generation_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import WorkerRole
+from gateway.credentials import NO_CREDENTIALS, Credentials
 
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,
     "disaggregated": generation_pb.ROUTING_MODE_DISAGGREGATED,
     "local": generation_pb.ROUTING_MODE_LOCAL,
 }
+_TLS_FAILURES = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is by none of the authorities that are trusted here",
+    "Hostname Verification": "its certificate is for another name",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "Socket closed": "it asks for a certificate of ours, and got none that it trusts",
+}
+"""By what gRPC's words for them hold."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDetails:
+    """What a gateway adds to a status for programs (google.rpc's details)."""
+
+    reason: str = ""
+    """Finer than the code: INVALID_REQUEST."""
+    field: str | None = None
+    """Which one is wrong."""
+    retry_after_s: float | None = None
+    """The same request may succeed then."""
+    request_id: str | None = None
+    """What the gateway's log calls it."""
 
 
 class GatewayError(Exception):
     """The server said no, or could not be reached. `code` is gRPC's name for why, such as INVALID_ARGUMENT."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, details: ErrorDetails | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.details = details or ErrorDetails()
+
+    @property
+    def advice(self) -> str:
+        """What else helps whoever reads it, as a sentence; may be empty."""
+        details = self.details
+        hints = []
+        if details.retry_after_s is not None:
+            hints.append(f"try again in {details.retry_after_s:g} s")
+        if self.code == "INTERNAL" and details.request_id:
+            hints.append(f"the gateway's log knows it as request {details.request_id}")
+        return "; ".join(hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +91,18 @@ class Event:
 class GatewayClient:
     """An async context manager around one channel to HOST:PORT."""
 
-    def __init__(self, target: str, max_message_mib: int = 16) -> None:
+    def __init__(
+        self, target: str, max_message_mib: int = 16, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_mib * 2**20),
             # Or a gateway that was restarted after a while is not found again for up to two minutes.
             ("grpc.max_reconnect_backoff_ms", 2_000),
         ]
         self._target = target
-        self._channel = grpc.aio.insecure_channel(target, options)
+        self._channel = credentials.channel(target, options)
+        self._metadata = credentials.metadata
+        self._uses_tls = credentials.uses_tls
         self._generation = generation_grpc.GenerationServiceStub(self._channel)
         self._cluster = cluster_grpc.ClusterServiceStub(self._channel)
 
@@ -84,6 +124,7 @@ class GatewayClient:
         mode: Literal["disaggregated", "local"] | None = None,
         request_id: str = "",
         cache_salt: str | None = None,
+        priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Event]:
         """Streams a request's events; exactly one of `text`, `token_ids` and `messages` (role, content) is the prompt.
@@ -97,10 +138,11 @@ class GatewayClient:
             sampling_params=sampling_pb.SamplingParams(**(sampling or {})),
             routing_mode=ROUTING_MODES[mode],
             cache_salt=cache_salt,
+            priority=priority,
         )
         if text is not None:
             request.text = text
-        call = self._generation.Generate(request, timeout=timeout_s)
+        call = self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
                 completion = _completion(response.finish) if response.HasField("finish") else None
@@ -113,7 +155,9 @@ class GatewayClient:
     async def abort(self, *request_ids: str) -> int:
         """How many of them were running."""
         try:
-            response = await self._generation.Abort(generation_pb.AbortRequest(request_ids=request_ids))
+            response = await self._generation.Abort(
+                generation_pb.AbortRequest(request_ids=request_ids), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return response.num_aborted
@@ -121,7 +165,9 @@ class GatewayClient:
     async def model_info(self) -> dict[str, Any]:
         """The fields of GetModelInfoResponse."""
         try:
-            response = await self._generation.GetModelInfo(generation_pb.GetModelInfoRequest())
+            response = await self._generation.GetModelInfo(
+                generation_pb.GetModelInfoRequest(), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return _as_dict(response)
@@ -129,28 +175,57 @@ class GatewayClient:
     async def describe(self) -> dict[str, Any]:
         """The fields of DescribeClusterResponse: model, model_path, workers, gateway, nodes, controller."""
         try:
-            response = await self._cluster.DescribeCluster(cluster_pb.DescribeClusterRequest())
+            response = await self._cluster.DescribeCluster(
+                cluster_pb.DescribeClusterRequest(), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         return _as_dict(response)
 
+    async def watch(self, interval_s: float = 1.0) -> AsyncGenerator[dict[str, Any], None]:
+        """What `describe` returns, now and whenever it has changed; closing the iterator ends it."""
+        request = cluster_pb.WatchClusterRequest(interval_s=interval_s)
+        call = self._cluster.WatchCluster(request, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield _as_dict(response.cluster)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
     async def drain(self, worker: str) -> None:
         """Returns once the worker has given away what it had, and is gone for good."""
         try:
-            await self._cluster.DrainWorker(cluster_pb.DrainWorkerRequest(worker=worker))
+            await self._cluster.DrainWorker(
+                cluster_pb.DrainWorkerRequest(worker=worker), metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        """Returns once the node of this address or name has no workers, and gets none; GatewayError if it has."""
+        try:
+            await self._cluster.DrainNode(
+                cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         """Returns once the worker serves in its new role; GatewayError if it goes on in its old one."""
         try:
-            await self._cluster.SetWorkerRole(cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value))
+            await self._cluster.SetWorkerRole(
+                cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
         """Restarts these workers, or all, one after the other; yields as each new life serves."""
-        call = self._cluster.RolloutFleet(cluster_pb.RolloutFleetRequest(workers=workers))
+        call = self._cluster.RolloutFleet(
+            cluster_pb.RolloutFleetRequest(workers=workers), metadata=self._metadata
+        )
         try:
             async for step in call:
                 yield RolloutStep(step.worker, step.incarnation, step.done, step.count)
@@ -161,10 +236,37 @@ class GatewayClient:
 
     def _error(self, error: grpc.aio.AioRpcError) -> GatewayError:
         if error.code() is grpc.StatusCode.UNAVAILABLE and "failed to connect" in (error.details() or ""):
-            return GatewayError(
-                "UNAVAILABLE", f"no gateway answers at {self._target}; is `baton serve` running?"
-            )
-        return GatewayError(error.code().name, error.details() or "no details")
+            return GatewayError("UNAVAILABLE", self._why_unreachable(error.details() or ""))
+        return GatewayError(error.code().name, error.details() or "no details", _details_of(error))
+
+    def _why_unreachable(self, details: str) -> str:
+        """By what gRPC tells of its last attempt to connect."""
+        nobody = f"no gateway answers at {self._target}; is `baton serve` running"
+        if not self._uses_tls:
+            return f"{nobody}, and does it speak TLS?" if "Socket closed" in details else f"{nobody}?"
+        reasons = (reason for sign, reason in _TLS_FAILURES.items() if sign in details)
+        reason = next(reasons, None)
+        return f"no TLS with {self._target}: {reason}" if reason else f"{nobody}?"
+
+
+def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # it contradicts the call's own code; somebody on the way made it
+        status = None
+    parts: dict[str, Any] = {}
+    for packed in status.details if status else ():
+        violation, info = details_pb.BadRequest(), details_pb.ErrorInfo()
+        retry, request = details_pb.RetryInfo(), details_pb.RequestInfo()
+        if packed.Unpack(violation) and violation.field_violations:
+            parts["field"] = violation.field_violations[0].field
+        elif packed.Unpack(info):
+            parts["reason"] = info.reason
+        elif packed.Unpack(retry):
+            parts["retry_after_s"] = retry.retry_delay.ToTimedelta().total_seconds()
+        elif packed.Unpack(request):
+            parts["request_id"] = request.request_id
+    return ErrorDetails(**parts)
 
 
 def _chat(messages: Sequence[tuple[str, str]]) -> generation_pb.Chat:

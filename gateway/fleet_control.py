@@ -16,6 +16,11 @@ class FleetControl(Protocol):
         """Returns once the worker has given away what it had, and is gone for good."""
         ...
 
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        """Returns once the node of this address or name has no workers, and will have none; FleetError if that takes
+        longer."""
+        ...
+
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         """Returns once the worker serves in its new role; if it cannot, it serves in its old one, and this raises."""
         ...

@@ -1,36 +1,55 @@
-"""Gateway: composes the services into one gRPC server with health and reflection, and runs it."""
+"""Gateway: puts its doors, gRPC and HTTP, in front of one dispatcher, and runs them."""
 
 import asyncio
 import secrets
+from functools import partial
 
-import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from starlette.routing import Route
 
 from baton.clock import Clock
-from baton.config import GatewayConfig, NetworkConfig
+from baton.config import NetworkConfig
 from baton.curve import PlaneKeys
-from baton.errors import ConfigError
 from baton.fleet import GatewayReport
-from baton.v1 import (
-    cluster_service_pb2,
-    cluster_service_pb2_grpc,
-    generation_service_pb2,
-    generation_service_pb2_grpc,
-)
-from baton.worker import WorkerEndpoint
-from gateway.cluster_service import ClusterService
-from gateway.dispatcher import Dispatcher
+from baton.gateway_config import GatewayConfig
+from baton.v1.cluster_service_pb2_grpc import add_ClusterServiceServicer_to_server
+from baton.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
+from baton.worker import WorkerEndpoint, WorkerRole
+from gateway.access.certificates import watched_certificates
+from gateway.access.doorkeeper import Doorkeeper
 from gateway.fleet_control import FleetControl
-from gateway.generation_service import GenerationService, ServedModel
-from gateway.journey import LoadFailurePolicy
-from gateway.latency_window import MAX_WINDOW_S
+from gateway.grpc_api.cluster_service import ClusterService
+from gateway.grpc_api.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
+from gateway.grpc_api.generation_service import GenerationService
+from gateway.grpc_api.lock import Lock
+from gateway.grpc_api.server import GrpcServer
+from gateway.grpc_api.vllm_engine import VllmEngine
+from gateway.http_api.app import make_app
+from gateway.http_api.cluster import cluster_routes
+from gateway.http_api.count_responses import CountResponses
+from gateway.http_api.docs_page import docs_routes
+from gateway.http_api.metrics import metrics_routes
+from gateway.http_api.openai.routes import openai_routes
+from gateway.http_api.page import page_routes
+from gateway.http_api.probes import probe_routes
+from gateway.http_api.server import HttpServer
+from gateway.http_api.tokenize import tokenize_routes
+from gateway.http_api.trial import Trial
+from gateway.intake import Intake
+from gateway.model import ServedModel
+from gateway.observing.access_log import log_request
+from gateway.observing.call_error import CallError
+from gateway.observing.call_log import log_call_error
+from gateway.observing.cluster_view import ClusterView
+from gateway.observing.live_feed import LiveFeed
+from gateway.observing.loop_lag import LoopLag
+from gateway.observing.metrics import GatewayMetrics
+from gateway.observing.standing import Standing
+from gateway.observing.trace_export import tracing_for
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.journey import LoadFailurePolicy
+from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.text import Tokenizer
-
-SERVICES = (
-    generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
-    cluster_service_pb2.DESCRIPTOR.services_by_name["ClusterService"].full_name,
-)
+from gateway.workers.worker_client import WorkerClient
 
 
 class Gateway:
@@ -47,6 +66,8 @@ class Gateway:
         tokenizer: Tokenizer,
         clock: Clock,
         fleet_control: FleetControl | None = None,
+        *,
+        log_prompts: bool = False,
     ) -> None:
         """`keys` of the request plane, which its workers have too; None where `network.security` is `none`.
         `prefix_key` is what they hash prefixes with.
@@ -54,39 +75,85 @@ class Gateway:
         Operators' orders go to `fleet_control`; without one they are refused.
         """
         assert (keys is None) == (network.security == "none")
+        certificates = watched_certificates(config.tls, clock) if config.tls else None
         self._config = config
+        self._model_name = model.name
         self._clock = clock
         self._incarnation = secrets.token_hex(8)
-        self._dispatcher = Dispatcher(config, network, keys, prefix_key, load_failure_policy, clock)
-        self._health = health.aio.HealthServicer()
-        max_bytes = config.max_message_mib * 2**20
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_bytes),
-                ("grpc.max_send_message_length", max_bytes),
-                ("grpc.so_reuseport", 0),  # a port that is taken must be an error, not a coin toss
-            ]
+        self._metrics = GatewayMetrics(model.name, model.max_model_len)
+        self._loop_lag = LoopLag(self._metrics.loop_was_late)
+        self._tracing = tracing_for(config, model.name, self._incarnation)
+        traced = [] if self._tracing is None else [self._tracing.ended]
+        self._dispatcher = Dispatcher(
+            config,
+            network,
+            keys,
+            prefix_key,
+            load_failure_policy,
+            clock,
+            on_end=[self._metrics.ended, log_request, *traced],
+            on_first_token=self._metrics.first_token,
         )
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(
-            GenerationService(self._dispatcher, tokenizer, model), self._server
+        self._metrics.collect_too(Standing(self._dispatcher, model.name).collect)
+        doorkeeper = Doorkeeper(config, clock)
+        self._intake = intake = Intake(tokenizer, model, log_prompts=log_prompts)
+        self._cluster = ClusterService(self._dispatcher, model, fleet_control)
+        generation = GenerationService(self._dispatcher, intake, model)
+        engine = VllmEngine(self._dispatcher, intake, model, self._not_ready, clock)
+        self._grpc = GrpcServer(
+            config,
+            {
+                "baton.v1.GenerationService": partial(add_GenerationServiceServicer_to_server, generation),
+                "baton.v1.ClusterService": partial(add_ClusterServiceServicer_to_server, self._cluster),
+                "vllm.grpc.engine.VllmEngine": partial(add_VllmEngineServicer_to_server, engine),
+            },
+            self._metrics.grpc_call_ended,
+            self._call_failed,
+            [Lock(doorkeeper)],
+            certificates,
         )
-        cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(
-            ClusterService(self._dispatcher, model, fleet_control), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self.grpc_port = 0
+        self._feed = LiveFeed(ClusterView(self._dispatcher, model, fleet_control, clock), clock)
+        routes = [
+            probe_routes(self._not_ready),
+            metrics_routes(self._metrics.render, self._endpoints),
+            openai_routes(self._dispatcher, intake, model),
+            page_routes(),
+            docs_routes(),
+            cluster_routes(self._feed, Trial(self._dispatcher, intake, clock)),
+            tokenize_routes(intake.pool, model),
+        ]
+        also_open = frozenset() if config.metrics_need_key else frozenset({"/metrics"})
+        own_names = (config.host, *config.allowed_hosts) if config.is_open_to_its_machine else None
+        app = make_app(routes, doorkeeper, config.max_message_mib * 2**20, also_open, own_names)
+        paths = {route.path for router in routes for route in router.routes if isinstance(route, Route)}
+        counted = CountResponses(app, paths, self._metrics.http_response, self._call_failed)
+        self._http: HttpServer | None = None
+        if config.http_port is not None:
+            self._http = HttpServer(
+                counted,
+                config.host,
+                config.http_port,
+                certificates,
+                max_connections=config.max_connections,
+                write_timeout_s=config.write_timeout_s,
+                on_refused=self._metrics.connection_refused,
+            )
 
     async def start(self) -> None:
-        """Binds the port and serves; ConfigError if the port is taken."""
-        address = f"{self._config.host}:{self._config.grpc_port}"
-        try:
-            self.grpc_port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
-        await self._server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        """Binds its ports and serves; ConfigError if one is taken."""
+        await self._grpc.start()
+        if self._http is not None:
+            await self._http.start()
+        self._loop_lag.start()
+
+    @property
+    def grpc_port(self) -> int:
+        return self._grpc.port
+
+    @property
+    def http_port(self) -> int | None:
+        """None if it was configured without HTTP."""
+        return None if self._http is None else self._http.port
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """From its first heartbeat on, the worker gets requests."""
@@ -101,16 +168,19 @@ class Gateway:
         self._dispatcher.remove_worker(name, reason)
 
     @property
+    def model_name(self) -> str:
+        """By which clients ask for what is served here."""
+        return self._model_name
+
+    @property
     def num_ready(self) -> int:
         """Workers that are heard of."""
-        clients = self._dispatcher.fleet.clients
-        return sum(client.status is not None and not client.is_silent for client in clients)
+        return sum(client.status is not None for client in self._heard())
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
         """What clients of the last `window_s` waited for, at most a minute, and what workers last said."""
         dispatcher = self._dispatcher
         seen = dispatcher.latencies.latencies(window_s, self._clock.now())
-        heard = [client for client in dispatcher.fleet.clients if not client.is_silent]
         return GatewayReport(
             gateway=self._incarnation,
             window_s=min(window_s, MAX_WINDOW_S),
@@ -120,14 +190,35 @@ class Gateway:
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,
-            workers=tuple(client.status for client in heard if client.status is not None),
+            workers=tuple(client.status for client in self._heard() if client.status is not None),
         )
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.stop(grace_s)
+        self._cluster.end_watches()
+        doors = (self._grpc, self._http) if self._http else (self._grpc,)
+        await asyncio.gather(*[door.stop(grace_s) for door in doors], self._feed.stop())
         await self._dispatcher.stop()
+        if self._tracing is not None:
+            await self._tracing.stop()
+        self._loop_lag.stop()
+        self._intake.pool.close()
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        await asyncio.gather(*[self._health.set(name, status) for name in ("", *SERVICES)])
+    def _call_failed(self, error: CallError) -> None:
+        self._metrics.call_failed(error)
+        log_call_error(error)
+
+    def _not_ready(self) -> str | None:
+        """Why no request could be served now; None if it could."""
+        roles = {client.status.role for client in self._heard() if client.status is not None}
+        if WorkerRole.DECODE not in roles:
+            return "no decode worker is heard of"
+        if WorkerRole.PREFILL not in roles and self._config.require_disaggregated:
+            return "no prefill worker is heard of, and gateway.require_disaggregated is set"
+        return None
+
+    def _endpoints(self) -> list[WorkerEndpoint]:
+        return [client.endpoint for client in self._heard()]
+
+    def _heard(self) -> list[WorkerClient]:
+        return [client for client in self._dispatcher.fleet.clients if not client.is_silent]

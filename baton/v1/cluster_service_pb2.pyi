@@ -78,6 +78,52 @@ class DescribeClusterResponse(_message.Message):
 Global___DescribeClusterResponse: _TypeAlias = DescribeClusterResponse  # noqa: Y015
 
 @_typing.final
+class WatchClusterRequest(_message.Message):
+    """See WatchCluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_S_FIELD_NUMBER: _builtins.int
+    interval_s: _builtins.float
+    """At least so long lies between two responses; from 0.1 to 60, and 1 by default."""
+    def __init__(
+        self,
+        *,
+        interval_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_s", b"_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_s", b"_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__interval_s: _TypeAlias = _typing.Literal["interval_s"]  # noqa: Y015
+    _WhichOneofArgType__interval_s: _TypeAlias = _typing.Literal["_interval_s", b"_interval_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_s) -> _WhichOneofReturnType__interval_s | None: ...
+
+Global___WatchClusterRequest: _TypeAlias = WatchClusterRequest  # noqa: Y015
+
+@_typing.final
+class WatchClusterResponse(_message.Message):
+    """See WatchCluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cluster(self) -> Global___DescribeClusterResponse: ...
+    def __init__(
+        self,
+        *,
+        cluster: Global___DescribeClusterResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchClusterResponse: _TypeAlias = WatchClusterResponse  # noqa: Y015
+
+@_typing.final
 class DrainWorkerRequest(_message.Message):
     """See DrainWorker."""
 
@@ -114,6 +160,51 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """See DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """Its address, or its name in DescribeCluster."""
+    timeout_s: _builtins.float
+    """How long it may take, more than 0 and at most 3600; 60 by default. Beyond that it goes on, but is not waited for."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "node", b"node", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeResponse(_message.Message):
+    """See DrainNode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
 
 @_typing.final
 class SetWorkerRoleRequest(_message.Message):
@@ -280,11 +371,14 @@ class Node(_message.Message):
     IS_HEAD_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     is_alive: _builtins.bool
     is_head: _builtins.bool
     """The machine that the cluster itself is run from."""
+    is_leaving: _builtins.bool
+    """Nothing is placed there any more."""
     @_builtins.property
     def resources(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What it has, such as `CPU`, `GPU` or `prefill`."""
@@ -302,10 +396,11 @@ class Node(_message.Message):
         is_head: _builtins.bool = ...,
         resources: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
+        is_leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_head", b"is_head", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_head", b"is_head", "is_leaving", b"is_leaving", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

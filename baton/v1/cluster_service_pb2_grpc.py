@@ -40,10 +40,20 @@ class ClusterServiceStub:
                 request_serializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterResponse.FromString,
                 _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/baton.v1.ClusterService/WatchCluster',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/baton.v1.ClusterService/DrainWorker',
                 request_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/baton.v1.ClusterService/DrainNode',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
         self.SetWorkerRole = channel.unary_unary(
                 '/baton.v1.ClusterService/SetWorkerRole',
@@ -68,9 +78,25 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCluster(self, request, context):
+        """The same at once, and again whenever it has changed, until the caller ends the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainWorker(self, request, context):
         """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
         Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
+        on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
+        left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,10 +125,20 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__service__pb2.DescribeClusterResponse.SerializeToString,
             ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.SerializeToString,
+            ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
                     request_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.DrainNodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.DrainNodeResponse.SerializeToString,
             ),
             'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetWorkerRole,
@@ -154,6 +190,33 @@ class ClusterService:
             _registered_method=True)
 
     @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.ClusterService/WatchCluster',
+            baton_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DrainWorker(request,
             target,
             options=(),
@@ -170,6 +233,33 @@ class ClusterService:
             '/baton.v1.ClusterService/DrainWorker',
             baton_dot_v1_dot_cluster__service__pb2.DrainWorkerRequest.SerializeToString,
             baton_dot_v1_dot_cluster__service__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/DrainNode',
+            baton_dot_v1_dot_cluster__service__pb2.DrainNodeRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.DrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

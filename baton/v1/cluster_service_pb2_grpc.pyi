@@ -35,9 +35,16 @@ class ClusterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]
     """How everything stands, as of each worker's last heartbeat."""
+    WatchCluster: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]
+    """The same at once, and again whenever it has changed, until the caller ends the call."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]
     """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
     Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]
+    """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
+    on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
+    left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
     """
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]
     """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
@@ -53,9 +60,16 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
     """How everything stands, as of each worker's last heartbeat."""
+    WatchCluster: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]  # type: ignore[assignment]
+    """The same at once, and again whenever it has changed, until the caller ends the call."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
     Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """
+    DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
+    """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
+    on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
+    left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
     """
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
     """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
@@ -76,6 +90,14 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         """How everything stands, as of each worker's last heartbeat."""
 
     @_abc_1.abstractmethod
+    def WatchCluster(
+        self,
+        request: _cluster_service_pb2.WatchClusterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.WatchClusterResponse], _abc.AsyncIterator[_cluster_service_pb2.WatchClusterResponse]]:
+        """The same at once, and again whenever it has changed, until the caller ends the call."""
+
+    @_abc_1.abstractmethod
     def DrainWorker(
         self,
         request: _cluster_service_pb2.DrainWorkerRequest,
@@ -83,6 +105,17 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_service_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_service_pb2.DrainWorkerResponse]]:
         """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
         Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _cluster_service_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_service_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_service_pb2.DrainNodeResponse]]:
+        """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
+        on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
+        left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
         """
 
     @_abc_1.abstractmethod

@@ -319,6 +319,8 @@ class Timing(_message.Message):
     TRANSFER_WAIT_S_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
+    TTFT_PARTS_FIELD_NUMBER: _builtins.int
+    HANDOVER_PARTS_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """From the gateway's first sight of the request to token 0."""
     queue_s: _builtins.float
@@ -329,7 +331,9 @@ class Timing(_message.Message):
     """
     transfer_bytes: _builtins.int
     handover_s: _builtins.float
-    """From token 0 at the gateway to token 1: what the hand-over and the first decode step take together."""
+    """From token 0 at the gateway to token 1: what the hand-over and the first decode step take together. Of a request that
+    moved, the same of its latest attempt.
+    """
     decode_s: _builtins.float
     total_s: _builtins.float
     transfer_wait_s: _builtins.float
@@ -347,6 +351,14 @@ class Timing(_message.Message):
         load failed or its last token came first, and both, if the prefill worker answered alone.
         """
 
+    @_builtins.property
+    def ttft_parts(self) -> Global___TtftParts:
+        """What `ttft_s` consists of; absent if there was no token."""
+
+    @_builtins.property
+    def handover_parts(self) -> Global___HandoverParts:
+        """What `handover_s` consists of; absent if nothing was handed over."""
+
     def __init__(
         self,
         *,
@@ -362,14 +374,92 @@ class Timing(_message.Message):
         transfer_wait_s: _builtins.float = ...,
         transport: _builtins.str = ...,
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
+        ttft_parts: Global___TtftParts | None = ...,
+        handover_parts: Global___HandoverParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handover_parts", b"handover_parts", "ttft_parts", b"ttft_parts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "transfer_wait_s", b"transfer_wait_s", "transfers", b"transfers", "transport", b"transport", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "handover_parts", b"handover_parts", "handover_s", b"handover_s", "itl_s", b"itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "transfer_bytes", b"transfer_bytes", "transfer_s", b"transfer_s", "transfer_wait_s", b"transfer_wait_s", "transfers", b"transfers", "transport", b"transport", "ttft_parts", b"ttft_parts", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
+
+@_typing.final
+class TtftParts(_message.Message):
+    """Where the time to token 0 went, in seconds, in the order in which it passed; the parts add up to it. Workers tell
+    durations of their own, which are cut to what the gateway measured around them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_S_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    FAILED_ATTEMPTS_S_FIELD_NUMBER: _builtins.int
+    WORKER_QUEUE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    gateway_s: _builtins.float
+    """Taking the request in (tokenising), dispatching it, the ways to the worker and back, and what nobody told."""
+    queue_s: _builtins.float
+    """In the gateway's line, until a worker had room."""
+    failed_attempts_s: _builtins.float
+    """With workers that came to nothing."""
+    worker_queue_s: _builtins.float
+    """On the worker that computed the prompt, until its first step."""
+    transfer_exposed_s: _builtins.float
+    """Waiting for a KV transfer: nothing where the worker that computed the prompt tells token 0, as it does unless it or
+    its word is lost.
+    """
+    prefill_s: _builtins.float
+    """From the prompt's first step to token 0."""
+    def __init__(
+        self,
+        *,
+        gateway_s: _builtins.float = ...,
+        queue_s: _builtins.float = ...,
+        failed_attempts_s: _builtins.float = ...,
+        worker_queue_s: _builtins.float = ...,
+        transfer_exposed_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempts_s", b"failed_attempts_s", "gateway_s", b"gateway_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_exposed_s", b"transfer_exposed_s", "worker_queue_s", b"worker_queue_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TtftParts: _TypeAlias = TtftParts  # noqa: Y015
+
+@_typing.final
+class HandoverParts(_message.Message):
+    """Where the time from token 0 to token 1 went, in seconds; the parts add up to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_S_FIELD_NUMBER: _builtins.int
+    GATEWAY_S_FIELD_NUMBER: _builtins.int
+    transfer_exposed_s: _builtins.float
+    """From the end of the prefill until the decode worker had everything: what no overlap hid."""
+    first_step_s: _builtins.float
+    """From there until the decode worker had sampled, waiting for a place in its batch included."""
+    gateway_s: _builtins.float
+    """The ways between, and what nobody told."""
+    def __init__(
+        self,
+        *,
+        transfer_exposed_s: _builtins.float = ...,
+        first_step_s: _builtins.float = ...,
+        gateway_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step_s", b"first_step_s", "gateway_s", b"gateway_s", "transfer_exposed_s", b"transfer_exposed_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoverParts: _TypeAlias = HandoverParts  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):

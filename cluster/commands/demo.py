@@ -7,8 +7,10 @@ from rich.console import Console
 
 from baton.config import BatonConfig
 from cluster.commands.generate import Answer, Question, ask
-from cluster.deployment import Service, run_deployment
+from cluster.deployment import run_deployment
+from cluster.door import Service
 from cluster.screen import Screen
+from cluster.target import Target
 
 _BAR_WIDTH = 40
 
@@ -23,7 +25,7 @@ def run(config: BatonConfig, prompt: str) -> int:
         screen.line("ready", f"gRPC on {service.target}")
         console.print(f"\n[bold cyan]user[/]      {prompt}", highlight=False)
         console.print("[bold cyan]assistant[/] ", end="")
-        answer = await ask(service.target, question, _printer(console))
+        answer = await ask(Target(service.target), question, _printer(console))
         console.print("\n")
         show_timeline(answer, console)
 

@@ -5,10 +5,10 @@ import json
 from collections.abc import Callable
 
 from cluster.commands.orders import carry_out, of_worker, ordering
-from gateway.client import GatewayClient
+from cluster.target import Target
 
 
-def run(target: str, worker: str, as_json: bool) -> int:
+def run(target: Target, worker: str, as_json: bool) -> int:
     """Returns once the worker is gone. GatewayError says why it is not."""
     with ordering("drain", f"{worker} leaves", as_json) as stage:
         total_s = asyncio.run(_drain(target, worker, stage.say))
@@ -18,6 +18,6 @@ def run(target: str, worker: str, as_json: bool) -> int:
     return 0
 
 
-async def _drain(target: str, worker: str, say: Callable[[str], None]) -> float:
-    async with GatewayClient(target) as client:
+async def _drain(target: Target, worker: str, say: Callable[[str], None]) -> float:
+    async with target.client() as client:
         return await carry_out(client.drain(worker), client, of_worker(worker), say)

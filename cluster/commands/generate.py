@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gateway.client import Completion, GatewayClient
+from cluster.target import Target
+from gateway.client import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Answer:
     completion: Completion
 
 
-def run(options: argparse.Namespace) -> int:
+def run(target: Target, options: argparse.Namespace) -> int:
     """Streams, or prints one object. GatewayError says why there is no answer."""
     question = Question(
         prompt=options.prompt,
@@ -51,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
         regex=options.regex,
     )
     on_text = _ignore if options.json else _write
-    answer = asyncio.run(ask(options.target, question, on_text))
+    answer = asyncio.run(ask(target, question, on_text))
     print(json.dumps(to_json(answer), ensure_ascii=False) if options.json else "")
     return 0
 
 
-async def ask(target: str, question: Question, on_text: Callable[[str], None]) -> Answer:
+async def ask(target: Target, question: Question, on_text: Callable[[str], None]) -> Answer:
     """One request from beginning to end; `on_text` gets each piece of text as it arrives."""
     sampling: dict[str, Any] = {
         "max_tokens": question.max_tokens,
@@ -69,7 +70,7 @@ async def ask(target: str, question: Question, on_text: Callable[[str], None]) -
     pieces: list[str] = []
     token_ids: list[int] = []
     completion: Completion | None = None
-    async with GatewayClient(target) as client:
+    async with target.client() as client:
         async for event in client.generate(
             text=question.prompt if question.is_raw else None,
             messages=None if question.is_raw else [("user", question.prompt)],

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from baton.worker import WorkerRole
 from cluster.commands.orders import carry_out, of_worker, ordering
-from gateway.client import GatewayClient
+from cluster.target import Target
 
 
-def run(target: str, worker: str, role: str, as_json: bool) -> int:
+def run(target: Target, worker: str, role: str, as_json: bool) -> int:
     """Returns once the worker serves in its new role. GatewayError says why it goes on in its old one."""
     with ordering("role", f"{worker} becomes a {role} worker", as_json) as stage:
         total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
@@ -19,6 +19,6 @@ def run(target: str, worker: str, role: str, as_json: bool) -> int:
     return 0
 
 
-async def _set_role(target: str, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
-    async with GatewayClient(target) as client:
+async def _set_role(target: Target, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
+    async with target.client() as client:
         return await carry_out(client.set_role(worker, role), client, of_worker(worker), say)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from baton.fleet import RolloutStep
 from cluster.commands.orders import carry_out, of_absent, ordering
-from gateway.client import GatewayClient, GatewayError
+from cluster.target import Target
+from gateway.client import GatewayError
 
 
-def run(target: str, workers: Sequence[str], as_json: bool) -> int:
+def run(target: Target, workers: Sequence[str], as_json: bool) -> int:
     """Returns once these workers, or all, live anew. GatewayError says what stopped it, and how many did by then."""
     steps: list[RolloutStep] = []
 
@@ -30,9 +31,9 @@ def run(target: str, workers: Sequence[str], as_json: bool) -> int:
 
 
 async def _follow(
-    target: str, workers: Sequence[str], on_step: Callable[[RolloutStep], None], say: Callable[[str], None]
+    target: Target, workers: Sequence[str], on_step: Callable[[RolloutStep], None], say: Callable[[str], None]
 ) -> float:
-    async with GatewayClient(target) as client:
+    async with target.client() as client:
 
         async def all_steps() -> None:
             async for step in client.rollout(workers):

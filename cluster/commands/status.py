@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cluster.target import Target
 from cluster.view import words
-from gateway.client import GatewayClient
 
 _WIDTH_OF_FILES = 160
 """Columns when nobody's terminal says how wide the table may be."""
 
 
-def run(target: str, as_json: bool) -> int:
+def run(target: Target, as_json: bool) -> int:
     """Prints how everything stands. GatewayError if nobody answers at `target`."""
     description = asyncio.run(_describe(target))
     if as_json:
@@ -56,7 +56,9 @@ def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
     table = words.plain_table("node", "address", "state", "resources", "workers")
     for node in nodes:
         state = Text("alive", "green") if node["is_alive"] else Text("gone", "bold red")
-        kind = Text(", head", "dim") if node["is_head"] else Text("")
+        kind = Text(
+            (", head" if node["is_head"] else "") + (", leaving" if node["is_leaving"] else ""), "dim"
+        )
         resources = ", ".join(f"{amount:g} {name}" for name, amount in node["resources"].items()) or "-"
         workers = ", ".join(node["workers"]) or "-"
         table.add_row(Text(node["name"]), Text(node["address"]), state + kind, Text(resources), Text(workers))
@@ -128,6 +130,6 @@ def _mean_ms(peer: dict[str, Any], key: str) -> str:
     return f"{1000 * peer[key] / num_done:.1f}" if num_done else "-"
 
 
-async def _describe(target: str) -> dict[str, Any]:
-    async with GatewayClient(target) as client:
+async def _describe(target: Target) -> dict[str, Any]:
+    async with target.client() as client:
         return await client.describe()

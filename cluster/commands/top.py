@@ -14,6 +14,7 @@ from rich.live import Live
 
 from baton.errors import ConfigError
 from cluster.signals import StopSignals, unless
+from cluster.target import Target
 from cluster.view.top import TopView
 from gateway.client import GatewayClient, GatewayError
 
@@ -21,7 +22,7 @@ ANSWER_TIMEOUT_S = 5.0
 """A gateway that takes longer is said to be silent, and asked again."""
 
 
-def run(target: str, interval_s: float) -> int:
+def run(target: Target, interval_s: float) -> int:
     """Shows the fleet until told to stop, and leaves the terminal as it was.
 
     GatewayError if nobody answers at first; ConfigError if there is no terminal to draw on.
@@ -37,17 +38,17 @@ def run(target: str, interval_s: float) -> int:
     return 0
 
 
-async def _show(target: str, interval_s: float, console: Console, stop: asyncio.Event) -> None:
-    async with GatewayClient(target) as client:
+async def _show(target: Target, interval_s: float, console: Console, stop: asyncio.Event) -> None:
+    async with target.client() as client:
         await unless(stop, _follow(client, target, interval_s, console, stop.set))
 
 
 async def _follow(
-    client: GatewayClient, target: str, interval_s: float, console: Console, leave: Callable[[], None]
+    client: GatewayClient, target: Target, interval_s: float, console: Console, leave: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
     seen_at, current = loop.time(), await _describe(client)
-    view = TopView(target, None, current, 0.0, console.height)
+    view = TopView(target.address, None, current, 0.0, console.height)
     live = Live(view, console=console, screen=True, auto_refresh=False)
     with _keys(leave), live:
         while True:
@@ -56,10 +57,10 @@ async def _follow(
             try:
                 latest = await _describe(client)
             except GatewayError as error:
-                view = TopView(target, None, current, 0.0, console.height, str(error))
+                view = TopView(target.address, None, current, 0.0, console.height, str(error))
                 continue
             now = loop.time()
-            view = TopView(target, current, latest, now - seen_at, console.height)
+            view = TopView(target.address, current, latest, now - seen_at, console.height)
             seen_at, current = now, latest
 
 

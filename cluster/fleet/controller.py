@@ -6,7 +6,7 @@ Plain asyncio: what runs workers is a Launcher, and what survives this process i
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baton.clock import Clock
@@ -18,6 +18,8 @@ from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.desired import DesiredFleet, DesiredSlot, Store
 from cluster.fleet.keeper import Keeper, Patience
 from cluster.fleet.launcher import Found, Launcher
+from cluster.fleet.leaving_nodes import LeavingNodes
+from cluster.fleet.rollout import Rollouts
 from cluster.fleet.slot import RestartPolicy, Restarts, Slot
 
 logger = logging.getLogger(__name__)
@@ -64,13 +66,16 @@ class Controller:
         self._failure: BatonError | None = None
         self._num_asking = 0
         self._last_asked = clock.now()
-        self._asked = asyncio.Event()
+        self._owner_asked = asyncio.Event()
         self._rolling: str | None = None
+        self._rollouts = Rollouts(self.rollout)
+        self._leaving_nodes = LeavingNodes(launcher, self._keepers.values)
 
     async def start(self) -> None:
         """Takes up what a predecessor left, and begins to start the rest; returns before that serves."""
         content = self._store.load()
         self._desired = DesiredFleet.of(self._config) if content is None else DesiredFleet.from_json(content)
+        self._launcher.avoid(self._desired.leaving_nodes)
         found = await self._launcher.adopt(self._config.cluster.unresponsive_timeout_s)
         for name in [slot.name for slot in self._desired.slots.values() if slot.is_leaving]:
             if name not in found:
@@ -85,39 +90,29 @@ class Controller:
         adopting = [self._keepers[name] for name in found if name in self._keepers]
         while not all(keeper.was_adopted for keeper in adopting):  # or the fleet would seem to have shrunk
             await self._changed.wait()
+        self._leaving_nodes.resume(self._desired.leaving_nodes)
         if self._autoscaler is not None:
             self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
 
     # what gateways ask
 
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        """Who serves, as soon as that is news to somebody who knows this version; after the time in any case."""
-        self._num_asking += 1
-        self._asked.set()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while (controller_incarnation, version) == (self._incarnation, self._version):
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._num_asking -= 1
-            self._last_asked = self._clock.now()
+    async def next_view(
+        self, controller_incarnation: str, version: int, timeout_s: float, *, by_owner: bool = True
+    ) -> FleetView:
+        """Who serves, as soon as that is news to somebody who knows this version; after the time in any case.
+
+        `by_owner`: who asks will end the fleet when it ends itself, unlike a gateway beside it.
+        """
+        await self._until(
+            lambda: (controller_incarnation, version) != (self._incarnation, self._version),
+            timeout_s,
+            by_owner=by_owner,
+        )
         return self._view
 
     async def next_start(self, version: int, timeout_s: float) -> StartReport:
         """How far the workers are, as soon as that is news to somebody who knows this version, or after the time."""
-        self._num_asking += 1  # who waits for the fleet to start is why it is no orphan, and is in use
-        self._asked.set()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while version == self._start_version:
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._num_asking -= 1
-            self._last_asked = self._clock.now()
+        await self._until(lambda: version != self._start_version, timeout_s)
         keepers = self._keepers.values()
         return StartReport(
             self._start_version,
@@ -158,6 +153,17 @@ class Controller:
         self._save()
         await keeper.drain()
         await self._let_go(worker)
+
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        """Returns once the node of this address or name has no workers: they gave away what they had, and have ended.
+
+        Nothing is placed there for as long as it lives; elsewhere their next lives begin as soon as there is room.
+        FleetError if there is no such node, if it is the only one, or the time is over; then it goes on all the same.
+        """
+        here = await self._leaving_nodes.mark(node)
+        self._desired.leaving_nodes = self._leaving_nodes.names
+        self._save()
+        await self._leaving_nodes.empty(here, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         """Returns once the worker serves in its new role; if it cannot, it serves in its old one, and this raises."""
@@ -212,6 +218,13 @@ class Controller:
         finally:
             self._rolling = None
 
+    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
+        """Its id; see cluster.fleet.rollout."""
+        return await self._rollouts.begin_rollout(workers)
+
+    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
+        return await self._rollouts.rollout_step(rollout_id, index)
+
     async def scale(self, role: WorkerRole, count: int) -> None:
         """So many workers of a role: new ones begin to start, or the least busy are drained, which is waited for."""
         if count < (1 if role is WorkerRole.DECODE else 0):
@@ -230,12 +243,12 @@ class Controller:
 
     # what its owner asks
 
-    async def is_followed(self, within_s: float) -> bool:
-        """Whether a gateway asks `next_view` anew within the time."""
-        self._asked.clear()
+    async def is_owned(self, within_s: float) -> bool:
+        """Whether an owner asks anew within the time."""
+        self._owner_asked.clear()
         try:
             async with asyncio.timeout(within_s):
-                await self._asked.wait()
+                await self._owner_asked.wait()
         except TimeoutError:
             return False
         return True
@@ -253,6 +266,7 @@ class Controller:
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
+        await asyncio.gather(self._rollouts.stop(), self._leaving_nodes.stop())
         if may_drain:
             await asyncio.gather(*[keeper.drain() for keeper in self._keepers.values()])
         tasks, self._tasks = (
@@ -263,6 +277,21 @@ class Controller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._store.clear()
+
+    async def _until(self, is_news: Callable[[], bool], timeout_s: float, *, by_owner: bool = True) -> None:
+        """Or for `timeout_s`. Somebody who asks, also for how the start goes on, is why the fleet is no orphan."""
+        self._num_asking += 1
+        if by_owner:
+            self._owner_asked.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not is_news():
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._num_asking -= 1
+            self._last_asked = self._clock.now()
 
     def _keep(self, desired: DesiredSlot, found: Found | None) -> None:
         cluster = self._config.cluster

@@ -15,15 +15,38 @@ def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
     return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
-def differences(there: BatonConfig, here: BatonConfig) -> list[str]:
-    """In what two configurations would make different fleets, one line for each key. Gateways may differ."""
+_OF_ONE_COMMAND = {
+    ("cluster", "drain_timeout_s"),
+    ("cluster", "start_timeout_s"),
+    ("engine", "trace_dir"),
+    ("model", "path"),
+    ("network", "secret_file"),
+}
+"""How patient a gateway is, and where something is as seen from its machine: several places hold the same model."""
+
+
+_WAYS = {("cluster", key) for key in ("ray_address", "fleet_address", "fleet_port")}
+"""Several lead to the same fleet."""
+
+_COUNTS = {("cluster", role.value) for role in WorkerRole}
+"""A fleet begins with so many workers, and stays the same when it has others."""
+
+
+def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
+    """In what two configurations would make different fleets, one line for each key. Gateways may differ, and
+    what processes log.
+
+    With `only_set`: what was set here contradicts what is there; what was not set, or is each command's own, does not.
+    """
     found = []
     for section in BatonConfig.model_fields:
-        if section == "gateway":
+        if section in ("gateway", "logging"):
             continue
         values, others = getattr(there, section), getattr(here, section)
         for key in type(values).model_fields:
-            if (section, key) == ("cluster", "ray_address"):  # several lead to the same cluster
+            if (section, key) in _WAYS | _COUNTS:
+                continue
+            if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue
             value, other = getattr(values, key), getattr(others, key)
             if value != other:
@@ -49,6 +72,8 @@ class DesiredFleet:
 
     slots: dict[str, DesiredSlot] = field(default_factory=dict)
     num_names: int = 0
+    leaving_nodes: tuple[str, ...] = ()
+    """Where nothing is placed any more."""
 
     @classmethod
     def of(cls, config: BatonConfig) -> "DesiredFleet":
@@ -72,13 +97,15 @@ class DesiredFleet:
 
     def to_json(self) -> bytes:
         slots = [{**asdict(slot), "role": slot.role.value} for slot in self.slots.values()]
-        return json.dumps({"slots": slots, "num_names": self.num_names}).encode()
+        nodes = list(self.leaving_nodes)
+        return json.dumps({"slots": slots, "num_names": self.num_names, "leaving_nodes": nodes}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "DesiredFleet":
         values = json.loads(text)
         slots = [DesiredSlot(**{**slot, "role": WorkerRole(slot["role"])}) for slot in values["slots"]]
-        return cls({slot.name: slot for slot in slots}, values["num_names"])
+        nodes = tuple(values["leaving_nodes"])
+        return cls({slot.name: slot for slot in slots}, values["num_names"], nodes)
 
 
 class Store(Protocol):

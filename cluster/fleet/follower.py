@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
 """How long a question for news waits for it."""
-_RETRY_S = 1.0
+RETRY_S = 1.0
 
 
 class ViewSource(Protocol):
@@ -70,7 +70,7 @@ class Follower:
                     logger.warning(
                         "nobody tells which workers there are, so those that are known stay: %s", error
                     )
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
     async def catch_up(self, timeout_s: float) -> tuple[WorkerEndpoint, ...]:
         """Takes in the next news, or that there was none in this time; who serves."""
@@ -88,7 +88,8 @@ class Follower:
                 continue
             reason = reasons.get(known.ref.incarnation)
             if reason is not None:
-                logger.error("worker %s (%s) died: %s", name, known.role.value, reason)
+                extra = {"worker": name}
+                logger.error("worker %s (%s) died: %s", name, known.role.value, reason, extra=extra)
             if now is None:
                 self._registry.remove_worker(name, reason or "it left the fleet")
         for name, endpoint in present.items():

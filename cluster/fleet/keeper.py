@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from baton.clock import Clock
@@ -145,6 +145,25 @@ class Keeper:
                 ) from None
             self._take_role(role)
 
+    def is_on(self, nodes: Collection[str]) -> bool:
+        """Whether the present life is on one of these nodes."""
+        return self._life is not None and self._life.node in nodes
+
+    async def move_away(self, nodes: Collection[str]) -> None:
+        """Ends the present life if it is on one of these nodes, once it has given away what it had.
+
+        The next one begins as soon as there is room; that is not waited for.
+        """
+        async with self._orders:
+            life = self._life
+            if life is None or life.node not in nodes:
+                return
+            await self._empty()
+            await life.stop(_STOP_TIMEOUT_S)
+            while self._life is life:  # until its end is noticed
+                self._changed.clear()
+                await self._changed.wait()
+
     async def _place(self) -> tuple[Life, WorkerEndpoint | None]:
         """The next life, and its endpoint if it is ready to serve."""
         self._notify()
@@ -262,7 +281,8 @@ class Keeper:
             slot.move(SlotState.PLACING)
             return
         self.failure = error
-        logger.error("worker %s (%s) died: %s", slot.name, slot.role.value, error)
+        extra = {"worker": slot.name}
+        logger.error("worker %s (%s) died: %s", slot.name, slot.role.value, error, extra=extra)
         delay_s = slot.died(self._clock.now(), served_s, str(error))
         self._notify()
         await asyncio.sleep(delay_s)

@@ -1,6 +1,6 @@
 """The seam between a controller and whatever runs its workers: Ray's actors, or child processes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,10 @@ class Launcher(Protocol):
 
         So are those that do not answer within the time.
         """
+        ...
+
+    def avoid(self, nodes: Sequence[str]) -> None:
+        """From now on nothing is placed on these nodes, by name, and on all others it may be."""
         ...
 
     async def nodes(self) -> tuple[NodeDescription, ...]: ...

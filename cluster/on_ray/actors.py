@@ -12,6 +12,7 @@ import ray
 from baton.addresses import WILDCARDS
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
+from baton.logs import write_logs
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class WorkerActor:
     def __init__(
         self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
     ) -> None:
+        write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=name)
         self._config = config
         self._arguments = (keys, model_path, role, name)
         self._stopped = threading.Event()

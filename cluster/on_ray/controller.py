@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
-from baton.errors import ClusterError, FleetEnded, FleetError
+from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
+from baton.logs import write_logs
 from baton.worker import WorkerRole
+from cluster.fleet.control import CallTimes
 from cluster.fleet.controller import Controller, StartReport
 from cluster.fleet.desired import differences
 from cluster.fleet.follower import POLL_S
+from cluster.fleet.rollout import follow_rollout
 from cluster.on_ray.calls import answer, as_actor, kill_process
 from cluster.on_ray.launcher import RayLauncher
 from cluster.on_ray.lives import give_room_back, parse_title
@@ -33,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 _NAME = "controller"
 _KEY = b"desired"
-
-_NUM_ENDED_ROLLOUTS = 8
-"""Their last steps may still be asked for."""
 
 _RESTART_S = 30.0
 """What a call waits beyond its own time for a controller that is being restarted."""
@@ -63,13 +62,20 @@ class ControllerActor:
 
     # Ray awaits it, and answers no call before. What it raises is raised by every call.
     async def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:  # type: ignore[misc]
+        write_logs(config.logging, component="controller", fleet=config.cluster.name)
         self._config, self._keys, self._model_path = config, keys, model_path
         launcher = RayLauncher(config, keys, model_path)
         self._controller = Controller(config, launcher, RayStore(config.cluster.name), SystemClock())
-        self._rollouts: dict[str, _Rollout] = {}
         await self._controller.start()
         if config.cluster.ray_address != "local":
             self._orphan = asyncio.create_task(self._end_as_an_orphan())
+
+    async def configuration(self) -> tuple[BatonConfig, Path]:
+        """As the fleet's owner said it, and the model's folder."""
+        return self._config, self._model_path
+
+    async def has_keys(self, keys: ClusterKeys) -> bool:
+        return keys == self._keys
 
     async def differences(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> list[str]:
         """In what another command's fleet would differ from this one."""
@@ -83,11 +89,13 @@ class ControllerActor:
     async def process(self) -> tuple[int, str]:
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
-    async def is_followed(self, within_s: float) -> bool:
-        return await self._controller.is_followed(within_s)
+    async def is_owned(self, within_s: float) -> bool:
+        return await self._controller.is_owned(within_s)
 
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        return await self._controller.next_view(controller_incarnation, version, timeout_s)
+    async def next_view(
+        self, controller_incarnation: str, version: int, timeout_s: float, by_owner: bool
+    ) -> FleetView:
+        return await self._controller.next_view(controller_incarnation, version, timeout_s, by_owner=by_owner)
 
     async def next_start(self, version: int, timeout_s: float) -> StartReport:
         return await self._controller.next_start(version, timeout_s)
@@ -101,6 +109,9 @@ class ControllerActor:
     async def drain(self, worker: str) -> None:
         await self._controller.drain(worker)
 
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        await self._controller.drain_node(node, timeout_s)
+
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         await self._controller.set_role(worker, role)
 
@@ -108,19 +119,10 @@ class ControllerActor:
         await self._controller.scale(role, count)
 
     async def begin_rollout(self, workers: tuple[str, ...]) -> str:
-        """Its id. It goes on whoever still asks for its steps."""
-        rollout_id = secrets.token_hex(4)
-        ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
-        for known in ended[:-_NUM_ENDED_ROLLOUTS]:
-            del self._rollouts[known]
-        self._rollouts[rollout_id] = _Rollout(self._controller.rollout(workers))
-        return rollout_id
+        return await self._controller.begin_rollout(workers)
 
     async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
-        """The step of this number, once it is done; None after the last."""
-        if (rollout := self._rollouts.get(rollout_id)) is None:
-            raise FleetError("the controller was restarted, and the rollout ended with it; start it again")
-        return await rollout.step(index)
+        return await self._controller.rollout_step(rollout_id, index)
 
     async def shutdown(self, may_drain: bool) -> None:
         await self._controller.shutdown(may_drain=may_drain)
@@ -133,49 +135,17 @@ class ControllerActor:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-class _Rollout:
-    """A rollout under way, and the steps that it has made."""
-
-    def __init__(self, steps: AsyncIterator[RolloutStep]) -> None:
-        self._steps: list[RolloutStep] = []
-        self._changed = asyncio.Event()
-        self._task = asyncio.create_task(self._run(steps))
-
-    @property
-    def is_over(self) -> bool:
-        return self._task.done()
-
-    async def step(self, index: int) -> RolloutStep | None:
-        while index >= len(self._steps):
-            if self._task.done():
-                self._task.result()  # raises what ended it
-                return None
-            self._changed.clear()
-            waiting = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-        return self._steps[index]
-
-    async def _run(self, steps: AsyncIterator[RolloutStep]) -> None:
-        async for step in steps:
-            self._steps.append(step)
-            self._changed.set()
-
-
 class ControllerHandle:
-    """The controller from the outside: a FleetControl, and more. Calls wait, a bounded time, while it is restarted.
+    """The controller from the outside: ControllerCalls, and more. Calls wait, a bounded time, while it is restarted.
 
     They raise what the controller raises, and ClusterError if it is away for longer; workers serve on meanwhile.
     """
 
-    def __init__(self, actor: Any, config: BatonConfig) -> None:
+    def __init__(self, actor: Any, config: BatonConfig, *, is_owner: bool = True) -> None:
         self._actor = actor
+        self._is_owner = is_owner
         self._store = RayStore(config.cluster.name)
-        cluster = config.cluster
-        leave_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
-        self._order_s = 2 * leave_s
-        self._renew_s = self._order_s + 2 * cluster.start_timeout_s
-        self._unresponsive_s = cluster.unresponsive_timeout_s
+        self._times = CallTimes.of(config)
         self._process: tuple[int, str] | None = None
         """The controller's process and node, in the life that answered last."""
         self.has_answered = False
@@ -186,11 +156,16 @@ class ControllerHandle:
 
         FleetEnded if it has ended by itself, as it does when no gateway has asked for long.
         """
-        patience_s = timeout_s + self._unresponsive_s
+        patience_s = timeout_s + self._times.unresponsive_s
         try:
             async with asyncio.timeout(patience_s):
                 view: FleetView = await self._call(
-                    timeout_s, self._actor.next_view, controller_incarnation, version, timeout_s
+                    timeout_s,
+                    self._actor.next_view,
+                    controller_incarnation,
+                    version,
+                    timeout_s,
+                    self._is_owner,
                 )
         except TimeoutError:
             await self._kill_process()
@@ -215,34 +190,41 @@ class ControllerHandle:
         return description
 
     async def drain(self, worker: str) -> None:
-        await self._call(self._order_s, self._actor.drain, worker)
+        await self._call(self._times.order_s, self._actor.drain, worker)
+
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        await self._call(timeout_s, self._actor.drain_node, node, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        await self._call(self._order_s, self._actor.set_role, worker, role)
+        await self._call(self._times.order_s, self._actor.set_role, worker, role)
 
     async def scale(self, role: WorkerRole, count: int) -> None:
-        await self._call(self._order_s, self._actor.scale, role, count)
+        await self._call(self._times.order_s, self._actor.scale, role, count)
 
-    async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        rollout_id = await self._call(0.0, self._actor.begin_rollout, workers)
-        index = 0
-        while (
-            step := await self._call(self._renew_s, self._actor.rollout_step, rollout_id, index)
-        ) is not None:
-            yield step
-            index += 1
+    def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
+        return follow_rollout(self, workers)
+
+    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
+        rollout_id: str = await self._call(0.0, self._actor.begin_rollout, workers)
+        return rollout_id
+
+    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
+        step: RolloutStep | None = await self._call(
+            self._times.renew_s, self._actor.rollout_step, rollout_id, index
+        )
+        return step
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends the workers. `end` does the rest. A controller that hangs is not waited for, but killed."""
         try:
-            async with asyncio.timeout(self._unresponsive_s):
+            async with asyncio.timeout(self._times.unresponsive_s):
                 await answer(self._actor.process.remote(), "the fleet's controller")
         except TimeoutError:
             await self._kill_process()
             raise ClusterError(
-                f"the fleet's controller did not answer for {self._unresponsive_s:g} s"
+                f"the fleet's controller did not answer for {self._times.unresponsive_s:g} s"
             ) from None
-        await self._call(self._order_s, self._actor.shutdown, may_drain)
+        await self._call(self._times.order_s, self._actor.shutdown, may_drain)
 
     def end(self) -> None:
         """Ends the controller, and whatever it has left, by force. A later fleet of the same name is left alone."""
@@ -256,8 +238,19 @@ class ControllerHandle:
         found: list[str] = await self._call(0.0, self._actor.differences, config, keys, model_path)
         return found
 
-    async def is_followed(self, within_s: float) -> bool:
-        return bool(await self._call(within_s, self._actor.is_followed, within_s))
+    async def is_owned(self, within_s: float) -> bool:
+        return bool(await self._call(within_s, self._actor.is_owned, within_s))
+
+    async def configuration(self) -> tuple[BatonConfig, Path]:
+        config, model_path = await self._call(0.0, self._actor.configuration)
+        return config, model_path
+
+    def with_config(self, config: BatonConfig) -> "ControllerHandle":
+        """Of the same controller, for somebody who has learnt its configuration."""
+        return ControllerHandle(self._actor, config, is_owner=self._is_owner)
+
+    async def has_keys(self, keys: ClusterKeys) -> bool:
+        return bool(await self._call(0.0, self._actor.has_keys, keys))
 
     def _is_gone(self) -> bool:
         """For good: an actor that is restarted keeps its name."""
@@ -320,14 +313,21 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
             f"a fleet named '{name}' runs on this cluster, but differently: {'; '.join(found)}. Use its "
             "configuration, or another cluster.name"
         )
-    if await handle.is_followed(POLL_S + 1.0):
+    if await handle.is_owned(POLL_S + 1.0):
         raise ClusterError(_in_use(name))
     return handle
 
 
+def running_fleet(config: BatonConfig) -> ControllerHandle | None:
+    """The fleet of this name, whoever owns it, for a gateway beside its owner's; None if there is none at present."""
+    actor = _controller()
+    return None if actor is None else ControllerHandle(actor, config, is_owner=False)
+
+
 def _in_use(name: str) -> str:
     return (
-        f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name"
+        f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name, or "
+        "`baton gateway` for one more gateway to it"
     )
 
 

@@ -9,6 +9,7 @@ from baton.curve import ClusterKeys
 from baton.errors import ClusterError
 from cluster.fleet.desired import worker_names
 from cluster.fleet.first_start import OnProgress, first_start
+from cluster.fleet_counts import scale_to
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from cluster.signals import unless
@@ -20,7 +21,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class RayFleet:
-    """See cluster.deployment.Fleet. Ray has to be connected to already."""
+    """See cluster.owned_fleet.Fleet. Ray has to be connected to already."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config
@@ -31,7 +32,7 @@ class RayFleet:
         self._has_started = False
 
     async def start(self, on_progress: OnProgress) -> ControllerHandle:
-        """Takes up a fleet of this name that was left alone, or begins one."""
+        """Takes up a fleet of this name that was left alone, and scales it to what is asked for now; or begins one."""
         handle = await find_fleet(self._config, self._keys, self._model_path)
         if handle is None:
             bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
@@ -41,6 +42,9 @@ class RayFleet:
             shortage = no_room(bundles) + labels_text(self._config)
             self._handle = handle = begin_fleet(self._config, self._keys, self._model_path)
             await first_start(handle, self._config.cluster.start_timeout_s, shortage, on_progress)
+        else:
+            begun_as, _ = await handle.configuration()
+            await scale_to(self._config, begun_as, handle)
         self._handle = handle
         self._has_started = True
         return handle

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _HEAD = "node:__internal_head__"
 """The resource by which Ray marks the head node."""
 
+_NODE_ID = "ray.io/node-id"
+"""The label that every node has of Ray's own."""
+
 
 class RayLauncher:
     """See cluster.fleet.launcher.Launcher. A life that finds no room waits, and Ray's autoscaler sees it wait."""
@@ -36,17 +39,20 @@ class RayLauncher:
         self._config = config
         self._keys = keys
         self._model_path = model_path
+        self._avoided: tuple[str, ...] = ()
         self._lives: dict[str, RayLife] = {}
         """The latest of each worker, by name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayLife:
-        target = choose_node(
-            bundle_of(self._config, role), labels_of(self._config, role), await self._rooms()
-        )
-        life = RayLife(name, number, self._make(f"{name}/{number}", name, role, target), target)
+        rooms = await self._rooms()
+        target = choose_node(bundle_of(self._config, role), labels_of(self._config, role), rooms)
+        avoided = [room.node_id for room in rooms if room.is_leaving]
+        life = RayLife(name, number, self._make(f"{name}/{number}", name, role, target, avoided), target)
         self._lives[name] = life
         try:
             await life.introduce()
+            if life.node in self._avoided:
+                raise ClusterError(f"its node {life.node} began to leave while it waited for room there")
         except BaseException:
             await life.stop(0.0)
             raise
@@ -70,13 +76,20 @@ class RayLauncher:
                 give_room_back(group["name"])  # if it is ours: names of other namespaces are not found
         return found
 
+    def avoid(self, nodes: Sequence[str]) -> None:
+        self._avoided = tuple(nodes)
+
     async def nodes(self) -> tuple[NodeDescription, ...]:
         nodes = await asyncio.to_thread(ray.nodes)
         return tuple(self._describe(node) for node in nodes)
 
-    def _make(self, title: str, name: str, role: WorkerRole, target: str | None) -> Any:
-        """An actor that waits for room, if need be."""
+    def _make(
+        self, title: str, name: str, role: WorkerRole, target: str | None, avoided: Sequence[str]
+    ) -> Any:
+        """An actor that waits for room, if need be; on other nodes than these, by id."""
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
+        if avoided:
+            labels[_NODE_ID] = f"!in({','.join(avoided)})"
         group = placement_group(
             [bundle],
             strategy="STRICT_PACK",
@@ -127,18 +140,20 @@ class RayLauncher:
                 free.get(node["NodeID"], {}),
                 node["Labels"],
                 num_workers[node["NodeID"]],
+                node_name(node["NodeManagerHostname"], node["NodeID"]) in self._avoided,
             )
             for node in nodes
             if node["Alive"]
         ]
 
     def _describe(self, node: dict[str, Any]) -> NodeDescription:
-        resources = node["Resources"]
+        resources, name = node["Resources"], node_name(node["NodeManagerHostname"], node["NodeID"])
         return NodeDescription(
-            name=node_name(node["NodeManagerHostname"], node["NodeID"]),
+            name=name,
             address=node["NodeManagerAddress"],
             is_alive=node["Alive"],
             is_head=_HEAD in resources,
+            is_leaving=name in self._avoided,
             resources=tuple(
                 (name, amount)
                 for name, amount in sorted(resources.items())

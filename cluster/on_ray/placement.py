@@ -25,6 +25,8 @@ class NodeRoom:
     labels: Mapping[str, str]
     num_workers: int
     """Of this fleet, placed there or on their way."""
+    is_leaving: bool = False
+    """It takes nothing more."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
@@ -64,7 +66,9 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
     fitting = [
         room
         for room in rooms
-        if _holds(room.free, bundle) and all(room.labels.get(name) == value for name, value in labels.items())
+        if not room.is_leaving
+        and _holds(room.free, bundle)
+        and all(room.labels.get(name) == value for name, value in labels.items())
     ]
     fitting.sort(key=lambda room: (room.is_head, room.num_workers, room.node_id))
     return fitting[0].node_id if fitting else None

@@ -66,8 +66,9 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
 
 
 @contextmanager
-def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None]:
-    """Starts or joins Ray, and leaves it again; a private one is gone afterwards.
+def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path | None]:
+    """Starts or joins Ray, and leaves it again; a private one is gone afterwards. Says where the logs of a private one
+    are, and of all workers on it.
 
     Raises ClusterError. A private Ray has CPU slots for `num_ranks` even where the machine has fewer cores: slots
     are bookkeeping, and a laptop shall serve as well. Its logs outlive it only if the body fails.
@@ -79,7 +80,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
 
     if config.ray_address != "local":
         with _joined(ray, config):
-            yield
+            yield None
         return
     folder = Path(tempfile.mkdtemp(prefix="baton-ray-", dir=_short_folder(tempfile.gettempdir())))
     is_worth_keeping = False
@@ -92,7 +93,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[None
     atexit.register(remove)
     try:
         with _private(ray, folder, config, num_ranks, device):
-            yield
+            yield folder / "session_latest" / "logs"
     except Exception:
         is_worth_keeping = True
         logger.warning("the logs of Ray and of the workers are kept in %s", folder)
@@ -131,7 +132,8 @@ def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     try:
-        environment = {"py_modules": modules}
+        # What Python compiles meanwhile is no part of it: files that come and go, and another package each time.
+        environment = {"py_modules": modules, "excludes": ["__pycache__"]}
         _init(ray, address=config.ray_address, namespace=config.name, runtime_env=environment)
         yield
     finally:
@@ -158,7 +160,7 @@ def _short_folder(folder: str) -> str:
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises just that where a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error
 

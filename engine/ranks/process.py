@@ -26,6 +26,7 @@ from typing import NoReturn, Protocol
 from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, WireError
+from baton.logs import write_logs
 from baton.step import SchedulerOutput
 from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
@@ -201,7 +202,6 @@ def main(build: Build = build) -> NoReturn:
     setup = channel.receive()
     if not isinstance(setup, Setup):
         _end(EXIT_ALONE, "rank 0 is gone")
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {setup.rank} %(levelname)s %(message)s")
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox), name="rank-0", daemon=True).start()
     try:
@@ -215,6 +215,13 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
     """The rank's whole life. It tells rank 0 what it failed at; nothing can be expected of its threads then."""
     try:
         config = BatonConfig.from_mapping(json.loads(setup.config), "rank 0's configuration")
+        write_logs(
+            config.logging,
+            component="worker",
+            fleet=config.cluster.name,
+            rank=str(setup.rank),
+            incarnation=setup.incarnation,
+        )
         device = rank_device(config.engine, setup.rank)
         timeout_s = config.engine.rank_timeout_s
         collectives = TorchCollectives(setup.meeting_file, setup.rank, setup.num_ranks, device, timeout_s)

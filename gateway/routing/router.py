@@ -8,8 +8,8 @@ from collections.abc import Collection
 from itertools import count
 
 from baton.block_hash import block_hashes
-from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
+from baton.gateway_config import GatewayConfig
 from baton.messages import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
@@ -114,12 +114,28 @@ class Router:
         num_tokens = len(ask.token_ids)
         large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
         if large:  # else it need not wait to be told that nobody can serve it
-            decodes = [worker for worker in large if worker.fits(num_tokens + 1)]
+            decodes = _with_room(large, num_tokens + 1)
         if not decodes:
             raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
         num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
         need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
         return self._place(ask, mode, need, prefills, decodes)
+
+    def lacking(self, ask: Ask) -> dict[str, int]:
+        """How many tokens of it each worker lacks that may compute them, were it placed now, of those that take
+        requests; empty if nobody knows, because no decision depends on what is in prefix caches."""
+        if not self._follows_kv:
+            return {}
+        prefills, decodes = self._able[WorkerRole.PREFILL], self._able[WorkerRole.DECODE]
+        match ask.mode or self._default_mode:
+            case Mode.LOCAL:
+                computing = decodes
+            case Mode.DISAGGREGATED:
+                computing = prefills or decodes
+            case None:
+                computing = prefills + decodes
+        hits = self._hits(ask)
+        return {worker.name: len(ask.token_ids) - hits.get(worker.name, 0) for worker in computing}
 
     def _place(
         self,
@@ -204,6 +220,17 @@ class Router:
         if worker.is_gone and not worker.legs:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
+
+
+def _with_room(decodes: list[WorkerStanding], num_tokens: int) -> list[WorkerStanding]:
+    """Those that have blocks for so many; if none does, those where nothing of ours is.
+
+    Each gateway may have one request in a worker's own line, whose order is fair. Without that, whoever hears last of
+    room that was made would never have any, since other gateways' requests have taken it by then; and blocks that a
+    worker never frees would keep it from being asked for ever.
+    """
+    fitting = [worker for worker in decodes if worker.fits(num_tokens)]
+    return fitting or [worker for worker in decodes if worker.has_none_of_ours]
 
 
 def _make_policy(config: GatewayConfig, costs: CostModel) -> Policy:

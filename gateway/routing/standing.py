@@ -123,12 +123,12 @@ class WorkerStanding:
         return self.status.kv_blocks.total >= self.num_blocks_for(num_tokens)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether it has blocks for so many; if nothing of ours is there and it says that it is idle, in any case.
+        """Whether it has blocks for so many."""
+        return self.room >= self.num_blocks_for(num_tokens)
 
-        Without the latter, blocks that a worker never frees would keep it from being asked for ever.
-        """
-        is_idle = not self.legs and self._num_told == 0
-        return is_idle or self.room >= self.num_blocks_for(num_tokens)
+    @property
+    def has_none_of_ours(self) -> bool:
+        return not self.legs
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

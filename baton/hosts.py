@@ -1,0 +1,36 @@
+"""Names and addresses of hosts as a configuration may give them; opens no socket."""
+
+import ipaddress
+
+
+def is_host(host: str) -> bool:
+    """Whether it may be one; only a connection shows whether it is."""
+    if ":" not in host:
+        return not set(host) & set("[]/ ")
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect; a name of any other kind may mean anything, so no."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def in_url(host: str) -> str:
+    """As it stands before a port: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT, with a host as `is_host` has it; an IPv6 address stands in brackets."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65_535:
+        return False
+    if host.startswith("[") and host.endswith("]"):
+        return ":" in host and is_host(host[1:-1])
+    return bool(host) and ":" not in host and is_host(host)

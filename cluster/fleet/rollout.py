@@ -1,0 +1,91 @@
+"""Rollouts under way: their steps are kept, so that whoever asks for one may ask for it again."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from baton.errors import FleetError
+from baton.fleet import RolloutStep
+
+_NUM_ENDED = 8
+"""Their last steps may still be asked for."""
+
+
+class RolloutSource(Protocol):
+    """A controller, or a handle to one."""
+
+    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
+        """Its id. It goes on whoever still asks for its steps."""
+        ...
+
+    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
+        """The step of this number, once it is done; None after the last. Raises what ended it before."""
+        ...
+
+
+async def follow_rollout(source: RolloutSource, workers: tuple[str, ...]) -> AsyncIterator[RolloutStep]:
+    """Begins a rollout and yields its steps as they are done."""
+    rollout_id = await source.begin_rollout(workers)
+    index = 0
+    while (step := await source.rollout_step(rollout_id, index)) is not None:
+        yield step
+        index += 1
+
+
+class Rollouts:
+    """A RolloutSource over what makes the steps; it may be asked for the same step more than once."""
+
+    def __init__(self, begin: Callable[[tuple[str, ...]], AsyncIterator[RolloutStep]]) -> None:
+        self._begin = begin
+        self._rollouts: dict[str, _Rollout] = {}
+
+    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
+        rollout_id = secrets.token_hex(4)
+        ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
+        for known in ended[:-_NUM_ENDED]:
+            del self._rollouts[known]
+        self._rollouts[rollout_id] = _Rollout(self._begin(workers))
+        return rollout_id
+
+    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
+        if (rollout := self._rollouts.get(rollout_id)) is None:
+            raise FleetError("the controller was restarted, and the rollout ended with it; start it again")
+        return await rollout.step(index)
+
+    async def stop(self) -> None:
+        """Ends those under way."""
+        await asyncio.gather(*[rollout.stop() for rollout in self._rollouts.values()])
+
+
+class _Rollout:
+    """A rollout under way, and the steps that it has made."""
+
+    def __init__(self, steps: AsyncIterator[RolloutStep]) -> None:
+        self._steps: list[RolloutStep] = []
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._run(steps))
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def step(self, index: int) -> RolloutStep | None:
+        while index >= len(self._steps):
+            if self._task.done():
+                self._task.result()  # raises what ended it
+                return None
+            self._changed.clear()
+            waiting = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        return self._steps[index]
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, steps: AsyncIterator[RolloutStep]) -> None:
+        async for step in steps:
+            self._steps.append(step)
+            self._changed.set()

@@ -1,0 +1,31 @@
+"""The line by which a worker process says where it serves, or why it cannot; both ends of it, and no worker."""
+
+import json
+from dataclasses import asdict
+
+from baton.errors import BatonError, ConfigError, ModelError, WorkerUnavailable
+from baton.kv import WorkerRef
+from baton.worker import WorkerEndpoint, WorkerRole
+
+
+def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
+    return json.dumps({**asdict(endpoint), "role": endpoint.role.value})
+
+
+def failure_to_json(error: BatonError) -> str:
+    """What a worker says in place of its endpoint if it cannot start."""
+    return json.dumps({"failure": str(error), "kind": type(error).__name__})
+
+
+def endpoint_from_json(line: str) -> WorkerEndpoint:
+    """The inverse of `endpoint_to_json`, for whoever started the process.
+
+    Raises what a worker that could not start raised: ConfigError, ModelError, or WorkerUnavailable for the rest.
+    """
+    values = json.loads(line)
+    if "failure" in values:
+        kinds = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+        raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
+    ref = values["ref"]
+    ref["kv_addresses"] = tuple(ref["kv_addresses"])
+    return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})

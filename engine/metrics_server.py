@@ -1,0 +1,103 @@
+"""MetricsServer: answers GET /metrics over HTTP on a thread of its own, one reader after the other."""
+
+import io
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+Render = Callable[[str], tuple[bytes, str]]
+"""All metrics for a reader that accepts this, and their content type."""
+
+PATIENCE_S = 2.0
+"""For a reader to ask, and again to take the answer. Meanwhile other readers wait, and nobody else."""
+
+MAX_REQUEST_BYTES = 16 * 1024
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsServer:
+    """One life: `start`, then `stop`."""
+
+    def __init__(self, listener: socket.socket, render: Render) -> None:
+        """`listener` is bound, and belongs to the server from now on. `render` is called on the server's thread."""
+        self._listener = listener
+        self._render = render
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Closes the port. A reader that is being answered does not hold this up for longer than PATIENCE_S. May be
+        called before `start`."""
+        if self._thread.is_alive():
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._thread.join(PATIENCE_S)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # the port is closed
+                return
+            with connection:
+                try:
+                    _Reader(connection, address, self._render)
+                except OSError as error:
+                    logger.debug("a reader of metrics left early: %s", error)
+                except Exception:
+                    logger.exception("the metrics could not be told")
+
+
+class _Reader(BaseHTTPRequestHandler):
+    """Handles one request by being made."""
+
+    timeout = PATIENCE_S
+
+    def __init__(self, connection: socket.socket, address: Any, render: Render) -> None:
+        self._render = render
+        super().__init__(connection, address, None)  # type: ignore[arg-type] # there is no server to ask
+
+    def setup(self) -> None:
+        """`timeout` is for each byte that comes, and for all that goes."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BytesIO(_head_from(self.connection))
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        body, content_type = self._render(self.headers.get("accept", ""))
+        self.send_response(HTTPStatus.OK)
+        self.send_header("content-type", content_type)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "baton"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Every scrape would be a line."""
+
+
+def _head_from(connection: socket.socket) -> bytes:
+    """A request's line and headers, which come within PATIENCE_S; OSError if they do not."""
+    deadline = time.monotonic() + PATIENCE_S
+    head = b""
+    while b"\r\n\r\n" not in head:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        data = connection.recv(MAX_REQUEST_BYTES)
+        if not data or len(head) > MAX_REQUEST_BYTES or time.monotonic() > deadline:
+            raise TimeoutError("it did not ask for anything in time, or for too much")
+        head += data
+    connection.settimeout(PATIENCE_S)
+    return head

@@ -1,0 +1,100 @@
+"""CountCalls: tells somebody the status of every gRPC call, by its method."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+
+OnCallEnded = Callable[[str, str], None]
+"""Method and status code, by name."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+OTHER = "(other)"
+"""Stands for methods that there are not: clients choose them, and could choose any number."""
+
+
+class CountCalls(grpc.aio.ServerInterceptor):
+    """The outermost one, so that those are counted that another one refuses. What nobody answers it does not see."""
+
+    def __init__(self, services: Iterable[str], on_call_ended: OnCallEnded) -> None:
+        """`services` by full name; they must be in protobuf's default pool."""
+        described = map(descriptor_pool.Default().FindServiceByName, services)
+        self._methods = {
+            f"/{service.full_name}/{name}" for service in described for name in service.methods_by_name
+        }
+        self._on_call_ended = on_call_ended
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method if handler_call_details.method in self._methods else OTHER
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            if (behaviour := getattr(handler, kind)) is not None:
+                make = getattr(grpc, f"{kind}_rpc_method_handler")
+                counted = self._counted(method, behaviour)
+                return make(counted, handler.request_deserializer, handler.response_serializer)
+        return handler
+
+    def _counted(
+        self, method: str, behaviour: Callable[[Any, Context], Any]
+    ) -> Callable[[Any, Context], Any]:
+        if not inspect.isasyncgenfunction(behaviour):
+
+            async def call(request: Any, context: Context) -> Any:
+                watch = self._watch(method, context)
+                try:
+                    return await behaviour(request, context)
+                except Exception:
+                    watch.has_raised = True
+                    raise
+
+            return call
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            watch = self._watch(method, context)
+            try:
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+            except Exception:
+                watch.has_raised = True
+                raise
+
+        return stream
+
+    def _watch(self, method: str, context: Any) -> "_Watch":  # its stub takes no function for a callback
+        watch = _Watch()
+        context.add_done_callback(lambda ended: self._on_call_ended(method, watch.code(ended)))
+        return watch
+
+
+class _Watch:
+    """What a call's context does not know."""
+
+    def __init__(self) -> None:
+        self.has_raised = False
+
+    def code(
+        self, context: Any
+    ) -> str:  # its stub knows neither calls without a code nor those without a deadline
+        """Of a call that is over, by name."""
+        if (code := context.code()) is not None:
+            return str(code.name)
+        if self.has_raised:
+            return grpc.StatusCode.UNKNOWN.name
+        if context.done():
+            return grpc.StatusCode.OK.name
+        left_s = context.time_remaining()
+        is_late = left_s is not None and left_s <= 0.0
+        return (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name

@@ -1,0 +1,1 @@
+"""Generated protobuf code of interfaces that others defined; `make protos` writes it, nobody edits it."""

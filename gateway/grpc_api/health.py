@@ -1,0 +1,77 @@
+"""Health: grpc.health.v1, by which probes and load balancers ask whether this gateway serves.
+
+In gRPC's own implementation watchers wait for each other's writes, and so does whoever changes a status: one client
+that does not read would keep all others, and the gateway's end, waiting.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2 as pb
+
+from baton.errors import ClusterError, Overloaded
+
+MAX_WATCHES = 4096
+"""Nobody needs a key for these, and each is kept for as long as its client likes."""
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Health:
+    """Every service is as well as the gateway, whose own name is the empty one: SERVING until it goes."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset(("", *services))
+        self._is_leaving = asyncio.Event()
+        self._num_watches = 0
+
+    def leave(self) -> None:
+        """NOT_SERVING from now on. Watchers hear it, and then their calls end, which would last for ever."""
+        self._is_leaving.set()
+
+    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:  # noqa: N802
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
+        return pb.HealthCheckResponse(status=self._status(request.service))
+
+    async def List(  # noqa: N802
+        self,
+        request: pb.HealthListRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.HealthListResponse:
+        statuses = {
+            name: pb.HealthCheckResponse(status=self._status(name)) for name in sorted(self._services)
+        }
+        return pb.HealthListResponse(statuses=statuses)
+
+    async def Watch(  # noqa: N802
+        self,
+        request: pb.HealthCheckRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[pb.HealthCheckResponse]:
+        if self._num_watches >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} calls watch already, which is the limit", retry_after_s=10.0)
+        self._num_watches += 1
+        try:
+            told = self._status(request.service)
+            yield pb.HealthCheckResponse(status=told)
+            await self._is_leaving.wait()
+            if (status := self._status(request.service)) != told:
+                yield pb.HealthCheckResponse(status=status)
+        finally:
+            self._num_watches -= 1
+        raise ClusterError("this gateway is shutting down; watch another one")
+
+    def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
+        if service not in self._services:
+            return pb.HealthCheckResponse.SERVICE_UNKNOWN
+        return (
+            pb.HealthCheckResponse.NOT_SERVING
+            if self._is_leaving.is_set()
+            else pb.HealthCheckResponse.SERVING
+        )

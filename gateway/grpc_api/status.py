@@ -1,0 +1,131 @@
+"""Our errors as gRPC statuses with google.rpc's details, in one place."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2 as details_pb
+from google.rpc import status_pb2
+
+from baton.errors import (
+    BatonError,
+    ClusterError,
+    DeadlinePassed,
+    DeadlineTooClose,
+    FleetError,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    RateLimited,
+    RequestAborted,
+    SlowReader,
+    Unauthenticated,
+    UnknownModel,
+    UnknownWorker,
+    Unsupported,
+    WorkerUnavailable,
+)
+from gateway.requests.request_id import is_well_formed
+
+CODES: dict[type[BatonError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DeadlineTooClose: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestAborted: grpc.StatusCode.ABORTED,
+    SlowReader: grpc.StatusCode.ABORTED,
+    FleetError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnknownWorker: grpc.StatusCode.NOT_FOUND,
+    ClusterError: grpc.StatusCode.UNAVAILABLE,
+    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+}
+
+DOMAIN = "baton"
+"""Whose reasons `google.rpc.ErrorInfo` names."""
+
+INTERNAL = "something went wrong here; the log has it"
+
+DETAILS = "grpc-status-details-bin"
+RETRY_TRAILERS = ("retry-after-ms", "grpc-retry-pushback-ms")
+"""What people read, and what gRPC's own clients obey where their service config lets them try again."""
+
+MAX_MESSAGE_BYTES = 1_000
+"""Of a status's text. It travels up to three times in one block of headers, of which clients take 8 KiB."""
+
+REQUEST_ID = "x-request-id"
+"""The metadata by which client and gateway tell each other what they call a request, as over HTTP."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def abort_call(
+    context: Context, error: Exception, request_id: str, offered: str | None = None
+) -> NoReturn:
+    """Ends the call with the error's status; one that no client can cause says no more than that it happened.
+
+    The trailer has the id that was `offered` in passing, if there was one.
+    """
+    code = code_of(error)
+    message = _short(INTERNAL if code is grpc.StatusCode.INTERNAL else str(error))
+    details = map(_packed, _details(error, code, message, request_id))
+    status = status_pb2.Status(code=code.value[0], message=message, details=details)
+    trailers: list[tuple[str, str | bytes]] = [(DETAILS, status.SerializeToString())]
+    if is_well_formed(shown := offered or request_id):
+        trailers.append((REQUEST_ID, shown))
+    if (retry_ms := _retry_ms(error)) is not None:
+        trailers += [(trailer, str(retry_ms)) for trailer in RETRY_TRAILERS]
+    await context.abort(code, message, tuple(trailers))
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+    """That of the nearest class in the tree that has one."""
+    known = (CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+    return next(known, grpc.StatusCode.INTERNAL)
+
+
+def reason_of(error: Exception, code: grpc.StatusCode) -> str:
+    """The error's class, in the capitals that ErrorInfo asks for: INVALID_REQUEST."""
+    if code is grpc.StatusCode.INTERNAL:
+        return "INTERNAL"
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
+
+
+def _details(error: Exception, code: grpc.StatusCode, message: str, request_id: str) -> Iterator[Message]:
+    yield details_pb.ErrorInfo(reason=reason_of(error, code), domain=DOMAIN)
+    yield details_pb.RequestInfo(request_id=_short(request_id))
+    if isinstance(error, InvalidRequest):
+        violation = details_pb.BadRequest.FieldViolation(field=_short(error.field), description=message)
+        yield details_pb.BadRequest(field_violations=[violation])
+    if (retry_ms := _retry_ms(error)) is not None:
+        delay = Duration()
+        delay.FromMilliseconds(retry_ms)
+        yield details_pb.RetryInfo(retry_delay=delay)
+
+
+def _retry_ms(error: Exception) -> int | None:
+    return math.ceil(error.retry_after_s * 1000) if isinstance(error, Overloaded) else None
+
+
+def _packed(message: Message) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(message)
+    return packed
+
+
+def _short(text: str) -> str:
+    """What a client sent may be part of it, and is not sent back whole."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return text
+    return encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,1 @@
+"""OpenAI's API: what its requests mean here, and the shapes of its answers."""

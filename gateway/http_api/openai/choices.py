@@ -1,0 +1,57 @@
+"""What all answers to one request of a client came to: their texts, and what they took."""
+
+from dataclasses import dataclass, field
+
+from baton.request import FinishReason as Reason
+from baton.request import TokenLogprobs
+from gateway.http_api.openai.answers import FinishReason, PromptTokensDetails, Usage
+from gateway.requests.client_request import Delta, Finish
+
+
+@dataclass(slots=True)
+class UsageCount:
+    """Adds up what all answers took. A prompt counts once, with what its first answer found in a prefix cache."""
+
+    num_prompt_tokens: int
+    num_samples: int
+    """Answers to each prompt."""
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def take(self, index: int, delta: Delta) -> None:
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.finish is not None and index % self.num_samples == 0:
+            self.num_cached_tokens += delta.finish.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
+        )
+
+
+@dataclass(slots=True)
+class Collected:
+    """One whole answer, from its deltas."""
+
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def take(self, delta: Delta) -> None:
+        self.pieces.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish = delta.finish
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.finish is not None
+        return "stop" if self.finish.reason is Reason.STOP else "length"

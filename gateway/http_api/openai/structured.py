@@ -1,0 +1,101 @@
+"""Answers that must match something: OpenAI's response_format and vLLM's structured_outputs, as grammars."""
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
+
+Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+MAX_CHOICES = 1_000
+
+ANY_OBJECT = json.dumps({"type": "object"})
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextFormat(_Part):
+    """Any text, which is what there is without a format."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Part):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Part):
+    """A schema with its name, as OpenAI's clients send it."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted; nothing is done with it.")
+    description: str | None = Field(None, description="Accepted; nothing is done with it.")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+
+
+class JsonSchemaFormat(_Part):
+    """A JSON value that the schema admits."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Part):
+    """Exactly one of these."""
+
+    json_: dict[str, Any] | Source | None = Field(None, alias="json", description="A JSON schema.")
+    regex: Source | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Source | None = Field(None, description="A context-free grammar as Lark writes them.")
+
+
+def structured_output_of(
+    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> StructuredOutput | None:
+    """At most one of the two is given; InvalidRequest names it by the client's name."""
+    if outputs is not None:
+        return _checked("structured_outputs", *_grammar_of(outputs))
+    match response_format:
+        case JsonObjectFormat():
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case JsonSchemaFormat(json_schema=schema):
+            return _checked("response_format", GrammarKind.JSON_SCHEMA, json.dumps(schema.schema_))
+        case _:
+            return None
+
+
+def _grammar_of(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
+    given = [
+        value
+        for value in (outputs.json_, outputs.regex, outputs.choice, outputs.grammar)
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise InvalidRequest(
+            "structured_outputs", f"give one of json, regex, choice and grammar, got {len(given)}"
+        )
+    if outputs.json_ is not None:
+        schema = outputs.json_
+        return GrammarKind.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema)
+    if outputs.choice is not None:
+        return GrammarKind.REGEX, "|".join(f"({re.escape(choice)})" for choice in outputs.choice)
+    if outputs.regex is not None:
+        return GrammarKind.REGEX, outputs.regex
+    return GrammarKind.LARK, outputs.grammar or ""
+
+
+def _checked(field: str, kind: GrammarKind, source: str) -> StructuredOutput:
+    try:
+        return StructuredOutput(kind, source)
+    except InvalidRequest as error:
+        raise InvalidRequest(field, error.problem) from error

@@ -1,0 +1,40 @@
+// Where the time of a finished request went: from what its workers and the gateway measured to spans on one axis. Pure.
+
+const AXIS_SHARE = 0.45; // of the axis is for what comes before decoding, where decoding takes much longer
+
+// `end` is the event of that name. Times are seconds since the request's arrival.
+export function timeline(end) {
+  const { timing, placement, transfers } = end;
+  const isHandedOver = placement.prefill !== null;
+  const tokens_s = tokenTimes(timing);
+  const last_s = tokens_s.length ? tokens_s[tokens_s.length - 1] : timing.total_s;
+  const producer = lastOf(transfers, "producer");
+  const consumer = lastOf(transfers, "consumer");
+  const prefilled_s = Math.min(at(producer, "prefilled") ?? timing.ttft_s, timing.ttft_s);
+  const began_s = Math.max(0, prefilled_s - timing.prefill_s);
+  const spans = { queue: [[0, began_s, "solid"]], prefill: [[began_s, prefilled_s, "solid"]], transfer: [], decode: [] };
+  let decoding_s = timing.ttft_s;
+  if (isHandedOver && consumer) {
+    const [asked_s, first_s, verified_s] = ["asked", "first_piece", "verified"].map((name) => at(consumer, name));
+    if (asked_s !== null && first_s !== null) spans.transfer.push([asked_s, first_s, "thin"]);
+    if (first_s !== null && verified_s !== null) spans.transfer.push([first_s, verified_s, "solid"]);
+    decoding_s = Math.max(verified_s ?? 0, prefilled_s);
+  }
+  if (tokens_s.length > 1) spans.decode.push([Math.min(decoding_s, last_s), last_s, "solid"]);
+  return { spans, until_s: axis(timing, decoding_s, last_s), tokens_s };
+}
+
+function tokenTimes({ ttft_s: ttft, itl_s: gaps }) {
+  const times = [ttft];
+  for (const gap of gaps) times.push(times[times.length - 1] + gap);
+  return times;
+}
+
+// The whole of it, unless the answer takes so long that what comes before could not be seen.
+function axis(timing, decoding_s, last_s) {
+  return Math.min(Math.max(last_s, timing.ttft_s), decoding_s / AXIS_SHARE);
+}
+
+const lastOf = (transfers, role) => transfers.filter((transfer) => transfer.role === role).at(-1) ?? null;
+
+const at = (transfer, name) => transfer?.events.find((event) => event.name === name)?.at_s ?? null;

@@ -1,0 +1,31 @@
+"""What a load balancer or an orchestrator asks first: is it there, and can it serve."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+
+def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
+    """`not_ready` says why no request could be served now; None if it could."""
+    routes = APIRouter()
+
+    @routes.head("/health", include_in_schema=False)
+    @routes.get("/health", summary="The gateway runs, whatever its workers do")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.head("/ready", include_in_schema=False)
+    @routes.get("/ready", summary="A request would find its workers", responses={503: {}})
+    async def ready() -> JSONResponse:
+        reason = not_ready()
+        body = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
+        return JSONResponse(body, 200 if reason is None else 503)
+
+    @routes.head("/version", include_in_schema=False)
+    @routes.get("/version", summary="Which Baton this is")
+    async def get_version() -> dict[str, str]:
+        return {"version": version("baton")}
+
+    return routes

@@ -1,0 +1,42 @@
+"""RequestIds: every answer names the request that it is for, in the header `x-request-id`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.requests.request_id import offered_id, request_id_for
+
+HEADER = "x-request-id"
+
+
+class RequestIds:
+    """Gives each request a name of its own in `request.state.request_id`; a body that has a better one may replace it.
+
+    The answer has what the request came with in that header, as long as it could stand in a log, else the name.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["offered_id"] = offered_id(Headers(scope=scope).get(HEADER))
+        state["request_id"] = request_id_for(state["offered_id"])
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = shown_id(state)
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def shown_id(state: Mapping[str, Any]) -> str:
+    """What the client knows the request by, from what was set above."""
+    shown: str = state["offered_id"] or state["request_id"]
+    return shown

@@ -1,0 +1,71 @@
+"""What is wrong with a body, in the words of whoever wrote it: pydantic's findings, told by field and value."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+MAX_VALUE_CHARACTERS = 60
+"""Of a wrong value that is repeated in a message."""
+
+WORDS = {
+    "extra_forbidden": "this field is not known here; leave it out",
+    "missing": "it is missing, and must be given",
+    "json_invalid": "it cannot be read as JSON: {error}",
+    "model_attributes_type": "must be a JSON object",
+    "too_short": "must hold at least {min_length}, got {actual_length}",
+    "too_long": "must hold at most {max_length}, got {actual_length}",
+    "union_tag_invalid": "must have a type among {expected_tags}, got '{tag}'",
+    "union_tag_not_found": "must have a type",
+}
+"""By pydantic's name for the mistake, where its own words are about its own types."""
+
+
+def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
+    """The field, dotted from the body down, and what is wrong with it.
+
+    A value of several allowed types has a finding for each: the one that came furthest into the value is told, and
+    those of the same place with it.
+    """
+    top = findings[0]["loc"][:2]
+    placed = [(_place(finding, body), finding) for finding in findings if finding["loc"][:2] == top]
+    furthest = max((place for place, _ in placed), key=len)
+    there = [finding for place, finding in placed if place == furthest]
+    problem = " or ".join(dict.fromkeys(_words(finding) for finding in there))
+    if there[0]["type"] not in WORDS and isinstance(there[0]["input"], str | int | float):
+        problem += f", got {_shortened(there[0]['input'])}"
+    return ".".join(furthest) or "body", problem
+
+
+def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
+    """The way to the value, without the names of types that pydantic puts between."""
+    if finding["type"] == "json_invalid":
+        return ()
+    root, *parts = finding["loc"]
+    if root != "body":
+        return tuple(str(part) for part in parts)  # of a header, or of the address
+    place: list[str] = []
+    value = body
+    for depth, part in enumerate(parts, 1):
+        is_in = (
+            part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        )
+        if is_in:
+            value = value[part]
+        elif not (finding["type"] == "missing" and depth == len(parts)):
+            continue
+        place.append(str(part))
+    return tuple(place)
+
+
+def _words(finding: dict[str, Any]) -> str:
+    words = WORDS.get(finding["type"])
+    if words is None:
+        return re.sub(r"^\w+ should ", "must ", str(finding["msg"])).replace("be False", "be false")
+    return words.format(**finding.get("ctx", {}))
+
+
+def _shortened(value: str | float) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

@@ -1,0 +1,1 @@
+"""What happens at a gateway, told to those who watch it; decides nothing."""

@@ -1,0 +1,40 @@
+"""The access log: one line for each request that is over, with who asked, what became of it and how long it took."""
+
+import logging
+
+from gateway.requests.record import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+
+def log_request(record: RequestRecord) -> None:
+    """At INFO. Holds neither prompt nor answer nor key, and of an error its kind alone: its words may quote the
+    client's."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    fields = fields_of(record)
+    told = " ".join(f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
+    logger.info("request %s", told, extra=fields)
+
+
+def fields_of(record: RequestRecord) -> dict[str, str | int | float | None]:
+    """Times in seconds. Workers are those of the latest attempt."""
+    placement = record.attempts[-1].placement if record.attempts else None
+    ttft_s = record.ttft_s
+    return {
+        "request_id": record.request_id,
+        "caller": record.caller.name,
+        "door": record.door,
+        "outcome": record.outcome.value,
+        "error": record.error_kind,
+        "finish_reason": None if record.finish is None else record.finish.reason.value,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": None if record.finish is None else record.finish.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+        "total_s": round(record.ended_at - record.arrived_at, 6),
+        "attempts": record.num_attempts,
+        "path": record.path,
+        "prefill_worker": None if placement is None else placement.prefill,
+        "decode_worker": None if placement is None else placement.decode,
+    }

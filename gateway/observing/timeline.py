@@ -1,0 +1,113 @@
+"""A request's stages in the order of its life, as a tree: from its record alone; knows no clock and no tracing library.
+
+Times count from the request's arrival at the gateway. What workers tell is laid from the moment when they were given
+their order: clocks of two machines are never compared.
+"""
+
+from dataclasses import dataclass, field
+
+from gateway.requests.client_request import SeenTransfer
+from gateway.requests.record import RequestRecord, SeenAttempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Something that took its time."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    attributes: dict[str, str | int | float] = field(default_factory=dict)
+    events: tuple[tuple[str, float], ...] = ()
+    failure: str | None = None
+    """In our own words."""
+    inside: "list[Stage]" = field(default_factory=list)
+
+
+def stages_of(record: RequestRecord) -> list[Stage]:
+    """`intake`, then by turns `queue` and `attempt`."""
+    total_s = record.ended_at - record.arrived_at
+    stages = [Stage(name="intake", began_s=0.0, ended_s=min(record.intake_s, total_s))]
+    at_s = stages[0].ended_s
+    for attempt in record.attempts:
+        began_s = attempt.began_at - record.arrived_at
+        ended_s = total_s if attempt.ended_at is None else attempt.ended_at - record.arrived_at
+        stages.append(Stage(name="queue", began_s=at_s, ended_s=began_s))
+        stages.append(_attempt(record, attempt, began_s, ended_s))
+        at_s = ended_s
+    if not record.attempts or record.attempts[-1].failure is not None:
+        stages.append(Stage(name="queue", began_s=at_s, ended_s=total_s))
+    return stages
+
+
+def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> Stage:
+    placement, failure = attempt.placement, attempt.failure
+    attributes: dict[str, str | int | float] = {
+        "baton.attempt.id": attempt.engine_request_id,
+        "baton.attempt.number": attempt.number,
+        "baton.attempt.mode": placement.mode.value,
+        "baton.worker.decode": placement.decode,
+    }
+    if placement.prefill is not None:
+        attributes["baton.worker.prefill"] = placement.prefill
+    if failure is not None:
+        attributes |= {"baton.attempt.failed_worker": failure.worker, "error.type": failure.cause.value}
+    transfers = [seen for seen in record.transfers if seen.record.attempt == attempt.number]
+    return Stage(
+        name="attempt",
+        began_s=began_s,
+        ended_s=ended_s,
+        attributes=attributes,
+        failure=None if failure is None else failure.summary,
+        inside=[
+            *_until_first_token(record, began_s, ended_s),
+            *map(_transfer, transfers),
+            *_decode(record, attempt, began_s, ended_s),
+        ],
+    )
+
+
+def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[Stage]:
+    """Of the attempt that brought it."""
+    parts, ttft_s = record.ttft_parts, record.ttft_s
+    if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
+        return []
+    computes_s = began_s + parts.worker_queue_s
+    return [
+        Stage(name="worker_queue", began_s=began_s, ended_s=computes_s),
+        Stage(name="prefill", began_s=computes_s, ended_s=computes_s + parts.prefill_s),
+    ]
+
+
+def _transfer(seen: SeenTransfer) -> Stage:
+    record = seen.record
+    is_failed = record.events[-1].kind.value == "failed"
+    return Stage(
+        name=f"transfer {record.role.value}",
+        began_s=record.events[0].at_s,
+        ended_s=record.ended_s,
+        attributes={
+            "baton.worker": seen.worker,
+            "baton.transfer.peer": record.peer,
+            "baton.transfer.transport": record.transport,
+            "baton.transfer.bytes": record.num_bytes,
+            "baton.transfer.exposed_s": record.exposed_s,
+            "baton.transfer.moving_s": record.moving_s,
+        },
+        events=tuple((event.kind.value, event.at_s) for event in record.events),
+        failure="the prompt did not arrive" if is_failed else None,
+    )
+
+
+def _decode(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> list[Stage]:
+    """From the first token, or from the attempt's beginning if there was one before, to the end of the attempt."""
+    ttft_s = record.ttft_s
+    if ttft_s is None or ttft_s > ended_s:
+        return []
+    inside = []
+    finish = record.finish
+    is_last = attempt is record.attempts[-1]
+    if is_last and finish is not None and (parts := finish.timing.handover_parts) is not None:
+        at_s = finish.timing.handover_ended_s
+        inside.append(Stage(name="first_decode_step", began_s=at_s - parts.first_step_s, ended_s=at_s))
+    return [Stage(name="decode", began_s=max(began_s, ttft_s), ended_s=ended_s, inside=inside)]

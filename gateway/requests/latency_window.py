@@ -1,0 +1,173 @@
+"""LatencyWindow: how long clients of the last minute waited, in bounded memory; reads no clock and knows no request.
+
+Each second is a slice of its own: a histogram whose bins grow by 2 %, so a percentile is off by at most half of that,
+and a million tokens a second take no more room than ten.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_WINDOW_S = 60.0
+"""As far back as it remembers."""
+
+_SLICE_S = 1.0
+_GROWTH = math.log(1.02)
+_SHORTEST_S = 1e-4
+"""Anything shorter counts as this long."""
+_NUM_BINS = math.ceil(math.log(1e5 / _SHORTEST_S) / _GROWTH)
+
+
+@dataclass(slots=True)
+class _Slice:
+    number: int
+    ttft: Counter[int] = field(default_factory=Counter)
+    itl: Counter[int] = field(default_factory=Counter)
+    num_finished: int = 0
+    bins: NDArray[np.int64] | None = None
+    """Both histograms, as rows; once the slice is over and somebody asked."""
+    whole: "Second | None" = None
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one window, in seconds: the median and the 99th percentile; zeros if nothing came."""
+
+    ttft_s: tuple[float, float]
+    itl_s: tuple[float, float]
+    num_finished: int
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """What one whole second brought; percentiles as in Latencies, None if nothing came."""
+
+    ttft_s: tuple[float, float] | None = None
+    itl_s: tuple[float, float] | None = None
+    num_tokens: int = 0
+    num_finished: int = 0
+
+
+class LatencyWindow:
+    """What came lately. Times that are passed in must not run backwards."""
+
+    def __init__(self, on_first_token: Callable[[float], None] | None = None) -> None:
+        """`on_first_token` is told of every one how long its client waited, in seconds."""
+        self._on_first_token = on_first_token
+        self.num_tokens = 0
+        """That came, ever."""
+        self._slices: deque[_Slice] = deque(maxlen=math.ceil(MAX_WINDOW_S / _SLICE_S) + 1)
+
+    def stream(self, arrived_at: float) -> "StreamLatency":
+        """For one request that arrived then: to be told of every output, by whichever worker."""
+        return StreamLatency(self, arrived_at)
+
+    def finished(self, now: float) -> None:
+        """A request ended well."""
+        self._at(now).num_finished += 1
+
+    def first_token(self, waited_s: float, now: float) -> None:
+        self.num_tokens += 1
+        self._at(now).ttft[_bin(waited_s)] += 1
+        if self._on_first_token is not None:
+            self._on_first_token(waited_s)
+
+    def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
+        """`num_tokens` came together, so long after the one before: all but the first of them took no time."""
+        self.num_tokens += num_tokens
+        itl = self._at(now).itl
+        itl[_bin(waited_s)] += 1
+        if num_tokens > 1:
+            itl[0] += num_tokens - 1
+
+    def latencies(self, window_s: float, now: float) -> Latencies:
+        """Of the last `window_s`, at most MAX_WINDOW_S."""
+        oldest = math.floor((now - min(window_s, MAX_WINDOW_S)) / _SLICE_S)
+        parts = [part for part in self._slices if part.number > oldest]
+        ttft, itl = sum((self._bins(part) for part in parts), np.zeros((2, _NUM_BINS + 1), np.int64))
+        return Latencies(_percentiles(ttft), _percentiles(itl), sum(part.num_finished for part in parts))
+
+    def seconds(self, now: float) -> tuple[Second, ...]:
+        """Each second of the last minute, oldest first, without the one that is not over yet."""
+        newest = math.floor(now / _SLICE_S) - 1
+        whole = {part.number: self._whole(part) for part in self._slices if part.number <= newest}
+        return tuple(
+            whole.get(number, Second()) for number in range(newest - int(MAX_WINDOW_S) + 1, newest + 1)
+        )
+
+    def _whole(self, part: _Slice) -> Second:
+        """Of a second that is over: nothing is added to it any more."""
+        if part.whole is None:
+            ttft, itl = self._bins(part)
+            part.whole = Second(
+                _percentiles(ttft) if part.ttft else None,
+                _percentiles(itl) if part.itl else None,
+                part.ttft.total() + part.itl.total(),
+                part.num_finished,
+            )
+        return part.whole
+
+    def _bins(self, part: _Slice) -> NDArray[np.int64]:
+        """A slice's histograms, so that sixty of them add up in no time."""
+        if part.bins is not None:
+            return part.bins
+        bins = np.zeros((2, _NUM_BINS + 1), np.int64)
+        for row, counts in zip(bins, (part.ttft, part.itl), strict=True):
+            row[list(counts)] = list(counts.values())
+        if part is not self._slices[-1]:
+            part.bins = bins
+        return bins
+
+    def _at(self, now: float) -> _Slice:
+        number = math.floor(now / _SLICE_S)
+        if not self._slices or self._slices[-1].number < number:
+            self._slices.append(_Slice(number))
+        return self._slices[-1]
+
+
+class StreamLatency:
+    """When the tokens of one request reached the gateway, however many workers report them."""
+
+    __slots__ = ("_last_at", "_num_arrived", "_window")
+
+    def __init__(self, window: LatencyWindow, arrived_at: float) -> None:
+        self._window = window
+        self._last_at = arrived_at
+        self._num_arrived = 0
+
+    def tokens(self, first_position: int, num_tokens: int, now: float) -> None:
+        """Positions that came before count no more: the second report of token 0, and what an attempt repeats."""
+        num_new = first_position + num_tokens - self._num_arrived
+        if num_new <= 0:
+            return
+        waited_s = now - self._last_at
+        num_later = num_new
+        if not self._num_arrived:
+            self._window.first_token(waited_s, now)
+            waited_s, num_later = 0.0, num_new - 1
+        if num_later:
+            self._window.next_tokens(waited_s, num_later, now)
+        self._num_arrived += num_new
+        self._last_at = now
+
+
+def _bin(seconds: float) -> int:
+    if seconds <= _SHORTEST_S:
+        return 0
+    return min(_NUM_BINS, math.ceil(math.log(seconds / _SHORTEST_S) / _GROWTH))
+
+
+def _percentiles(bins: NDArray[np.int64]) -> tuple[float, float]:
+    return _percentile(bins, 0.5), _percentile(bins, 0.99)
+
+
+def _percentile(bins: NDArray[np.int64], share: float) -> float:
+    """Nearest rank: the smallest value that at least this share of all do not exceed; 0 of nothing."""
+    up_to = bins.cumsum()
+    number = int(up_to.searchsorted(math.ceil(share * int(up_to[-1]))))
+    return 0.0 if number == 0 else _SHORTEST_S * math.exp((number - 0.5) * _GROWTH)

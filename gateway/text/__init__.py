@@ -1,0 +1,7 @@
+"""Text to tokens and back, with the model's own tokenizer; knows no request and no worker."""
+
+from gateway.text.pool import TokenizerPool
+from gateway.text.stream import Detokenizer, StopStrings, TextStream
+from gateway.text.tokenizer import ChatMessage, Tokenizer
+
+__all__ = ["ChatMessage", "Detokenizer", "StopStrings", "TextStream", "Tokenizer", "TokenizerPool"]

@@ -1,0 +1,113 @@
+"""TokenizerPool: a tokenizer's work within bounds, and on threads of its own, so that the event loop goes on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from baton.errors import InvalidRequest, Overloaded, PromptTooLong
+from gateway.text.time_limit import run_within
+from gateway.text.tokenizer import ChatMessage, Tokenizer
+
+T = TypeVar("T")
+
+MAX_INLINE_CHARACTERS = 2_000
+"""Shorter texts are tokenised at once: a thread would take longer to get to it."""
+NUM_THREADS = 4
+NUM_TEMPLATE_THREADS = 2
+"""Of their own, so that texts never wait behind a template that takes long."""
+MAX_WAITING = 256
+"""Texts and conversations that are worked on or wait for a thread; one more is refused."""
+RETRY_AFTER_S = 1.0
+TEMPLATE_TIMEOUT_S = 5.0
+"""For a template's work on one conversation. It is a program, and nothing says that it ends."""
+
+
+class TokenizerPool:
+    """For use from one event loop. Who is cancelled gives back what it had."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, max_tokens: int, template_timeout_s: float = TEMPLATE_TIMEOUT_S
+    ) -> None:
+        """Texts that could not fit into `max_tokens`, were all their tokens the longest, are not tokenised at all."""
+        self.tokenizer = tokenizer
+        self.max_characters = max_tokens * tokenizer.longest_token
+        self._template_timeout_s = template_timeout_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="chat-template")
+        self._num_waiting = 0
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """PromptTooLong names `prompt`; Overloaded if too many wait already."""
+        self._check_length("prompt", text)
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        with self._place():
+            return await self._on(self._threads, lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> tuple[int, ...]:
+        """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded as above."""
+        with self._place():
+            text = await self._render(messages, add_generation_prompt)
+            self._check_length("chat", text)
+            return await self._on(self._threads, lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Overloaded if too many wait already."""
+        with self._place():
+            return await self._on(
+                self._threads, lambda: self.tokenizer.decode(token_ids, skip_special_tokens)
+            )
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; Overloaded if too many wait already."""
+        with self._place():
+            return await self._on(self._threads, lambda: self.tokenizer.pieces(token_ids))
+
+    def close(self) -> None:
+        """What has begun ends by itself; what waits does not begin."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._template_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_length(self, field: str, text: str) -> None:
+        if len(text) > self.max_characters:
+            raise PromptTooLong(
+                field,
+                f"{len(text)} characters are more than the model can take, {self.max_characters} at most",
+            )
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(
+                f"{self._num_waiting} prompts wait to be tokenised, which is the limit", RETRY_AFTER_S
+            )
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    async def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+        """The time counts from when a thread has begun with it."""
+
+        def render() -> str:
+            return self.tokenizer.render_chat(messages, add_generation_prompt)
+
+        timeout_s = self._template_timeout_s
+        try:
+            return await self._on(self._template_threads, lambda: run_within(timeout_s, render))
+        except TimeoutError:
+            raise InvalidRequest(
+                "chat", f"the model's chat template took longer than {timeout_s:g} s for it"
+            ) from None
+
+    def _on(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(threads, work)

@@ -1,0 +1,93 @@
+"""Tokenizer: a model folder's own tokenizer and chat template."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import InvalidRequest, ModelError
+from gateway.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Tokenizer:
+    """Encoding and decoding are safe from any thread; TokenizerPool has threads for them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes seconds, since it imports transformers: call it off the event loop."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+        self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
+        # A tokenizer.json may tell to cut or to fill up what it encodes, as for training.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self._token_bytes = TokenBytes(self.backend)
+        self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
+        """In characters: no token stands for more of a text."""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def files(self) -> dict[str, bytes]:
+        """What makes the same tokenizer elsewhere, by file name: `tokenizer.json`, its configuration and template."""
+        with TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for; a character of several bytes may be spread over several tokens."""
+        return self._token_bytes.of(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids, with the special tokens that the model expects around a text unless told otherwise."""
+        # Other threads run meanwhile: in a batch the library lets go of the interpreter's lock, else it does not.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of all tokens together; bytes that are no character become U+FFFD."""
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; empty where an id has none."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model was taught to read it, up to where the assistant speaks next.
+
+        The template is a program of the model's author, in transformers' sandbox: what it raises is an InvalidRequest
+        that names `chat`. How long it takes is for the caller to bound.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "chat", "this model's tokenizer has no chat template; send text or token ids"
+            )
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # it may raise anything
+            raise InvalidRequest("chat", f"the model's chat template refuses it: {error}") from error
+        return str(text)

@@ -1,0 +1,105 @@
+"""Fleet: the workers a gateway is connected to, each to the end of its life."""
+
+import asyncio
+import logging
+import secrets
+
+import zmq.asyncio
+
+from baton.config import NetworkConfig
+from baton.curve import PlaneKeys
+from baton.errors import WorkerUnavailable
+from baton.worker import WorkerEndpoint
+from gateway.workers.worker_client import WorkerClient, WorkerListener
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Workers join by `add` and leave by `remove` or when their life ends; silence only keeps requests from them.
+
+    The listener hears of each one, and of its end.
+    """
+
+    def __init__(
+        self,
+        network: NetworkConfig,
+        keys: PlaneKeys | None,
+        listener: WorkerListener,
+    ) -> None:
+        self._network = network
+        self._keys = keys
+        self._listener = listener
+        self._identity = secrets.token_bytes(16)
+        self._context = zmq.asyncio.Context()
+        self._clients: dict[str, WorkerClient] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of workers that were removed a moment ago: their sockets are still open."""
+
+    def add(self, endpoint: WorkerEndpoint) -> None:
+        """Connects to a worker. One of the same name is replaced: it is a new life of it."""
+        self.remove(endpoint.ref.name, "replaced")
+        client = WorkerClient(
+            endpoint,
+            self._context,
+            self._identity,
+            self._network,
+            self._keys,
+            self._listener,
+        )
+        self._clients[client.name] = client
+        task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
+        task.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
+
+    def remove(self, name: str, reason: str) -> None:
+        """Forgets a worker; unknown names are no error."""
+        if name in self._clients:
+            del self._clients[name]
+            task = self._tasks.pop(name)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+            self._listener.lost(name, reason)
+
+    def client(self, name: str) -> WorkerClient | None:
+        return self._clients.get(name)
+
+    @property
+    def clients(self) -> list[WorkerClient]:
+        return sorted(self._clients.values(), key=lambda client: client.name)
+
+    async def wait_for(self, name: str) -> None:
+        """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown.
+
+        WorkerUnavailable if it cannot be talked to at all: unlike silence, that does not pass.
+        """
+        if client := self.client(name):
+            await client.first_sign.wait()
+            if client.refusal is not None:
+                raise WorkerUnavailable(
+                    f"worker {name} at {client.endpoint.request_address}: {client.refusal}"
+                )
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks.values(), *self._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._clients.clear()
+        self._tasks.clear()
+        self._context.term()
+
+    async def _watch(self, client: WorkerClient) -> None:
+        try:
+            reason = await client.run()
+        except (
+            Exception
+        ) as error:  # the edge of the task: what this worker has must not be waited for in vain
+            logger.exception("the connection to worker %s ended", client.name)
+            reason = f"the connection to it ended: {error}"
+        if self._clients.get(client.name) is client:
+            logger.warning("worker %s is lost: %s", client.name, reason)
+            del self._clients[client.name]
+            del self._tasks[client.name]
+            self._listener.lost(client.name, reason)

@@ -1,0 +1,281 @@
+"""WorkerClient: a gateway's end of the request plane to one worker; knows messages, not requests."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from baton.addresses import connect
+from baton.config import NetworkConfig
+from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.errors import WireError
+from baton.messages import (
+    REQUEST_PLANE_VERSION,
+    TO_GATEWAY,
+    TO_WORKER,
+    Heartbeat,
+    KVEvents,
+    Order,
+    Outputs,
+    ToGateway,
+    foreign_version,
+)
+from baton.request import EngineRequest, RequestOutput
+from baton.session import GatewaySession
+from baton.wire import MAX_MESSAGE_BYTES
+from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAMES_AT_ONCE = 32
+"""Before anybody else gets a turn."""
+
+REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
+
+
+class WorkerListener(Protocol):
+    """Who wants to know what workers say and what becomes of them: the dispatcher."""
+
+    def heard(self, status: WorkerStatus) -> None:
+        """A worker that is alive says how it stands."""
+        ...
+
+    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
+
+    def kv_events(self, worker: str, events: KVEvents) -> None:
+        """What its prefix cache holds, or what changed in it; only if that was subscribed to."""
+        ...
+
+    def lost(self, worker: str, reason: str) -> None:
+        """What the worker had cannot be waited for. It may go on, and be heard again."""
+        ...
+
+
+class WorkerClient:
+    """Talks to one life of one worker until that is over: `run` returns why."""
+
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        context: zmq.asyncio.Context,
+        identity: bytes,
+        network: NetworkConfig,
+        keys: PlaneKeys | None,
+        listener: WorkerListener,
+    ) -> None:
+        self.endpoint = endpoint
+        self.status: WorkerStatus | None = None
+        """As of the last heartbeat; None before the first."""
+        self.first_sign = asyncio.Event()
+        """Set with the first heartbeat, or when there will be none."""
+        self.refusal: str | None = None
+        """Why one of us refuses the other: another secret, another version. Only a new life of either can heal that."""
+        self.num_bad_messages = 0
+        self._network = network
+        self._listener = listener
+        self._session = GatewaySession(endpoint.ref.incarnation)
+        self.is_silent = False
+        """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard."""
+        self._is_connected = True
+        """Or never was: then only silence tells."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Ends the time that a broken connection has to come back."""
+        self._wants_kv_events = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        secure_client(self._socket, keys)
+        # Before `connect`: some refusals come once and are not tried again by libzmq.
+        self._connection = self._socket.get_monitor_socket(
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        connect(self._socket, endpoint.request_address)
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.ref.name
+
+    async def run(self) -> str:
+        """Exchanges signs of life and hands on outputs until this life of the worker is over; the reason is returned.
+
+        Silence does not end it: a worker that was stopped, or cut off, may go on.
+        """
+        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_connection())]
+        try:
+            return await self._listen()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Nothing more goes either way; may be repeated, and comes before `run` where that never began."""
+        if self._socket.closed:
+            return
+        self._end_grace()
+        self.first_sign.set()
+        self._socket.disable_monitor()
+        self._connection.close()
+        self._socket.close()
+
+    async def submit(self, request: EngineRequest) -> None:
+        await self._order(self._session.submit(request))
+
+    async def abort(self, request_ids: tuple[str, ...]) -> None:
+        """Requests that were submitted over this connection, or over a former one: these end with its session."""
+        if self._session.number is None:
+            return  # nothing was; and an order would count, so that a worker may take our session for the former one
+        await self._order(self._session.abort(request_ids))
+
+    async def subscribe_kv_events(self) -> None:
+        """Asks for an account of the worker's prefix cache and what changes in it from then on; to be repeated after a
+        gap in what came. A new session is subscribed by itself."""
+        self._wants_kv_events = True
+        if self._session.number is not None:
+            await self._order(self._session.subscribe_kv_events())
+
+    async def _greet(self) -> None:
+        while True:
+            await self._send(TO_WORKER.encode(self._session.hello()))
+            await asyncio.sleep(self._network.heartbeat_interval_s)
+
+    async def _watch_connection(self) -> None:
+        num_unexplained = 0
+        while True:
+            match (await recv_monitor_message(self._connection))["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    num_unexplained = 0
+                    self.refusal = None
+                    self._is_connected = True
+                    self._end_grace()
+                    continue
+                case zmq.EVENT_DISCONNECTED:
+                    self._begin_grace()
+                    continue
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    # The usual answer to a wrong secret is none, but a worker that dies in mid-handshake does it once.
+                    num_unexplained += 1
+                    if num_unexplained == 1:
+                        continue
+            self._refuse(REFUSED)
+
+    def _begin_grace(self) -> None:
+        """libzmq connects anew by itself, ten times a second. A process that was killed does not answer."""
+        if self._grace is None:
+            grace_s = self._network.reconnect_grace_s
+            self._grace = asyncio.get_running_loop().call_later(grace_s, self._note_disconnection)
+
+    def _end_grace(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def _note_disconnection(self) -> None:
+        self._grace = None
+        self._is_connected = False
+        if not self.is_silent:
+            grace_s = self._network.reconnect_grace_s
+            self._fall_silent(f"its connection broke, and did not come back within {grace_s:g} s")
+
+    async def _listen(self) -> str:
+        while True:
+            if not await self._has_news():
+                if not self.is_silent:
+                    self._fall_silent(f"silent for {self._network.peer_timeout_s:g} s")
+                continue
+            for frame in await self._frames():
+                if reason := await self._take(frame):
+                    return reason
+
+    async def _frames(self) -> list[bytes]:
+        """Those that are there. What they bring for one client goes out as one, so that a gateway that has much to do
+        has less to do."""
+        frames: list[bytes] = []
+        with suppress(zmq.Again):
+            while len(frames) < MAX_FRAMES_AT_ONCE:
+                frames.append(await self._socket.recv(flags=zmq.NOBLOCK))
+        return frames
+
+    async def _take(self, frame: bytes) -> str | None:
+        """Why the worker is lost, if this says so."""
+        match self._decode(frame):
+            case Outputs(outputs):
+                self._session.note_outputs()
+                self._listener.outputs(self.name, outputs)
+            case KVEvents() as events:
+                self._listener.kv_events(self.name, events)
+            case Heartbeat() as heartbeat:
+                return await self._take_heartbeat(heartbeat)
+        return None
+
+    def _decode(self, frame: bytes) -> ToGateway | None:
+        """None if it is no message, or one of another version."""
+        try:
+            message = TO_GATEWAY.decode(frame)
+        except WireError as error:
+            if (version := foreign_version(frame)) is not None:
+                self._refuse(
+                    f"it speaks version {version} of the request plane, this gateway {REQUEST_PLANE_VERSION}; let "
+                    "both run the same version of Baton"
+                )
+            else:
+                self.num_bad_messages += 1
+                logger.warning("dropped a message of worker %s: %s", self.name, error)
+            return None
+        self.is_silent = not self._is_connected  # what it said before its connection broke is no sign of life
+        return message
+
+    def _refuse(self, reason: str) -> None:
+        if self.refusal is None:
+            self.refusal = reason
+            self._fall_silent(reason)
+
+    def _fall_silent(self, reason: str) -> None:
+        self.is_silent = True
+        self.first_sign.set()
+        self._listener.lost(self.name, reason)
+
+    async def _has_news(self) -> bool:
+        """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""
+        try:
+            async with asyncio.timeout(self._network.peer_timeout_s):
+                await self._socket.poll()
+        except TimeoutError:
+            # If this process stood still, the timeout is ours: frames may have come in meanwhile.
+            return bool(await self._socket.poll(0))
+        return True
+
+    async def _take_heartbeat(self, message: Heartbeat) -> str | None:
+        """Why the worker is lost, if this heartbeat says so."""
+        if message.status.ref.incarnation != self.endpoint.ref.incarnation:
+            return "restarted"
+        former = self._session.number
+        if loss := self._session.note_heartbeat(message):
+            self._listener.lost(self.name, loss)
+        if self._wants_kv_events and self._session.number not in (former, None):
+            await self._order(self._session.subscribe_kv_events())
+        self.status = message.status
+        self.first_sign.set()
+        if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
+            reason = f"its engine is {message.status.state.value}"
+            return f"{reason}: {message.status.failure}" if message.status.failure else reason
+        if not self.is_silent:
+            self._listener.heard(message.status)
+        return None
+
+    async def _order(self, order: Order) -> None:
+        frame = TO_WORKER.encode(order)
+        self._session.count_order()
+        await self._send(frame)
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            await self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # A full queue or a closed socket. `_listen` will notice, or the worker, when it hears the next Hello.
+            logger.warning("could not send to worker %s: %s", self.name, error)
