@@ -27,7 +27,7 @@ from baton.worker import (
 )
 from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.planner import Decision
-from gateway.latency_window import LatencyWindow
+from gateway.requests.latency_window import LatencyWindow
 
 BLOCK_SIZE = 16
 

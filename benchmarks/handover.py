@@ -187,7 +187,7 @@ def main() -> None:
         config = BatonConfig.from_mapping(
             {
                 "model": {"dtype": options.dtype},
-                "gateway": {"grpc_port": 0},
+                "gateway": {"grpc_port": 0, "http_port": None},
                 "network": {"peer_timeout_s": 60.0},
                 "kv_transfer": {"peer_timeout_s": 60.0, "transport": transport},
             }

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.block_hash import block_hashes
-from baton.config import GatewayConfig
+from baton.gateway_config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.messages import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.config import GatewayConfig
+from baton.gateway_config import GatewayConfig
 from baton.kv import KVTransferParams, TransferRole
 from baton.messages import KVEvents
 from baton.request import FinishReason, RequestOutput, StageTimes

@@ -100,9 +100,9 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
     """A picture's scene, from the workers' start to their stop."""
     config = BatonConfig.from_mapping(
         {
-            "engine": {"trace_dir": trace_dir},
+            "engine": {"trace_dir": trace_dir, "kv_cache_memory_mib": 64},
             "scheduler": picture.scheduler,
-            "gateway": {"grpc_port": 0},
+            "gateway": {"grpc_port": 0, "http_port": None},
             "cluster": {"prefill": len(picture.workers) - 1},
         }
     )

@@ -75,7 +75,7 @@ def _config(setting: Setting, sizes: Sizes, transport: str) -> BatonConfig:
             "model": {"dtype": "float32"},
             "engine": {"device": setting.device.type},
             "scheduler": {"block_size": sizes.block_size, "num_blocks": sizes.num_blocks},
-            "gateway": {"grpc_port": 0},
+            "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0, "transport": transport},
         }
