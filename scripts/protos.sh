@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Regenerates baton/v1 from protos/. With --check, fails if what is checked in differs from what would be generated.
+# Regenerates Python from protos/: baton/v1 for our own API, gateway/grpc_api/generated for interfaces of others, whose own
+# package names (vllm, smg) are those of distributions on PyPI. With --check, fails if what is checked in differs from what
+# would be generated.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -8,12 +10,21 @@ trap 'rm -rf "$out"' EXIT
 
 PATH="$(dirname "$(command -v "$python")"):$PATH" "$python" -m grpc_tools.protoc -I protos \
     --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
-    protos/baton/v1/*.proto
+    protos/baton/v1/*.proto protos/vllm/grpc/engine/*.proto protos/smg/grpc/common/*.proto
+
+others=gateway/grpc_api/generated
+mkdir -p "$out/$others"
+mv "$out"/vllm/grpc/engine/* "$out"/smg/grpc/common/* "$out/$others/"
+sed -i -E 's/\b(vllm\.grpc\.engine|smg\.grpc\.common)(\.[a-z_]+_pb2|\b import\b)/gateway.grpc_api.generated\2/' "$out/$others"/*.py*
 
 if [ "${1:-}" = "--check" ]; then
-    diff -r --exclude=__init__.py --exclude=__pycache__ "$out/baton/v1" baton/v1 ||
-        { echo "baton/v1 is not what protos/ generates: run \`make protos\`" >&2; exit 1; }
+    for folder in baton/v1 "$others"; do
+        diff -r --exclude=__init__.py --exclude=__pycache__ "$out/$folder" "$folder" ||
+            { echo "$folder is not what protos/ generates: run \`make protos\`" >&2; exit 1; }
+    done
 else
-    rm -f baton/v1/*_pb2*
-    cp "$out"/baton/v1/* baton/v1/
+    for folder in baton/v1 "$others"; do
+        rm -f "$folder"/*_pb2*
+        cp "$out/$folder"/* "$folder/"
+    done
 fi

@@ -1,22 +1,18 @@
-"""Which tests may run at the same time, where pytest-xdist runs them in two processes (`make test`)."""
+"""Which tests may run at the same time, where pytest-xdist runs them in several processes (`make test`)."""
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-STARTS_RAY = (
-    "tests/e2e/test_chaos.py",
-    "tests/e2e/test_node_loss.py",
-    "tests/integration/test_cluster_",
-    "tests/integration/test_fleet_on_ray.py",
-)
+from tests.conftest import STARTS_RAY
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc] # pytest-xdist has no types
-    """A file's tests, which share what they start, run one after another; so do all that start a Ray.
+    """A file's tests, which share what they start, run one after another; so do most that start a Ray.
 
-    Two of those at once would each take what the other leaves in shared memory for their own. Files begin in the order
-    in which they were collected: whole clusters come first, and many small tests fill what is left.
+    More of those at once would keep two cores so busy that a process takes a minute to start.
+    Files begin in the order in which they were collected: whole clusters come first, and many small tests fill what is
+    left.
     """
 
     def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:

@@ -35,6 +35,18 @@ hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")
 
 
+STARTS_RAY = (
+    "tests/integration/test_cluster_",
+    "tests/integration/test_fleet_on_ray.py",
+    "tests/integration/test_gateways_on_ray.py",
+)
+"""Longer than anything that runs beside it, so that it comes first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(STARTS_RAY))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Scheduling":
     from tests.by_file import ByFile  # where tests run one after another, nobody needs pytest-xdist

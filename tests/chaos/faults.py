@@ -15,7 +15,6 @@ from gateway.client import GatewayClient, GatewayError
 from tests.chaos.errands import Errands
 from tests.chaos.machines import Machines
 
-INTERVAL_S = (1.5, 4.5)
 STANDSTILL_S = (0.5, 9.0)
 """Up to longer than any peer's patience, so that both a pause and a presumed death are met."""
 
@@ -31,11 +30,14 @@ class Faults:
         errands: Errands,
         client: GatewayClient,
         rng: random.Random,
+        every_s: float,
     ) -> None:
+        """One fault every `every_s`, give or take half of it."""
         self._machines = machines
         self._errands = errands
         self._client = client
         self._rng = rng
+        self._every_s = every_s
         self._standing: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
@@ -53,7 +55,7 @@ class Faults:
         """One fault after the other, until cancelled."""
         weights = [weight for weight, _, _ in self._menu]
         while True:
-            await asyncio.sleep(self._rng.uniform(*INTERVAL_S))
+            await asyncio.sleep(self._rng.uniform(0.5 * self._every_s, 1.5 * self._every_s))
             await self._errands.run(self._machines.replenish)
             ((_, name, fault),) = self._rng.choices(self._menu, weights)
             victim = await fault()

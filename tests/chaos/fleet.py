@@ -10,7 +10,7 @@ from gateway.client import GatewayClient, GatewayError
 from tests.chaos.machines import Machines
 
 HEAL_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 60.0
 OUR_ACTORS = ("ray::Worker", "ray::Controller")
 """How Ray names their processes."""
 

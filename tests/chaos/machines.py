@@ -12,13 +12,16 @@ from typing import Any
 
 import psutil
 
-HEALTH_CHECKS = {
+SYSTEM_CONFIG = {
+    # No Python process per CPU that nobody asked for.
+    "prestart_worker_first_driver": False,
     # A lost node is noticed after about two seconds, instead of sixteen.
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
 }
+NUM_TRIES = 3
 _STORE_BYTES = 80 * 2**20
 
 
@@ -35,18 +38,8 @@ class Machines:
 
     def __init__(self, num_nodes: int, cpus_per_node: int) -> None:
         assert "RAY_AUTH_TOKEN" in os.environ, "prepare() first"
-        from ray.cluster_utils import Cluster
-
         self._cpus_per_node = cpus_per_node
-        self._cluster: Any = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 0,
-                "include_dashboard": False,
-                "object_store_memory": _STORE_BYTES,
-                "_system_config": HEALTH_CHECKS,
-            },
-        )
+        self._cluster: Any = _begin_cluster()
         self._num_wanted = num_nodes
         self.replenish()
 
@@ -103,6 +96,29 @@ class Machines:
 
     def _node_of(self, pid: int) -> Any:
         return next(node for node in self._nodes if _raylet(node).pid == pid)
+
+
+def _begin_cluster() -> Any:
+    """With a head. Ray gives one half a minute, in which a machine that has much else to do may not start it."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    head: dict[str, Any] = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "_system_config": SYSTEM_CONFIG,
+    }
+    for _ in range(NUM_TRIES - 1):
+        try:
+            cluster.add_node(**head)
+        except Exception as error:
+            print(f"the head did not start: {error}", flush=True)
+            cluster.shutdown()
+        else:
+            return cluster
+    cluster.add_node(**head)
+    return cluster
 
 
 def _raylet(node: Any) -> Any:

@@ -32,7 +32,7 @@ def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tm
             "engine": {"num_threads": 1},
             "scheduler": {"num_blocks": 400},
             "kv_transfer": {"lease_s": 3.0},
-            "gateway": {"grpc_port": 0},
+            "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"secret_file": str(tmp_path / "secret")},
             "cluster": {"prefill": 1, "decode": 2},
         }

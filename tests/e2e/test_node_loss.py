@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.factories.models import make_model_dir
 
 TIMEOUT_S = 300.0
+
+pytestmark = pytest.mark.by_hand  # nodes are killed by test_chaos.py, too
 
 
 def test_c52_a_lost_node_costs_no_request_and_the_fleet_heals(tmp_path: Path) -> None:

@@ -155,13 +155,11 @@ def test_the_two_phase_scheduler_gives_the_same_tokens(tiny: Subject, policy: st
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 7, "preemption": "swap"},
         {"max_num_batched_tokens": 33, "preemption": "recompute", "async_scheduling": False},
         {"max_num_batched_tokens": 512, "preemption": "auto"},
-        {**TWO_PHASE, "preemption": "swap", "policy": "fcfs"},
-        {**TWO_PHASE, "preemption": "recompute", "policy": "priority"},
+        {**TWO_PHASE, "preemption": "swap", "policy": "priority"},
     ],
-    ids=["7-swap", "33-sync", "512-auto", "two-phase-swap", "two-phase-priority"],
+    ids=["33-sync", "512-auto", "two-phase-swap"],
 )
 def test_the_real_model_gives_the_same_tokens_too(real: Subject, settings: dict[str, Any]) -> None:
     check(real, **settings)

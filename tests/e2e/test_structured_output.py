@@ -9,8 +9,7 @@ import pytest
 
 from gateway.client import GatewayError
 from tests.e2e.test_same_tokens import MODES, make_config
-from tests.factories.local_cluster import local_cluster
-from tests.factories.models import make_model_dir
+from tests.factories.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -27,36 +26,14 @@ SCHEMA = json.dumps(
 DATE = r"(19|20)\d\d-\d\d-\d\d"
 
 
-def test_an_answer_matches_its_grammar_whoever_samples_its_first_token(smollm2: Path) -> None:
+def test_c13_an_answer_matches_its_grammar_and_what_is_no_grammar_is_the_clients_mistake(
+    smollm2: Path,
+) -> None:
+    """Whoever samples its first token; and after a mistake the next request is served."""
+
     async def run() -> None:
         async with local_cluster(make_config(), smollm2) as cluster:
-            options = {"temperature": 0.0, "max_tokens": 60}
-            by_schema = await asyncio.gather(
-                *[cluster.answer(PROMPT, mode, json_schema=SCHEMA, **options) for mode in MODES]
-            )
-            assert by_schema[0].token_ids == by_schema[1].token_ids
-            assert json.loads(by_schema[0].text)["city"] in ("Paris", "Rome")
-            dates = await asyncio.gather(
-                *[
-                    cluster.answer(PROMPT, mode, regex=DATE, temperature=1.5, seed=seed, max_tokens=60)
-                    for mode in MODES
-                    for seed in range(4)
-                ]
-            )
-            assert all(re.fullmatch(DATE, date.text) for date in dates)
-            assert len({date.text for date in dates}) == 4, "a seed's date is the same in both modes"
-            await cluster.at_rest()
-
-    asyncio.run(run())
-
-
-def test_c13_a_grammar_that_is_none_is_the_clients_mistake_and_the_next_request_is_served(
-    tmp_path: Path,
-) -> None:
-    """Whatever the model."""
-
-    async def run() -> None:
-        async with local_cluster(make_config(), make_model_dir(tmp_path)) as cluster:
+            await check_answers_match(cluster)
             for mode in MODES:
                 with pytest.raises(GatewayError, match=r"structured_output: .*unclosed group"):
                     await cluster.answer(SHORT, mode, regex="(yes", max_tokens=5)
@@ -67,3 +44,21 @@ def test_c13_a_grammar_that_is_none_is_the_clients_mistake_and_the_next_request_
             await cluster.at_rest()
 
     asyncio.run(run())
+
+
+async def check_answers_match(cluster: LocalCluster) -> None:
+    options = {"temperature": 0.0, "max_tokens": 60}
+    by_schema = await asyncio.gather(
+        *[cluster.answer(PROMPT, mode, json_schema=SCHEMA, **options) for mode in MODES]
+    )
+    assert by_schema[0].token_ids == by_schema[1].token_ids
+    assert json.loads(by_schema[0].text)["city"] in ("Paris", "Rome")
+    dates = await asyncio.gather(
+        *[
+            cluster.answer(PROMPT, mode, regex=DATE, temperature=1.5, seed=seed, max_tokens=60)
+            for mode in MODES
+            for seed in range(4)
+        ]
+    )
+    assert all(re.fullmatch(DATE, date.text) for date in dates)
+    assert len({date.text for date in dates}) == 4, "a seed's date is the same in both modes"

@@ -25,7 +25,7 @@ def make_config(num_prefill_ranks: int, num_decode_ranks: int) -> BatonConfig:
             "model": {"dtype": "float32"},
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 8},
             "scheduler": {"max_num_batched_tokens": 64},
-            "gateway": {"grpc_port": 0},
+            "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0},
             "cluster": {
@@ -49,7 +49,7 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in found]
 
 
-@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 2)])
 def test_tokens_do_not_depend_on_the_number_of_ranks(
     tmp_path: Path, num_prefill_ranks: int, num_decode_ranks: int
 ) -> None:
@@ -60,22 +60,29 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
         async with local_cluster(config, make_model_dir(tmp_path)) as cluster:
             ranks = [child for name in ("w0", "w1") for child in rank_processes(cluster, name)]
             assert len(ranks) == num_prefill_ranks + num_decode_ranks - 2
-            assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
-            counters = await cluster.counters("w1")
-            assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+            await check_same_answers(cluster)
         assert not any(child.is_running() for child in ranks)
 
     asyncio.run(run())
 
 
+async def check_same_answers(cluster: LocalCluster) -> None:
+    assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
+    counters = await cluster.counters("w1")
+    assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+
+
 def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Until then, two ranks hand over to one."""
+
     async def run() -> None:
         async with local_cluster(make_config(2, 1), make_model_dir(tmp_path)) as cluster:
+            await check_same_answers(cluster)
             (rank,) = rank_processes(cluster, "w0")
             rank.send_signal(signal.SIGKILL)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 while "w0" in await alive(cluster):
                     await asyncio.sleep(0.05)
             why = f"rank 1 (pid {rank.pid}) was killed by SIGKILL"

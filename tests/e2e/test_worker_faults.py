@@ -1,4 +1,7 @@
-"""Workers that are killed, stopped or replaced on their own ports while hand-overs run; see worker_faults.py."""
+"""Workers that are killed, stopped or replaced on their own ports while hand-overs run; see worker_faults.py.
+
+Most of what follows a fault is the same whatever carries the bytes; `make break-workers` does all of it for each.
+"""
 
 import asyncio
 import random
@@ -9,7 +12,6 @@ import pytest
 
 from tests.e2e.worker_faults import (
     ROWS,
-    TRANSPORTS,
     Transport,
     break_workers,
     broken_cluster,
@@ -20,7 +22,7 @@ from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
-NUM_TRANSFERS = 40
+NUM_TRANSFERS = 24
 SEED = 7
 POOL_IDLE_S = 2.0
 """So that the maps of dead workers' pools are let go within the test; half a minute in earnest."""
@@ -31,7 +33,7 @@ def used(descriptions: dict[str, dict[str, Any]]) -> set[str]:
     return {transport for about in descriptions.values() for transport in about["transports"]}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("zmq_tcp", marks=pytest.mark.by_hand)])
 def test_c44_c51_c52_no_fault_of_a_worker_costs_a_token_or_a_block(
     transport: Transport, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ STANDSTILL_S = 2.0 * LEASE_S
 NUM_AT_ONCE = 12
 TRANSFERS_PER_FAULT = 50
 REQUEST_TIMEOUT_S = 60.0
-REST_TIMEOUT_S = 30.0
+REST_TIMEOUT_S = 90.0
 HONEST_ERRORS = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 
 Transport = Literal["shared_memory", "zmq_tcp"]
@@ -42,7 +42,7 @@ def make_config(transport: Transport) -> BatonConfig:
             "model": {"dtype": "float32"},
             "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
             "scheduler": {"max_num_batched_tokens": 64, "num_blocks": 64},
-            "gateway": {"grpc_port": 0},
+            "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.0},
             "kv_transfer": {"transport": transport, "lease_s": LEASE_S, "peer_timeout_s": 1.0},
             "cluster": {"prefill": 2, "decode": 2},
@@ -230,7 +230,7 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     dispatcher = cluster.gateway._dispatcher
     legs = {name: number for name, number in dispatcher.router.num_legs.items() if number}
-    if legs or dispatcher.num_in_flight or dispatcher._by_attempt:
+    if legs or dispatcher.num_in_flight or len(dispatcher._in_flight):
         found.append(f"the gateway has {dispatcher.num_in_flight} requests and legs {legs}")
     return found
 

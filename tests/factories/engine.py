@@ -124,7 +124,7 @@ class RunningLoop:
         self.loop.stop()
 
     def next_output(self) -> tuple[str, RequestOutput]:
-        return self.outputs.get(timeout=10)
+        return self.outputs.get(timeout=60)
 
     def until_finished(self, request_id: str) -> RequestOutput:
         """The request's last output; those of others are passed over."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,11 +46,13 @@ class FakeLife:
 
     _incarnations = itertools.count(1)
 
-    def __init__(self, name: str, role: WorkerRole, number: int, is_cut_off: Callable[[], bool]) -> None:
+    def __init__(
+        self, name: str, role: WorkerRole, number: int, is_cut_off: Callable[[], bool], node: str = "here"
+    ) -> None:
         self.is_cut_off = is_cut_off
         self.name = name
         self.number = number
-        self.node = "here"
+        self.node = node
         self.role = role
         self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_frozen = False
@@ -126,6 +128,9 @@ class FakeLauncher:
         self.has_spare_room = False
         self.is_cut_off = False
         """Nobody can end a process."""
+        self.addresses = {"here": "127.0.0.1"}
+        """Of each node. Workers go to the first that may have any."""
+        self.avoided: tuple[str, ...] = ()
         self.prepare = prepare
 
     def latest(self, name: str) -> FakeLife:
@@ -137,7 +142,8 @@ class FakeLauncher:
 
     async def place(self, name: str, role: WorkerRole, number: int) -> FakeLife:
         await self.room.wait()
-        life = FakeLife(name, role, number, lambda: self.is_cut_off)
+        node = next(node for node in self.addresses if node not in self.avoided)
+        life = FakeLife(name, role, number, lambda: self.is_cut_off, node)
         self.lives.append(life)
         self.prepare(life)
         return life
@@ -150,9 +156,20 @@ class FakeLauncher:
         assert patience_s > 0
         return {life.name: Found(life, life.endpoint) for life in self.alive}
 
+    def avoid(self, nodes: Sequence[str]) -> None:
+        self.avoided = tuple(nodes)
+
     async def nodes(self) -> tuple[NodeDescription, ...]:
-        workers = tuple(life.name for life in self.alive)
-        return (NodeDescription(name="here", address="127.0.0.1", is_alive=True, workers=workers),)
+        return tuple(
+            NodeDescription(
+                name=node,
+                address=address,
+                is_alive=True,
+                is_leaving=node in self.avoided,
+                workers=tuple(life.name for life in self.alive if life.node == node),
+            )
+            for node, address in self.addresses.items()
+        )
 
 
 class FleetUnderTest:

@@ -45,6 +45,11 @@ class FakeFleetControl:
         await self._note("drain", worker)
         self.fleet = replace(self.fleet, slots=tuple(s for s in self.fleet.slots if s.name != worker))
 
+    async def drain_node(self, node: str, timeout_s: float) -> None:
+        if self.refuses:
+            raise self.refuses
+        self.orders.append(("drain_node", node, f"{timeout_s:g}"))
+
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         await self._note("set_role", worker, role.value)
 

@@ -11,17 +11,16 @@ from pathlib import Path
 from sys import executable
 from typing import Any
 
-from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet.desired import worker_names
-from cluster.fleet.spec import served_model
-from cluster.worker_process import endpoint_from_json
+from cluster.gateway import make_gateway
+from cluster.worker_line import endpoint_from_json
 from gateway import Gateway, GatewayClient, Tokenizer
 from tests.factories.security import KEYS
 
 START_TIMEOUT_S = 120.0
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 90.0
 THREADS = {"device", "engine", "kv-transfer", "request-plane"}
 
 
@@ -174,20 +173,11 @@ async def fragile_cluster(
         folder = Path(name)
         values = config.model_dump()
         values["model"]["path"] = str(model_path)
+        # A worker that is restarted listens where it did, and on no port more.
+        values["network"]["metrics_port"] = None
         (folder / "baton.json").write_text(json.dumps(values))  # JSON is YAML
         command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]
-        policy = config.kv_transfer.load_failure_policy
-        model, tokenizer = served_model(config, model_path), Tokenizer(model_path)
-        gateway = Gateway(
-            config.gateway,
-            config.network,
-            KEYS.request,
-            KEYS.prefix,
-            policy,
-            model,
-            tokenizer,
-            SystemClock(),
-        )
+        gateway = make_gateway(config, KEYS, model_path, Tokenizer(model_path))
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
             cluster = FragileCluster(config, gateway, client, [*command, *options], folder)

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from baton.clock import SystemClock
-from baton.config import GatewayConfig, NetworkConfig
+from baton.config import NetworkConfig
 from baton.curve import ClusterKeys
+from baton.gateway_config import GatewayConfig
 from baton.kv import TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import (
     KVBlockCounts,
+    KVPeerCounts,
     RequestCounts,
     WorkerEndpoint,
     WorkerLoad,
@@ -24,11 +26,12 @@ from baton.worker import (
 from engine.kv_events import KVChange
 from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
+from gateway.credentials import NO_CREDENTIALS, Credentials
 from gateway.fleet_control import FleetControl
-from gateway.journey import LoadFailurePolicy
+from gateway.requests.journey import LoadFailurePolicy
 from tests.factories.security import KEYS
 
-NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=1.0)
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=3.0)
 
 Script = Callable[[EngineRequest], list[RequestOutput]]
 """What a worker says at once when it is given a leg."""
@@ -37,17 +40,28 @@ Script = Callable[[EngineRequest], list[RequestOutput]]
 class ScriptedWorker:
     """A worker without an engine. `heard` holds what reached it: legs and the ids of aborted ones."""
 
-    def __init__(self, name: str, role: WorkerRole, script: Script, keys: ClusterKeys = KEYS) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: WorkerRole,
+        script: Script,
+        keys: ClusterKeys = KEYS,
+        network: NetworkConfig = NETWORK,
+    ) -> None:
         self._script = script
         self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
         self._role = role
         self.state = WorkerState.READY
+        self.blocks = KVBlockCounts(999, 999, 0, 0)
+        self.requests = RequestCounts(0, 0, 0)
+        self.load = WorkerLoad(7, 0.25, 1500.0, 0.03)
+        self.kv_peers: tuple[KVPeerCounts, ...] = ()
         self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
         self.goes_on = threading.Event()
         """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
         self.goes_on.set()
         self._server = RequestServer(
-            NETWORK, keys.request, self._ref.incarnation, self._status, SystemClock()
+            network, keys.request, self._ref.incarnation, self._status, SystemClock()
         )
         self._server.start(self)
         self.endpoint = WorkerEndpoint(self._ref, role, self._server.address, "here", 1)
@@ -91,15 +105,15 @@ class ScriptedWorker:
 
     def _status(self) -> WorkerStatus:
         assert self.goes_on.wait(30)
-        counts = RequestCounts(0, 0, 0)
         return WorkerStatus(
             self._ref,
             self._role,
             self.state,
-            KVBlockCounts(999, 999, 0, 0),
-            counts,
+            self.blocks,
+            self.requests,
             {"preemptions": 0},
-            load=WorkerLoad(7, 0.25, 1500.0, 0.03),
+            self.kv_peers,
+            load=self.load,
         )
 
 
@@ -166,7 +180,7 @@ class GatewayUnderTest:
         self.workers = workers
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.01)
 
@@ -180,12 +194,14 @@ async def gateway_with(
     load_failure_policy: LoadFailurePolicy = "retry",
     fleet_control: FleetControl | None = None,
     network: NetworkConfig = NETWORK,
+    credentials: Credentials = NO_CREDENTIALS,
+    log_prompts: bool = False,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
-    """A gateway whose workers follow scripts; at the end nothing may be in flight."""
+    """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's."""
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), 256, tokenizer.vocab_size, (2,))
-    settings = GatewayConfig(**{"grpc_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
+    settings = GatewayConfig(**{"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
         network,
@@ -196,19 +212,25 @@ async def gateway_with(
         tokenizer,
         SystemClock(),
         fleet_control,
+        log_prompts=log_prompts,
     )
-    workers = {name: ScriptedWorker(name, WorkerRole.PREFILL, script) for name, script in prefill.items()}
-    workers |= {name: ScriptedWorker(name, WorkerRole.DECODE, script) for name, script in decode.items()}
+    workers = {
+        name: ScriptedWorker(name, WorkerRole.PREFILL, script, network=network)
+        for name, script in prefill.items()
+    }
+    workers |= {
+        name: ScriptedWorker(name, WorkerRole.DECODE, script, network=network)
+        for name, script in decode.items()
+    }
     try:
         await gateway.start()
         for worker in workers.values():
             gateway.add_worker(worker.endpoint)
-        async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
+        async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}", credentials=credentials) as client:
             under_test = GatewayUnderTest(gateway, client, workers)
             await under_test.until(lambda: gateway.num_ready == len(workers))
             yield under_test
-            description = await client.describe()
-            assert description["gateway"]["in_flight"] == 0
+            assert gateway.report().num_in_flight == 0
     finally:
         await gateway.stop(grace_s=0.0)
         for worker in workers.values():

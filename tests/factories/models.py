@@ -53,6 +53,15 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
     return path
 
 
+def make_tokenizer_dir(path: Path, chat_template: str | None = None) -> Path:
+    """A folder with a tokenizer and no model; `chat_template` None: the usual one."""
+    path.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(path, make_tokenizer())
+    if chat_template is not None:
+        (path / "chat_template.jinja").write_text(chat_template)
+    return path
+
+
 def make_tokenizer() -> Tokenizer:
     """A byte-level BPE of 300 tokens, the same one in every process: any text survives encode and decode."""
     tokenizer = Tokenizer(models.BPE())

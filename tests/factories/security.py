@@ -1,7 +1,9 @@
 """The secret that the tests' clusters share, and one that they do not know."""
 
-from baton.curve import ClusterSecret, derive_keys
+from baton.curve import ClusterSecret, derive_fleet_keys, derive_keys
 
 SECRET = ClusterSecret("what every test knows")
 KEYS = derive_keys(SECRET)
-OTHER_KEYS = derive_keys(ClusterSecret("what no test should know"))
+FLEET_KEYS = derive_fleet_keys(SECRET)
+OTHER_SECRET = ClusterSecret("what no test should know")
+OTHER_KEYS = derive_keys(OTHER_SECRET)

@@ -1,4 +1,4 @@
-"""`baton serve` as a user starts it: a process of its own, whose every descendant can be found afterwards."""
+"""`baton serve` or `baton gateway` as a user starts it: a process of its own, all whose descendants can be found."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -18,20 +18,28 @@ from typing import Any
 import psutil
 
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 90.0
+"""Also for a command that fails while it starts, on a machine with much else to do."""
+COMMAND = [sys.executable, "-m", "cluster.cli"]
+OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--json"]
 _MARKER = "BATON_TEST_MARKER"
 
 
 class ServeProcess:
-    """A running `baton serve --json`. All its descendants inherit a marker in their environment."""
+    """A running `baton serve --json`, or another command. All its descendants inherit a marker in their environment."""
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        command: Sequence[str] = (*COMMAND, "serve", *OPTIONS),
+    ) -> None:
         self._marker = secrets.token_hex(8)
         self.temporary = Path(
             tempfile.mkdtemp(prefix="b", dir="/tmp")
         )  # short, or Ray's sockets go elsewhere
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "serve", "--grpc-port", "0", "--json", *arguments],
+            [*command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -48,7 +56,7 @@ class ServeProcess:
         """Blocks until the ready line; its object."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"baton serve ended with {self.process.wait()}:\n{self.stderr}"
+        assert line, f"it ended with {self.process.wait()}:\n{self.stderr}"
         ready: dict[str, Any] = json.loads(line)
         return ready
 
@@ -114,11 +122,28 @@ def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]
 @contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ServeProcess]:
     """`baton serve` with these arguments; nothing of it outlives the block, whatever happens inside."""
-    serve = ServeProcess(list(arguments), environment)
+    serve = ServeProcess(arguments, environment)
     try:
         yield serve
     finally:
         serve.destroy()
+
+
+@contextmanager
+def joining(*arguments: str, environment: Mapping[str, str]) -> Iterator[ServeProcess]:
+    """`baton gateway` with these arguments, likewise."""
+    with running([*COMMAND, "gateway", *OPTIONS, *arguments], environment) as gateway:
+        yield gateway
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[ServeProcess]:
+    """Any command that prints one JSON line when it is ready, likewise."""
+    process = ServeProcess((), environment, command)
+    try:
+        yield process
+    finally:
+        process.destroy()
 
 
 def baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,8 @@ import zmq
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from cluster.worker_process import build_worker, endpoint_to_json
+from cluster.worker_line import endpoint_to_json
+from cluster.worker_process import build_worker
 from engine.host import EngineHost
 from kv_transfer import remote_pools
 from tests.factories.security import KEYS

@@ -20,6 +20,7 @@ from baton.kv import PROTOCOL_VERSION
 from baton.messages import TO_GATEWAY, TO_WORKER
 from baton.sampling import SamplingParams
 from baton.wire import unpack
+from cluster.fleet_door.messages import TO_DOOR
 from engine.ranks.messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
@@ -31,6 +32,7 @@ CODECS = {
     "TO_CONSUMER": TO_CONSUMER,
     "TO_RANK": TO_RANK,
     "FROM_RANK": FROM_RANK,
+    "TO_DOOR": TO_DOOR,
 }
 
 Maker = Callable[[random.Random], Any]

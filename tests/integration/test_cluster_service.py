@@ -11,7 +11,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, RolloutStep, SlotState
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.cluster_service import DESCRIBE_TIMEOUT_S
+from gateway.grpc_api.cluster_service import DESCRIBE_TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import NETWORK, gateway_with, silent
 from tests.factories.models import make_model_dir
@@ -86,6 +86,7 @@ def test_every_node_is_shown_and_who_is_there(folder: Path) -> None:
             "address": "10.0.0.1",
             "is_alive": True,
             "is_head": True,
+            "is_leaving": False,
             "resources": {"CPU": 2.0},
             "workers": [],
         }
@@ -240,5 +241,26 @@ def test_a_rollout_that_fails_has_told_how_far_it_came(folder: Path) -> None:
             refused = await refusal(follow())
         assert seen == ["w0"]
         assert (refused.code, "w10 did not come back" in str(refused)) == ("FAILED_PRECONDITION", True)
+
+    run(test())
+
+
+def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> None:
+    async def test() -> None:
+        control = FakeFleetControl(FLEET)
+        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control) as under_test:
+            await under_test.client.drain_node("10.0.0.2", 7.0)
+            assert control.orders == [("drain_node", "10.0.0.2", "7")]
+            for node, timeout_s, field in (
+                ("", 7.0, "node"),
+                ("n1", 0.0, "timeout_s"),
+                ("n1", 3601.0, "timeout_s"),
+            ):
+                error = await refusal(under_test.client.drain_node(node, timeout_s))
+                assert (error.code, error.details.field) == ("INVALID_ARGUMENT", field)
+            control.refuses = FleetError("w0 did not leave n1 within 7 s")
+            error = await refusal(under_test.client.drain_node("n1", 7.0))
+            assert (error.code, error.message) == ("FAILED_PRECONDITION", "w0 did not leave n1 within 7 s")
+            assert len(control.orders) == 1
 
     run(test())

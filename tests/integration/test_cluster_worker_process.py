@@ -12,7 +12,7 @@ import pytest
 from baton.errors import ClusterError, FleetError, ModelError
 from baton.worker import WorkerRole, WorkerState
 from cluster.control_channel import ControlChannel
-from cluster.worker_process import endpoint_from_json
+from cluster.worker_line import endpoint_from_json
 from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow

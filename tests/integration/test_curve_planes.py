@@ -31,7 +31,7 @@ from baton.worker import (
     WorkerStatus,
 )
 from engine.request_plane import RequestServer
-from gateway.fleet import Fleet
+from gateway.workers.fleet import Fleet
 from kv_transfer import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS

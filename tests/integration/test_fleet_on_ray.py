@@ -121,17 +121,6 @@ def test_a_stopped_worker_is_killed_and_replaced(target: str) -> None:
     process.wait(30)
 
 
-def test_a_role_changes_and_changes_back_without_a_restart(target: str) -> None:
-    before = until_whole(target)
-    for role in ("prefill", "decode"):
-        done = baton("role", "--target", target, "w2", role)
-        assert done.returncode == 0, done.stderr
-        after = until_whole(target)
-        assert after["w2"]["role"] == role
-        assert after["w2"]["incarnation"] == before["w2"]["incarnation"]
-        ask(target)
-
-
 def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
     before = until_whole(target)
     expected = ask(target, 40)

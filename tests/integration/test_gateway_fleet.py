@@ -8,7 +8,7 @@ from baton.kv import WorkerRef
 from baton.messages import KVEvents
 from baton.request import RequestOutput
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
-from gateway.fleet import Fleet
+from gateway.workers.fleet import Fleet
 from tests.factories.gateway import NETWORK, ScriptedWorker, silent
 from tests.factories.security import KEYS
 

@@ -60,6 +60,9 @@ def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path) -> No
             completion = events[-1].completion
             assert completion is not None
             assert completion.finish_reason == "length"
+            timing = completion.timing
+            assert sum(timing["ttft_parts"].values()) == pytest.approx(timing["ttft_s"])
+            assert sum(timing["handover_parts"].values()) == pytest.approx(timing["handover_s"])
             assert completion.placement == {
                 "mode": "disaggregated",
                 "prefill": "p0",
@@ -186,10 +189,10 @@ def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folder: Pat
         async with gateway_with(folder, prefill, decode, routing_policy="round_robin") as under_test:
             for _ in range(2):  # one of the two goes to d0 first
                 stream = under_test.client.generate(text="Hello")
-                tokens = list((await anext(stream)).token_ids)
+                first = await anext(stream)
+                tokens, completion = list(first.token_ids), first.completion
                 if "d0" in {client.name for client in under_test.gateway._dispatcher.fleet.clients}:
                     under_test.gateway.remove_worker("d0", "killed by the test")
-                completion = None
                 async for event in stream:
                     tokens += event.token_ids
                     completion = event.completion or completion

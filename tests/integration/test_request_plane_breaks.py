@@ -14,10 +14,9 @@ import pytest
 
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerRole
-from gateway.worker_client import WorkerClient
+from gateway.workers.worker_client import WorkerClient
 from tests.factories.breakable_line import BreakableLine, breakable_line
 from tests.factories.gateway import (
-    NETWORK,
     GatewayUnderTest,
     ScriptedWorker,
     answering,
@@ -27,7 +26,7 @@ from tests.factories.gateway import (
 from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
-BREAK_S = NETWORK.peer_timeout_s / 5
+BREAK_S = 0.2
 
 
 def half(request: EngineRequest) -> list[RequestOutput]:

@@ -18,7 +18,7 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.host import EngineHost
-from gateway.worker_client import WorkerClient
+from gateway.workers.worker_client import WorkerClient
 from prefill_worker import PrefillWorker
 from tests.factories.models import make_model_dir
 from tests.factories.security import KEYS
@@ -55,14 +55,14 @@ class Listener:
         self.losses.append(reason)
 
     async def until(self, role: WorkerRole, state: WorkerState) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 status = await self.statuses.get()
                 if (status.role, status.state) == (role, state):
                     return
 
     async def end_of(self, request_id: str) -> RequestOutput:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 output = await self.news.get()
                 if output.request_id == request_id and output.finish_reason is not None:
@@ -118,7 +118,7 @@ async def worker(
         yield WorkerUnderTest(host, client, listener)
     finally:
         await asyncio.to_thread(host.stop)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await running == "its engine is stopped", "the last word of a worker"
         context.term()
 

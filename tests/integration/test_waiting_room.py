@@ -10,6 +10,7 @@ import pytest
 from baton.request import EngineRequest
 from baton.worker import WorkerRole
 from gateway import GatewayError
+from gateway.callers import ANYBODY
 from gateway.client import Event
 from tests.factories.gateway import (
     GatewayUnderTest,
@@ -180,13 +181,39 @@ def test_the_line_is_bounded(folder: Path) -> None:
     run(test())
 
 
+def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=3) as under_test:
+            worker = under_test.workers["w0"]
+            calls = [ask(under_test, "first")]
+            leg = await worker.next_leg()
+            flood = [ask(under_test, f"idle-{number}", priority=5) for number in range(4)]
+            error = await refusal((await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED))[0].pop())
+            assert error.code == "RESOURCE_EXHAUSTED"
+            urgent = ask(under_test, "urgent", priority=-1)
+            await under_test.until(lambda: sum(call.done() for call in flood) == 2)
+            errors = [await refusal(call) for call in flood if call.done()]
+            assert {error.code for error in errors} == {"RESOURCE_EXHAUSTED"}
+            assert all(error.details.retry_after_s for error in errors)
+            assert any("one came that is more urgent" in str(error) for error in errors)
+            worker.say(leg, outputs_of(leg, ANSWER))
+            leg = await worker.next_leg()
+            assert leg.request_id.startswith("urgent")
+            worker.say(leg, outputs_of(leg, ANSWER))
+            assert tokens_of(await urgent) == ANSWER
+            assert await under_test.client.abort(*(f"idle-{number}" for number in range(4))) == 2
+            await asyncio.gather(*calls, *flood, return_exceptions=True)
+
+    run(test())
+
+
 def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             call = ask(under_test, "a")
             await under_test.workers["w0"].next_leg()
             under_test.gateway.remove_worker("w0", "killed by the test")
-            assert under_test.gateway._dispatcher.abort("a")
+            assert under_test.gateway._dispatcher.abort("a", ANYBODY)
             assert (await asyncio.wait_for(refusal(call), 5)).code == "ABORTED"
             assert await counted(under_test) == (0, 0)
 

@@ -90,7 +90,7 @@ def test_no_program_wants_more_shared_memory_than_there_is(compiled: Compiled) -
         assert kernel["shared_bytes"] <= most[kernel["arch"]], kernel
 
 
-@pytest.mark.parametrize("options", [(), ("--no-graphs",), ("--fp8",)], ids=str)
+@pytest.mark.parametrize("options", [("--no-graphs",), ("--fp8",)], ids=str)
 def test_nothing_is_left_to_compile_when_requests_come(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.kernels.serving", *options]
     output = subprocess.run(

@@ -31,7 +31,7 @@ from tests.property.workloads import (
     settings_for,
 )
 
-NUM_WORKLOADS = 300
+NUM_WORKLOADS = 150
 NUM_WORKLOADS_WITH_TRANSFERS = 100
 NUM_WORKLOADS_THAT_MOVE = 50
 

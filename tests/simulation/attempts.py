@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from zlib import crc32
 
 from baton.request import RequestOutput
-from gateway.attempt import Attempt
-from gateway.journey import Journey
-from gateway.waiting import Seat
+from gateway.requests.attempt import Attempt
+from gateway.requests.journey import Journey
+from gateway.requests.waiting import Seat
 from tests.simulation.device import answer
 from tests.simulation.scenario import MAX_MODEL_LEN, RequestSpec
 
@@ -43,6 +44,22 @@ class ClientRequest:
     @property
     def is_resumed(self) -> bool:
         return self.journey.num_attempts > 0
+
+    @property
+    def caller(self) -> str:
+        """One of three."""
+        return str(crc32(self.spec.request_id.encode()) % 3)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.spec.prompt) + self.spec.max_tokens
+
+    def time_left(self, now: float) -> float | None:
+        timeout_s = self.spec.timeout_s
+        return None if timeout_s is None else max(0.0, timeout_s - (now - self.arrived_at))
+
+    def time_to_begin(self, now: float) -> float | None:
+        return self.time_left(now)
 
     def needs(self) -> object:
         return self.journey.needs()

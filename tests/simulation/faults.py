@@ -1,22 +1,27 @@
 """Carries out what the scenario has in store for the workers: pauses, crashes, partitions, cuts, failing devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tests.simulation.gateway import SimGateway
-from tests.simulation.scenario import Fault, WorkerSpec
+from tests.simulation.scenario import Fault, RequestSpec, WorkerSpec
 from tests.simulation.worker import Site, Worker
+from tests.simulation.worker_links import WorkerLinks
 
 MAX_HEARTBEAT_S = 0.05
 """Until a gateway hears of a change."""
+MAX_RETRY_S = 0.2
+"""Until a client that has lost its gateway asks another one."""
 
 
 class Fleet:
     """The workers as they are at present, each in the latest of its lives."""
 
-    def __init__(self, site: Site, gateway: SimGateway) -> None:
+    def __init__(self, site: Site, gateways: Sequence[SimGateway]) -> None:
         self._site = site
         self._world = site.world
-        self._gateway = gateway
+        self._gateways = gateways
+        self._outboxes = {gateway.name: gateway.links.outbox for gateway in gateways}
         self._specs = {spec.name: spec for spec in site.scenario.workers}
         self._peer_timeout_s = site.scenario.transfer.peer_timeout_s
         self.lives: list[Worker] = []
@@ -38,16 +43,24 @@ class Fleet:
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
+    def arrive(self, spec: RequestSpec, number: int) -> None:
+        """A client asks one of the gateways that are there."""
+        there = [gateway for gateway in self._gateways if not gateway.links.is_dead]
+        there[number % len(there)].arrive(spec)
+
+    def plan_gateways_death(self, at: float, gateway: SimGateway) -> None:
+        self._world.at(at, lambda: self._end_gateway(gateway), is_plane=False)
+
     def _do(self, fault: Fault, action: Callable[[Fault], None]) -> None:
         self._world.counts[f"fault {fault.kind}"] += 1
         self._world.log("fault", f"{fault.kind} {fault.worker}", lambda: fault)
         action(fault)
 
     def _start(self, spec: WorkerSpec) -> None:
-        worker = Worker(self._site, spec, len(self.lives) + 1, self._gateway.outbox)
+        worker = Worker(self._site, spec, len(self.lives) + 1, self._outboxes)
         self.lives.append(worker)
         self.workers[spec.name] = worker
-        self._gateway.add_worker(worker)
+        self._at_gateways(lambda links: links.add(worker))
 
     def _pause(self, fault: Fault) -> None:
         """As SIGSTOP does: its clock runs on, and what arrives meanwhile waits."""
@@ -57,8 +70,10 @@ class Fleet:
         worker.paused_until = self._world.now + fault.duration_s
         worker.paused_s += fault.duration_s
         if fault.duration_s > self._peer_timeout_s:
-            self._later(self._peer_timeout_s, lambda: self._gateway.note_silence(name))
-            self._later(fault.duration_s, lambda: self._gateway.hear_again(name))
+            self._later(
+                self._peer_timeout_s, lambda: self._at_gateways(lambda links: links.note_silence(name))
+            )
+            self._later(fault.duration_s, lambda: self._at_gateways(lambda links: links.hear_again(name)))
 
     def _crash(self, fault: Fault) -> None:
         """As SIGKILL does; it comes back at the same address as somebody else."""
@@ -67,7 +82,10 @@ class Fleet:
             return
         worker.is_dead = True
         noticed_s = self._world.between(0.0, self._peer_timeout_s)
-        self._later(min(noticed_s, fault.duration_s), lambda: self._gateway.lose(fault.worker, "killed"))
+        self._later(
+            min(noticed_s, fault.duration_s),
+            lambda: self._at_gateways(lambda links: links.lose(fault.worker, "killed")),
+        )
         self._later(fault.duration_s, lambda: self._start(self._specs[fault.worker]))
 
     def _drain(self, fault: Fault) -> None:
@@ -77,7 +95,7 @@ class Fleet:
             return
         worker.is_draining = True
         heard_s = self._world.between(0.0, MAX_HEARTBEAT_S)
-        self._later(heard_s, lambda: self._gateway.hear(worker))
+        self._later(heard_s, lambda: self._at_gateways(lambda links: links.hear(worker)))
         self._later(fault.duration_s / 2, worker.give_back)
         self._later(fault.duration_s, lambda: self._end_drain(worker, is_restart=fault.is_mutual))
 
@@ -86,7 +104,7 @@ class Fleet:
             return
         worker.is_draining = False
         if not is_restart:
-            self._gateway.hear(worker)
+            self._at_gateways(lambda links: links.hear(worker))
         elif worker.paused_until <= self._world.now:
             self._world.counts["fault restarted"] += 1
             worker.is_dead = True
@@ -100,15 +118,37 @@ class Fleet:
             partitions[fault.peer, fault.worker] = until
 
     def _disconnect(self, fault: Fault) -> None:
-        """What gateway and worker say to each other is lost. Each end may notice, or not: only long silence is sure."""
-        name = fault.worker
-        self._gateway.cut_off(name)
+        """What a gateway and a worker say to each other is lost. Each end may notice, or not: only long silence is
+        sure. Other gateways are none the wiser."""
+        worker, gateway = (
+            self.workers[fault.worker],
+            self._gateways[int(fault.at * 1024) % len(self._gateways)],
+        )
+        name, links = worker.name, gateway.links
+        links.cut_off(name)
         if self._world.chance(0.3):  # the worker's heartbeat finds no connection
-            self._later(self._world.between(0.0, fault.duration_s), self.workers[name].lose_gateway)
+            self._later(self._world.between(0.0, fault.duration_s), lambda: worker.lose_gateway(gateway.name))
         if fault.duration_s > self._peer_timeout_s:
-            self._later(self._peer_timeout_s, self.workers[name].lose_gateway)
-            self._later(self._peer_timeout_s, lambda: self._gateway.note_silence(name))
-        self._later(fault.duration_s, lambda: self._gateway.reconnect(name))
+            self._later(self._peer_timeout_s, lambda: worker.lose_gateway(gateway.name))
+            self._later(self._peer_timeout_s, lambda: links.note_silence(name))
+        self._later(fault.duration_s, lambda: links.reconnect(name))
+
+    def _end_gateway(self, gateway: SimGateway) -> None:
+        """As SIGKILL does. Workers notice when they next speak to it, or when it was silent for too long; clients ask
+        another one."""
+        self._world.counts["fault gateway died"] += 1
+        self._world.log("fault", f"{gateway.name} dies")
+        workers, lost = gateway.die()
+        for worker in workers:
+            noticed_s = self._world.between(0.0, self._peer_timeout_s)
+            self._later(noticed_s, partial(worker.lose_gateway, gateway.name))
+        for spec in lost:
+            self._world.counts["path asked another gateway"] += 1
+            self._later(self._world.between(0.0, MAX_RETRY_S), partial(self._gateways[0].arrive, spec))
+
+    def _at_gateways(self, action: Callable[[WorkerLinks], None]) -> None:
+        for gateway in self._gateways:
+            action(gateway.links)
 
     def _fail_device(self, fault: Fault) -> None:
         self.workers[fault.worker].runner.must_fail = True

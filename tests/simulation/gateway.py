@@ -1,4 +1,4 @@
-"""SimGateway: a stand-in for gateway/dispatcher.py on events instead of coroutines.
+"""SimGateway: a stand-in for gateway/requests/dispatcher.py on events instead of coroutines.
 
 Real: everything that decides (journey, attempts, waiting room, roster, router), and the session with each worker. It
 checks what a client may rely on: every token right, each position once and in order, one end.
@@ -6,26 +6,29 @@ checks what a client may rely on: every token right, each position once and in o
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from baton.config import GatewayConfig
 from baton.errors import RequestError
-from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.gateway_config import GatewayConfig
+from baton.messages import SubmitRequest
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.session import GatewaySession
-from baton.worker import WorkerStatus
-from gateway.attempt import Attempt, AttemptFailed, legs
-from gateway.journey import Errand, Journey
-from gateway.roster import Roster
+from baton.worker import KVBlockCounts, WorkerStatus
+from gateway.requests.attempt import Attempt, AttemptFailed, legs
+from gateway.requests.journey import Errand, Journey
+from gateway.requests.waiting import Seat, WaitingRoom
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
-from gateway.waiting import Seat, WaitingRoom
+from gateway.workers.roster import Roster
 from tests.simulation.attempts import ClientRequest, End, brief
-from tests.simulation.request_plane import RequestPlane
 from tests.simulation.scenario import Policy, RequestSpec
-from tests.simulation.worker import CLIENT_ID, Worker
+from tests.simulation.worker import Worker
+from tests.simulation.worker_links import WorkerLinks
 from tests.simulation.world import World
+
+_PLENTY = KVBlockCounts(total=10**6, free=10**6, leased=0, quarantined=0)
 
 HEARTBEAT_S = 0.05
 
@@ -33,21 +36,25 @@ HEARTBEAT_S = 0.05
 class SimGateway:
     """Everything in flight; `ended` counts how requests came to their ends."""
 
-    def __init__(self, world: World, policy: Policy) -> None:
+    def __init__(
+        self, world: World, policy: Policy, *, name: str = "gateway", knows_room: bool = True
+    ) -> None:
+        """Without `knows_room` it sends more than decode workers have room for, as several gateways at once would."""
+        self.name = name
         self._world = world
+        self._knows_room = knows_room
         self._policy = policy
         self._config = GatewayConfig(routing_policy="round_robin", placement_timeout_s=8.0)
         self.router = Router(self._config, b"prefixes of the simulation")
         self._roster = Roster()
-        self._room: WaitingRoom[ClientRequest] = WaitingRoom(self._config.max_queued, self._try_to_place)
+        max_queued = self._config.max_queued
+        self._room = WaitingRoom[ClientRequest](max_queued, self._try_to_place, self._turn_away)
         self._is_sweep_due = False
         self._is_listening = False
-        self._workers: dict[str, Worker] = {}
-        self._silent: set[str] = set()
-        self._plane = RequestPlane(world)
-        self._sessions: dict[str, GatewaySession] = {}
+        self.links = WorkerLinks(world, name, self)
         self._by_attempt: dict[str, ClientRequest] = {}
         self._num_ids = 0
+        self._id_prefix = "e" if name == "gateway" else f"{name}-e"
         self.requests: dict[str, ClientRequest] = {}
         self.num_open = 0
         self.ended: Counter[End] = Counter()
@@ -60,61 +67,31 @@ class SimGateway:
     def num_with_workers(self) -> int:
         return len(self._by_attempt)
 
-    # workers come and go
+    # what workers say: Listener
 
-    def add_worker(self, worker: Worker) -> None:
-        """A new life; whatever the last one of this name had is lost."""
-        self.lose(worker.name, "replaced")
-        self._workers[worker.name] = worker
-        self._silent.discard(worker.name)
-        session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
-        worker.hear(session.hello())
-        heartbeat = worker.heartbeat()
-        session.note_heartbeat(heartbeat)
-        self._hear(heartbeat.status)
+    def heard(self, status: WorkerStatus) -> None:
+        self._roster.heard(status)
+        if not self._knows_room:
+            status = replace(status, kv_blocks=_PLENTY)
+        self.router.heard(status)
+        self._note_room()
 
-    def lose(self, name: str, reason: str) -> None:
-        if self._workers.pop(name, None) is not None:
-            self._lose_sight(name)
-            self._on_lost(name, reason)
+    def gone(self, worker: str) -> None:
+        self._roster.gone(worker)
+        self.router.gone(worker)
 
-    def note_silence(self, name: str) -> None:
-        if name in self._workers and name not in self._silent:
-            self._silent.add(name)
-            self._lose_sight(name)
-            self._on_lost(name, "silent")
+    def lost(self, worker: str, reason: str) -> None:
+        self._world.log(self.name, f"lost {worker} {reason}")
+        for request in list(self._by_attempt.values()):
+            attempt = request.attempt
+            if attempt is not None and worker in attempt.workers:
+                self._try(request, partial(attempt.note_loss, worker, reason))
 
-    def hear_again(self, name: str) -> None:
-        self._silent.discard(name)
-        if worker := self._workers.get(name):
-            self._hear(worker.heartbeat().status)
-
-    def cut_off(self, name: str) -> None:
-        """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
-        self._plane.cut_off.add(name)
-
-    def reconnect(self, name: str) -> None:
-        """What is said from now on arrives. A Hello and its answer, as they come at a fixed pace, tell what did not."""
-        self._plane.cut_off.discard(name)
-        self.hear_again(name)
-        if worker := self._workers.get(name):
-            hello = self._sessions[name].hello()
-            self._plane.send(
-                "gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello))
-            )
-
-    def _answer(self, worker: Worker, hello: Hello) -> None:
-        """On a worker's request plane."""
-        worker.hear(hello)
-        heartbeat = worker.heartbeat()
-        self._plane.send(worker.name, "gateway", lambda: self._take_heartbeat(worker, heartbeat))
-
-    def _take_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
-        if self._workers.get(worker.name) is not worker:
-            return
-        if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
-            self._world.counts["path session lost"] += 1
-            self._on_lost(worker.name, loss)
+    def output(self, worker: str, output: RequestOutput) -> None:
+        self._world.log(self.name, f"<- {worker} {output.request_id} {brief(output)}", lambda: output)
+        request = self._by_attempt.get(output.request_id)
+        if request is not None and request.end is None:
+            self._try(request, lambda: self._take(request, worker, output))
 
     # what clients do
 
@@ -128,7 +105,7 @@ class SimGateway:
         journey = Journey(errand, self._policy, self._roster, self._world.now)
         request = self.requests[spec.request_id] = ClientRequest(spec, self._world.now, journey)
         self.num_open += 1
-        self._world.log("gateway", f"{spec.request_id} arrives", lambda: spec)
+        self._world.log(self.name, f"{spec.request_id} arrives", lambda: spec)
         self._seek(request)
 
     def leave(self, request_id: str) -> None:
@@ -138,36 +115,13 @@ class SimGateway:
             self._world.counts["fault client left"] += 1
             self._finish(request, End.LEFT)
 
-    # what workers say
-
-    def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:
-        """On a worker's thread: sends outputs to the gateway, unless it finds no connection, or has no session."""
-        if not worker.sessions.count_outputs(CLIENT_ID):
-            return
-        if worker.name in self._plane.cut_off and self._world.chance(0.5):
-            worker.lose_gateway()
-            return
-
-        def arrive() -> None:
-            if self._workers.get(worker.name) is worker:
-                self._sessions[worker.name].note_outputs()
-                for output in outputs:
-                    self._on_output(worker.name, output)
-
-        self._plane.send(worker.name, "gateway", arrive)
-
-    def _on_output(self, worker: str, output: RequestOutput) -> None:
-        self._world.log("gateway", f"<- {worker} {output.request_id} {brief(output)}", lambda: output)
-        request = self._by_attempt.get(output.request_id)
-        if request is not None and request.end is None:
-            self._try(request, lambda: self._take(request, worker, output))
-
-    def _on_lost(self, worker: str, reason: str) -> None:
-        self._world.log("gateway", f"lost {worker} {reason}")
-        for request in list(self._by_attempt.values()):
-            attempt = request.attempt
-            if attempt is not None and worker in attempt.workers:
-                self._try(request, partial(attempt.note_loss, worker, reason))
+    def die(self) -> tuple[list[Worker], list[RequestSpec]]:
+        """As by SIGKILL: its clients have lost their connections. The workers that will find out, and what was lost."""
+        workers = self.links.die()
+        lost = [request for request in self.requests.values() if request.end is None]
+        for request in lost:
+            self._finish(request, End.LEFT)
+        return workers, [request.spec for request in lost]
 
     # one request
 
@@ -182,16 +136,20 @@ class SimGateway:
         if seat is not None:
             self._world.counts["path waited"] += 1
             until = request.journey.seeking_since + self._config.placement_timeout_s
-            if (time_left_s := self._time_left(request)) is not None:
+            if (time_left_s := request.time_left(self._world.now)) is not None:
                 until = min(until, self._world.now + time_left_s)
             self._world.at(until, lambda: self._give_up_waiting(request, seat), is_plane=False)
             self._listen_soon()
 
     def _give_up_waiting(self, request: ClientRequest, seat: Seat[ClientRequest]) -> None:
         if seat in self._room:
-            waited_s = self._config.placement_timeout_s
             reason = seat.reason or NoRoom("others came first")
-            self._finish(request, End.ERROR, str(request.journey.too_late(reason, waited_s)))
+            waited_s, retry_after_s = self._config.placement_timeout_s, self._room.retry_after_s(seat)
+            self._finish(request, End.ERROR, str(request.journey.too_late(reason, waited_s, retry_after_s)))
+
+    def _turn_away(self, request: ClientRequest, error: RequestError) -> None:
+        self._world.counts["path turned away"] += 1
+        self._finish(request, End.ERROR, str(error))
 
     def _try_to_place(self, request: ClientRequest) -> RequestError | None:
         try:
@@ -220,7 +178,7 @@ class SimGateway:
             error = request.journey.end(attempt, failure, len(request.tokens), self._world.now)
             if len(request.tokens) >= request.spec.max_tokens:
                 self._finish(request, End.DONE)
-            elif self._time_left(request) == 0.0:
+            elif request.time_left(self._world.now) == 0.0:
                 self._finish(request, End.ERROR, "the request's deadline passed")
             elif error is not None:
                 self._finish(request, End.ERROR, str(error))
@@ -239,15 +197,15 @@ class SimGateway:
             prompt_token_ids=spec.prompt,
             sampling_params=SamplingParams(max_tokens=spec.max_tokens, seed=1),
             priority=spec.priority,
-            timeout_s=self._time_left(request),
+            timeout_s=request.time_left(self._world.now),
             cache_salt=spec.cache_salt,
             output_token_ids=tuple(request.tokens),
             on_preemption=request.journey.on_preemption(attempt.placement),
         )
-        refs = {name: self._workers[name].ref for name in attempt.workers}
+        refs = {name: self.links[name].ref for name in attempt.workers}
         for name, order in legs(leg, attempt, refs, self._new_id(), request.journey.num_attempts - 1):
             self.router.sent(name, attempt.placement)
-            self._order(self._workers[name], self._sessions[name].submit(order))
+            self.links.order(name, partial(_submit, order))
 
     def _take(self, request: ClientRequest, worker: str, news: RequestOutput) -> None:
         """Dispatcher._take, in its order."""
@@ -308,10 +266,10 @@ class SimGateway:
             self._world.violate("ends once", f"{request.spec.request_id} ends as {request.end} and as {end}")
         request.end, request.error = end, error
         if request.seat is not None:
-            self._room.leave(request.seat)
+            self._room.leave(request.seat, self._world.now)
         self.num_open -= 1
         self.ended[end] += 1
-        self._world.log("gateway", f"{request.spec.request_id} {end.value} {len(request.tokens)} {error}")
+        self._world.log(self.name, f"{request.spec.request_id} {end.value} {len(request.tokens)} {error}")
         if end is End.DONE and tuple(request.tokens) != request.expected:
             self._world.violate("success is whole", f"{request.spec.request_id}: {request.tokens}")
         self._close(request)
@@ -327,8 +285,7 @@ class SimGateway:
         self._count_ended_legs(attempt)
 
     def _tell(self, name: str, attempt: Attempt) -> None:
-        if worker := self._workers.get(name):
-            self._order(worker, self._sessions[name].abort((attempt.engine_request_id,)))
+        self.links.order(name, lambda session: session.abort((attempt.engine_request_id,)))
 
     def _count_ended_legs(self, attempt: Attempt) -> None:
         for worker in attempt.take_ended_legs():
@@ -343,7 +300,7 @@ class SimGateway:
 
     def _sweep(self) -> None:
         self._is_sweep_due = False
-        self._room.sweep()
+        self._room.sweep(self._world.now)
 
     def _listen_soon(self) -> None:
         """Heartbeats come at a fixed pace; here, only while they may matter to somebody."""
@@ -353,39 +310,14 @@ class SimGateway:
 
     def _listen(self) -> None:
         self._is_listening = False
-        for worker in list(self._workers.values()):
-            self.hear(worker)
+        self.links.hear_all()
         if len(self._room):
             self._listen_soon()
 
-    def hear(self, worker: Worker) -> None:
-        """A heartbeat, if it can be sent and arrives."""
-        is_mute = worker.is_dead or worker.paused_until > self._world.now
-        is_known = self._workers.get(worker.name) is worker
-        if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
-            self._hear(worker.heartbeat().status)
-
-    def _hear(self, status: WorkerStatus) -> None:
-        self._roster.heard(status)
-        self.router.heard(status)
-        self._note_room()
-
-    def _lose_sight(self, name: str) -> None:
-        self._roster.gone(name)
-        self.router.gone(name)
-
-    def _order(self, worker: Worker, order: SubmitRequest | AbortRequests) -> None:
-        self._sessions[worker.name].count_order()
-        self._plane.send("gateway", worker.name, lambda: self._reach(worker, lambda: worker.take(order)))
-
-    def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
-        if not worker.is_dead:
-            action()
-
-    def _time_left(self, request: ClientRequest) -> float | None:
-        timeout_s = request.spec.timeout_s
-        return None if timeout_s is None else max(0.0, timeout_s - (self._world.now - request.arrived_at))
-
     def _new_id(self) -> str:
         self._num_ids += 1
-        return f"e{self._num_ids}"
+        return f"{self._id_prefix}{self._num_ids}"
+
+
+def _submit(request: EngineRequest, session: GatewaySession) -> SubmitRequest:
+    return session.submit(request)

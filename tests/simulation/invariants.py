@@ -1,5 +1,7 @@
 """What must hold after every event, and what at rest. A breach is a `Violation` that names the promise."""
 
+from collections.abc import Sequence
+
 from kv_transfer.protocol.outgoing import State
 from kv_transfer.taking import READ_TIMEOUT_S
 from tests.simulation.attempts import End
@@ -20,10 +22,12 @@ MAX_STANDSTILL_S = 4.0
 class Invariants:
     """Call it after every event; `check_rest` when everything is over."""
 
-    def __init__(self, world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:
+    def __init__(
+        self, world: World, scenario: Scenario, fleet: Fleet, gateways: Sequence[SimGateway]
+    ) -> None:
         self._world = world
         self._fleet = fleet
-        self._gateway = gateway
+        self._gateways = gateways
         self._transfer = scenario.transfer
         self._max_lateness_s = scenario.network.max_lateness_s
         self._unread_since: dict[tuple[str, str], float] = {}
@@ -31,13 +35,16 @@ class Invariants:
         self._is_crowded = scenario.is_crowded
         self._standstills: dict[str, tuple[frozenset[str], float]] = {}
         """By prefill worker, the complete prompts that nobody takes, and since when they are these."""
+        self._dead_after = scenario.gateway_dies_at
+        """Until then, the last gateway lives."""
         self._num_calls = 0
         self._num_turns: dict[str, int] = {}
         """Turns of each engine that were looked at: nothing else changes a scheduler."""
 
     def __call__(self) -> None:
         self._num_calls += 1
-        self._check_gateway()
+        for gateway in self._gateways:
+            _check_gateway(gateway)
         is_dear = self._num_calls % EVENTS_PER_DEAR_CHECK == 0
         for worker in self._fleet.workers.values():
             if worker.is_dead:
@@ -47,18 +54,15 @@ class Invariants:
                 _check_scheduler(worker, is_dear=worker.num_turns % TURNS_PER_DEAR_CHECK == 0)
             if is_dear:
                 self._check_transfers(worker)
+            if is_dear and self._dead_after is not None:
+                self._check_nothing_is_for_the_dead(worker)
             if is_dear and self._is_crowded and not worker.is_decode:
                 self._check_standstill(worker)
 
     def check_rest(self) -> None:
         """Faults have stopped, time has run on: nobody waits, nothing is held, every block is free."""
-        for request in self._gateway.requests.values():
-            if request.end is None:
-                raise Violation("every request ends", f"{request.spec.request_id} has not")
-            if self._is_crowded and request.end is not End.DONE:
-                raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
-        legs = {name: number for name, number in self._gateway.router.num_legs.items() if number}
-        expect("rest: no leg is counted", not legs, f"the router counts {legs}")
+        for gateway in self._gateways:
+            self._check_gateway_at_rest(gateway)
         for worker in self._fleet.workers.values():
             _check_scheduler(worker, is_dear=True)
             self._check_transfers(worker)
@@ -84,13 +88,14 @@ class Invariants:
             deadline = worker.connector.endpoint.next_deadline()
             expect("idle: no timer is set", deadline is None, f"{worker.incarnation}: {deadline}")
 
-    def _check_gateway(self) -> None:
-        gateway = self._gateway
-        num_known = gateway.num_waiting + gateway.num_with_workers + gateway.ended.total()
-        if num_known != len(gateway.requests):
-            raise Violation(
-                "conservation at the gateway", f"{num_known} of {len(gateway.requests)} are known"
-            )
+    def _check_gateway_at_rest(self, gateway: SimGateway) -> None:
+        for request in gateway.requests.values():
+            if request.end is None:
+                raise Violation("every request ends", f"{request.spec.request_id} has not")
+            if self._is_crowded and request.end is End.ERROR:
+                raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
+        legs = {name: number for name, number in gateway.router.num_legs.items() if number}
+        expect("rest: no leg is counted", not legs, f"the router of {gateway.name} counts {legs}")
 
     def _check_transfers(self, worker: Worker) -> None:
         try:
@@ -138,6 +143,13 @@ class Invariants:
                     waits = f"{transfer.key.transfer_id} for {sorted(held)} on {producer.name}"
                     raise Violation("nobody waits in a circle", f"{waits}, for {now - since:.3f} s")
 
+    def _check_nothing_is_for_the_dead(self, worker: Worker) -> None:
+        """No worker goes on for a gateway that died, once it could notice."""
+        assert self._dead_after is not None
+        noticed_by = self._dead_after + self._transfer.peer_timeout_s + worker.paused_s + SLACK_S
+        if self._world.now > noticed_by and (left := worker.requests_of(self._gateways[-1].name)):
+            raise Violation("nothing is done for the dead", f"{worker.incarnation}: {left}")
+
     def _has_reader(self, producer: Worker, request_id: str) -> bool:
         """Whether a consumer that lives still takes part in this hand-over."""
         transfer = producer.connector.holds[request_id].transfer
@@ -156,13 +168,21 @@ def expect(invariant: str, holds: bool, message: str) -> None:
         raise Violation(invariant, message)
 
 
+def _check_gateway(gateway: SimGateway) -> None:
+    num_known = gateway.num_waiting + gateway.num_with_workers + gateway.ended.total()
+    if num_known != len(gateway.requests):
+        raise Violation(
+            f"conservation at the {gateway.name}", f"{num_known} of {len(gateway.requests)} are known"
+        )
+
+
 def _check_scheduler(worker: Worker, *, is_dear: bool) -> None:
     """Blocks and requests are conserved; dearly, each of them is accounted for."""
     blocks = worker.scheduler.kv_block_counts()
     if min(blocks.referenced, blocks.free, blocks.leased, blocks.quarantined) < 0:
         raise Violation("conservation of blocks", f"{worker.incarnation}: {blocks}")
     known = worker.scheduler.request_ids
-    if len(known) != len(worker.request_ids) or not worker.request_ids.issuperset(known):
+    if len(known) != len(worker.request_ids) or not worker.request_ids.keys() >= set(known):
         raise Violation("conservation at a worker", f"{worker.incarnation}: {known} != {worker.request_ids}")
     if is_dear:
         try:

@@ -17,8 +17,8 @@ from unittest.mock import patch
 from baton import session
 from baton.messages import Heartbeat
 from baton.request import EngineRequest, FirstToken
-from baton.session import GatewaySession
-from gateway.attempt import Attempt, legs
+from baton.session import GatewaySession, WorkerSessions
+from gateway.requests.attempt import Attempt, legs
 from kv_transfer import KVConnectorScheduler, taking
 from kv_transfer.orders import WithdrawBlocks
 from kv_transfer.protocol.consumer import Consumer
@@ -231,6 +231,17 @@ def count_legs_of_ended_attempts() -> Patch:
     return patch.object(Attempt, "close", close)
 
 
+def work_on_for_a_gateway_that_died() -> Patch:
+    """Nobody takes what its requests bring, and nobody ends them."""
+    original = WorkerSessions.end
+
+    def end(self: WorkerSessions, peer: bytes) -> bool:
+        original(self, peer)
+        return False
+
+    return patch.object(WorkerSessions, "end", end)
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -255,6 +266,7 @@ PLANTED: dict[str, Plant] = {
         go_on_behind_too_few_tokens,
         overlook_losses_while_it_moves,
         count_legs_of_ended_attempts,
+        work_on_for_a_gateway_that_died,
     )
 }
 

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,52 +52,58 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
 
 def _play(scenario: Scenario, world: World) -> None:
     site = Site(world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults))
-    gateway = SimGateway(world, scenario.policy)
-    fleet = Fleet(site, gateway)
-    invariants = Invariants(world, scenario, fleet, gateway)
+    names = ["gateway", "second gateway"][: scenario.num_gateways]
+    knows_room = not scenario.is_crowded or len(names) > 1
+    gateways = [SimGateway(world, scenario.policy, name=name, knows_room=knows_room) for name in names]
+    fleet = Fleet(site, gateways)
+    invariants = Invariants(world, scenario, fleet, gateways)
     world.after_event = invariants
     for fault in scenario.faults:
         fleet.plan(fault)
-    for spec in scenario.requests:
-        world.at(spec.arrives_at, partial(gateway.arrive, spec), is_plane=False)
+    if scenario.gateway_dies_at is not None:
+        fleet.plan_gateways_death(scenario.gateway_dies_at, gateways[-1])
+    for number, spec in enumerate(scenario.requests):
+        world.at(spec.arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
         if spec.leaves_after_s is not None:
             leaves_at = spec.arrives_at + spec.leaves_after_s
-            world.at(leaves_at, partial(gateway.leave, spec.request_id), is_plane=False)
+            for gateway in gateways:
+                world.at(leaves_at, partial(gateway.leave, spec.request_id), is_plane=False)
     try:
         faults_end = math.ceil(
             max([scenario.calm_from, *(fault.at + fault.duration_s for fault in scenario.faults)])
         )
         world.run(until=faults_end)
         world.is_calm = True
-        _come_to_rest(world, scenario, fleet, gateway)
+        _come_to_rest(world, scenario, fleet, gateways)
         invariants.check_rest()
         world.run(until=world.now + IDLE_S)
         invariants.check_rest()
         invariants.check_idle()
     finally:
-        _count(world, fleet, gateway)
+        _count(world, fleet, gateways)
 
 
-def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateway: SimGateway) -> None:
+def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateways: Sequence[SimGateway]) -> None:
     end = world.now + MAX_CALM_S
-    while world.now < end and not _is_quiet(fleet, gateway):
+    while world.now < end and not _is_quiet(fleet, gateways):
         world.run(until=world.now + CALM_STEP_S)
     # What is still on its way may open a leg for one lease more.
     world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
 
 
-def _is_quiet(fleet: Fleet, gateway: SimGateway) -> bool:
-    return gateway.num_open == 0 and all(
+def _is_quiet(fleet: Fleet, gateways: Sequence[SimGateway]) -> bool:
+    return not any(gateway.num_open for gateway in gateways) and all(
         len(worker.connector.endpoint) == 0 and not worker.connector.holds and not worker.request_ids
         for worker in fleet.workers.values()
     )
 
 
-def _count(world: World, fleet: Fleet, gateway: SimGateway) -> None:
+def _count(world: World, fleet: Fleet, gateways: Sequence[SimGateway]) -> None:
     """What really happened, of all lives."""
     for worker in fleet.lives:
         for name, count in worker.core.counters().items():
             if count and not name.endswith(("_us", "_bytes")):
                 world.counts[f"counter {name}"] += count
-    for end, count in gateway.ended.items():
-        world.counts[f"request {end.value}"] += count
+    for gateway in gateways:
+        for end, count in gateway.ended.items():
+            world.counts[f"request {end.value}"] += count

@@ -18,6 +18,8 @@ Policy = Literal["retry", "recompute", "fail"]
 CROWDED_EVERY = 8
 """One seed in so many is a crowded one."""
 
+TWO_GATEWAYS_EVERY = 5
+
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
 
 
@@ -77,6 +79,9 @@ class Scenario:
     """When faults stop, and partitions, pauses and crashes are over."""
     is_crowded: bool = False
     """See `_crowded`: without a fault, and in no hurry, so that whoever waits for long waits for ever."""
+    num_gateways: int = 1
+    gateway_dies_at: float | None = None
+    """The last one does."""
 
     @property
     def is_checked(self) -> bool:
@@ -86,6 +91,20 @@ class Scenario:
 
 
 def make_scenario(seed: int) -> Scenario:
+    """One seed in five has two gateways, and in half of these one dies in the midst of it.
+
+    Drawn apart from the rest, so that seeds of one gateway are what they would be if there were none of two.
+    """
+    scenario = _with_one_gateway(seed)
+    if seed % TWO_GATEWAYS_EVERY != 3:
+        return scenario
+    rng = random.Random(f"gateways of {seed}")
+    latest = max(spec.arrives_at for spec in scenario.requests) + 0.1
+    dies_at = rng.uniform(0.0, latest) if rng.random() < 0.5 else None
+    return replace(scenario, num_gateways=2, gateway_dies_at=dies_at)
+
+
+def _with_one_gateway(seed: int) -> Scenario:
     """One seed in eight has no fault at all; in the others each kind is there or not.
 
     In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another; in stale ones

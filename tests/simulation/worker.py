@@ -5,7 +5,7 @@ Stand-ins: the loop's thread (engine/loop.py, line by line without its queue), t
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,6 @@ from tests.simulation.reading import SharedPools, SimReader
 from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
 from tests.simulation.world import Process, World
 
-CLIENT = "gateway"
-CLIENT_ID = CLIENT.encode()
 MAX_WAKE_DELAY_S = 0.001
 
 Outbox = Callable[["Worker", list[RequestOutput]], None]
@@ -56,7 +54,8 @@ class Site:
 class Worker(Process):
     """From its start until it is killed. Whatever happens to it, happens by events."""
 
-    def __init__(self, site: Site, spec: WorkerSpec, number: int, outbox: Outbox) -> None:
+    def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
+        """`outboxes` of the gateways, by their names."""
         world = site.world
         self.spec = spec
         self.name = spec.name
@@ -64,15 +63,15 @@ class Worker(Process):
         self.is_decode = spec.name in DECODE
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world
-        self._outbox = outbox
+        self._outboxes = outboxes
         self._commands: list[Callable[[], None]] = []
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
         self.is_draining = False
         self.sessions = WorkerSessions(self.incarnation)
-        self.request_ids: set[str] = set()
-        """Of the gateway's, those that have not ended here."""
+        self.request_ids: dict[str, str] = {}
+        """Those that have not ended here, and whose they are."""
         config = spec.scheduler
         assert config.num_blocks is not None
         shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
@@ -102,46 +101,46 @@ class Worker(Process):
 
     # what the request plane brings
 
-    def hear(self, hello: Hello) -> None:
-        if self.sessions.hear(CLIENT_ID, hello, self._world.now):
+    def hear(self, gateway: str, hello: Hello) -> None:
+        if self.sessions.hear(gateway.encode(), hello, self._world.now):
             self._world.counts["path order missed"] += 1
-            self.abort_client()
+            self.abort_client(gateway)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self, gateway: str) -> Heartbeat:
         blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
         status = WorkerStatus(self.ref, self.kind, state, blocks, requests, {})
-        return self.sessions.heartbeat(CLIENT_ID, status)
+        return self.sessions.heartbeat(gateway.encode(), status)
 
-    def take(self, order: SubmitRequest | AbortRequests) -> None:
+    def take(self, gateway: str, order: SubmitRequest | AbortRequests) -> None:
         """RequestServer._receive, of what is not a Hello."""
         try:
-            self.sessions.take(CLIENT_ID, order)
+            self.sessions.take(gateway.encode(), order)
         except WireError:
             self._world.counts["path order of another session"] += 1
             return
         if isinstance(order, SubmitRequest):
-            self.submit(order.request)
+            self.submit(gateway, order.request)
         else:
             self.abort(order.request_ids)
 
-    def lose_gateway(self) -> None:
+    def lose_gateway(self, gateway: str) -> None:
         """It is out of reach, or was silent for too long."""
-        if self.sessions.end(CLIENT_ID):
+        if self.sessions.end(gateway.encode()):
             self._world.counts["path gateway lost"] += 1
-            self.abort_client()
+            self.abort_client(gateway)
 
-    def submit(self, request: EngineRequest) -> None:
-        self._commands.append(lambda: self._admit(request))
+    def submit(self, gateway: str, request: EngineRequest) -> None:
+        self._commands.append(lambda: self._admit(gateway, request))
         self.wake()
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         self._commands.append(lambda: self._abort(request_ids))
         self.wake()
 
-    def abort_client(self) -> None:
+    def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
-        self._commands.append(lambda: self._abort(tuple(self.request_ids)))
+        self._commands.append(lambda: self._abort(self.requests_of(gateway)))
         self.wake()
 
     def give_back(self) -> None:
@@ -180,25 +179,28 @@ class Worker(Process):
         elif self._deadlines:
             self._run_engine_at(self._world.now + max(0.0, self._deadlines[0][0] - self.clock.now()))
 
-    def _admit(self, request: EngineRequest) -> None:
+    def _admit(self, gateway: str, request: EngineRequest) -> None:
         try:
             if request.request_id in self.request_ids:
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             if self.is_draining:
                 raise Overloaded("it drains", 1.0)
             self.role.admit(request, self.core.request_counts())
-            self.core.add_request(request, CLIENT)
+            self.core.add_request(request, gateway)
         except RequestError as error:
             self._world.counts[f"path {type(error).__name__}"] += 1
-            self._outbox(self, [_refusal(request.request_id, error)])
+            self._outboxes[gateway](self, [_refusal(request.request_id, error)])
             return
-        self.request_ids.add(request.request_id)
+        self.request_ids[request.request_id] = gateway
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (self.clock.now() + request.timeout_s, request.request_id))
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         own = [request_id for request_id in sorted(request_ids) if request_id in self.request_ids]
         self._deliver(self.core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
+
+    def requests_of(self, gateway: str) -> tuple[str, ...]:
+        return tuple(request_id for request_id, owner in self.request_ids.items() if owner == gateway)
 
     def _end_overdue(self) -> None:
         overdue = []
@@ -216,15 +218,15 @@ class Worker(Process):
         self.scheduler.reset_prefix_cache(force=True)
 
     def _deliver(self, news: ClientOutputs) -> None:
-        for outputs in news.values():
+        for gateway, outputs in news.items():
             for output in outputs:
                 if output.finish_reason is not None:
                     if output.request_id not in self.request_ids:
                         self._world.violate(
                             "ends once", f"{self.incarnation}: {output.request_id} ends again"
                         )
-                    self.request_ids.discard(output.request_id)
-            self._outbox(self, outputs)
+                    self.request_ids.pop(output.request_id, None)
+            self._outboxes[gateway](self, outputs)
         if not self.request_ids:
             self._deadlines.clear()
 

@@ -73,6 +73,54 @@ def test_what_is_no_host_is_refused_by_name(key: str, host: str) -> None:
         BatonConfig.from_mapping({"network": {key: host}})
 
 
+KEY = {"name": "a", "sha256": "0" * 64}
+CERTIFICATE = {"cert_file": "a", "key_file": "b"}
+
+
+@pytest.mark.parametrize(
+    ("gateway", "complaint"),
+    [
+        ({}, "host 'HOST' would let everybody .* `baton key NAME` .* allow_anonymous: true"),
+        ({"tls": CERTIFICATE}, "host 'HOST' would let everybody"),
+        ({"api_keys": [KEY]}, r"cross the network to host 'HOST' in plain text; set tls, or allow_plaintext"),
+        ({"api_keys_file": "k"}, "cross the network to host 'HOST' in plain text"),
+        ({"api_keys_file": "k", "allow_anonymous": True}, "cross the network"),
+        ({"api_keys_file": "k", "tls": CERTIFICATE}, None),
+        ({"api_keys_file": "k", "allow_plaintext": True}, None),
+        ({"tls": {**CERTIFICATE, "client_ca_file": "c"}}, None),
+        ({"allow_anonymous": True}, None),
+    ],
+)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "node-1"])
+def test_a_door_that_others_can_reach_is_locked(
+    host: str, gateway: dict[str, Any], complaint: str | None
+) -> None:
+    BatonConfig.from_mapping({"gateway": {**gateway, "host": "127.0.0.1"}})
+    values = {"gateway": {**gateway, "host": host}}
+    if complaint is None:
+        BatonConfig.from_mapping(values)
+    else:
+        with pytest.raises(ConfigError, match="gateway: .*" + complaint.replace("HOST", host)):
+            BatonConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        (["baton-secret"], "gateway.api_keys.0: must be a mapping with `name` and `sha256`"),
+        ([{"name": "a", "sha256": "baton-secret"}], "sha256: must be 64 hexadecimal digits"),
+        ([KEY, KEY], "'a' and 'a' have the same sha256"),
+        ([KEY, {**KEY, "name": "a b"}], "api_keys.1.name: got 'a b'"),
+        ([{**KEY, "scopes": []}], "api_keys.0.scopes: got"),
+        ([{**KEY, "requests_per_minute": 0}], "api_keys.0.requests_per_minute: got 0"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_named_and_not_shown(keys: list[Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        BatonConfig.from_mapping({"gateway": {"api_keys": keys}})
+    assert "baton-secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
 def test_nobody_can_connect_to_every_interface(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"advertise_host '{re.escape(host)}' is no place to connect to"):

@@ -5,12 +5,12 @@ import argparse
 import pytest
 
 from baton.config import BatonConfig
-from cluster.flags import SERVE_FLAGS, add_serve_flags, field_of, overrides_from
+from cluster.flags import GATEWAY_FLAGS, SERVE_FLAGS, add_flags, field_of, overrides_from
 
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_serve_flags(parser)
+    add_flags(parser, SERVE_FLAGS)
     return parser.parse_args(arguments)
 
 
@@ -25,6 +25,7 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         "name": "blue",
         "trace_dir": "some/folder",
         "secret_file": "some/file",
+        "api_keys_file": "some/file",
         "gpu_memory_utilization": "0.5",
     }
     choices = [
@@ -39,6 +40,8 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
     assert overrides == {section: {key: value}}
     if key == "gpu_memory_utilization":
         overrides["engine"]["device"] = "cuda"
+    if key == "host":
+        overrides["gateway"]["allow_anonymous"] = True
     if key == "local_prefill_tokens":
         overrides["gateway"]["routing_mode"] = "auto"
     if place == ("autoscaling", "mode"):
@@ -47,6 +50,18 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         overrides["autoscaling"]["mode"] = "on"
     section_of_config = getattr(BatonConfig.from_mapping(overrides), section)
     assert getattr(section_of_config, key) == value
+
+
+def test_a_gateway_has_the_flags_of_its_own_part() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, GATEWAY_FLAGS)
+    options = parser.parse_args(["--name", "blue", "--ray-address", "head:6379", "--grpc-port", "1"])
+    assert overrides_from(options) == {
+        "cluster": {"name": "blue", "ray_address": "head:6379"},
+        "gateway": {"grpc_port": 1},
+    }
+    assert {flag for flag in SERVE_FLAGS if "gateway" in SERVE_FLAGS[flag]} < GATEWAY_FLAGS.keys()
+    assert not {"--prefill", "--dtype", "--device", "--num-blocks"} & GATEWAY_FLAGS.keys()
 
 
 def test_flags_not_given_leave_the_file_alone() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -42,4 +43,24 @@ def test_leaving_does_not_wait_for_what_would_take_for_ever(is_stubborn: bool) -
         assert running.wait(10.0)
     assert loading.result.done()
     assert num_swallowed == (3 if is_stubborn else 1)
+    assert "loading" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_interrupt_beside_the_beginning_leaves_no_thread(has_begun: bool) -> None:
+    """As `baton serve` begins it: the exit is registered before there is a thread."""
+
+    def for_ever() -> None:
+        while True:
+            time.sleep(0.001)
+
+    def begin_and_be_interrupted() -> None:
+        with ExitStack() as stack:
+            loading = stack.push(Loading(for_ever))
+            if has_begun:
+                loading.begin()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin_and_be_interrupted()
     assert "loading" not in [thread.name for thread in threading.enumerate()]

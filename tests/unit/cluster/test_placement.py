@@ -140,3 +140,10 @@ def test_labels_that_a_node_must_have() -> None:
     assert choose_node({"CPU": 1.0}, {"zone": "y"}, rooms) == "b"
     assert choose_node({"CPU": 1.0}, {"zone": "z"}, rooms) is None
     assert choose_node({"CPU": 1.0}, {"zone": "!x"}, rooms) is None  # a condition, which Ray will see to
+
+
+def test_a_node_that_leaves_takes_nothing_whatever_room_it_has() -> None:
+    leaving = NodeRoom("a", False, {"CPU": 8.0}, {}, 0, is_leaving=True)
+    staying = NodeRoom("b", True, {"CPU": 1.0}, {}, 3)
+    assert choose_node({"CPU": 1.0}, {}, [leaving, staying]) == "b"
+    assert choose_node({"CPU": 2.0}, {}, [leaving, staying]) is None

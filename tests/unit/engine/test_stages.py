@@ -9,6 +9,7 @@ from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason, FirstToken, RequestOutput, StageTimes
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
+from engine.stages import StageTimer
 from scheduler import RequestStatus
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import PEER
@@ -50,6 +51,41 @@ def test_a_consumer_waits_for_its_blocks_instead_of_computing() -> None:
     assert (stages.queue_s, stages.transfer_s, stages.transfer_moving_s) == pytest.approx((1.0, 3.0, 1.5))
     assert (stages.prefill_s, stages.decode_s) == pytest.approx((0.0, 0.5))
     assert stages.transfer_bytes == 1_000
+
+
+@pytest.mark.parametrize("tokens", [[(7,), (8,), (9,)], [(7, 8), (), (9,)]])
+def test_the_first_step_is_what_lies_between_a_received_prompt_and_the_token_behind_it(
+    tokens: list[tuple[int, ...]],
+) -> None:
+    clock = VirtualClock()
+    timer = StageTimer(clock)
+    timer.arrived("r", "gateway")
+    timer.received([ReceivedKV("r", FirstToken(7, None), 1_000, 0.5, 0.25)])
+    clock.advance(0.5)
+    told = []
+    for position, token_ids in enumerate(tokens):
+        told.append(
+            timer.produced(RequestOutput(request_id="r", first_position=position, token_ids=token_ids))
+        )
+        clock.advance(0.75)
+    end = RequestOutput(request_id="r", first_position=3, finish_reason=FinishReason.STOP)
+    last = timer.produced(end)
+    assert [stages is not None for stages in told] == [True, False, False]
+    assert last is not None
+    assert (last.first_step_s, last.decode_s) == ((0.75, 2.25) if len(tokens[0]) == 1 else (0.0, 2.25))
+
+
+def test_the_first_token_comes_with_the_stages_until_then() -> None:
+    clock = VirtualClock()
+    core = make_core(StepHook(lambda _: clock.advance(0.5)), clock=clock, async_scheduling=False)
+    core.add_request(make_engine_request(max_tokens=3), "gateway")
+    clock.advance(1.0)
+    outputs = [output for _ in range(3) for output in core.step()["gateway"]]
+    assert [output.stage_times for output in outputs] == [
+        StageTimes(queue_s=1.0, prefill_s=0.5),
+        None,
+        StageTimes(queue_s=1.0, prefill_s=0.5, decode_s=1.0),
+    ]
 
 
 def test_a_request_that_ends_in_the_queue_spent_its_time_there() -> None:

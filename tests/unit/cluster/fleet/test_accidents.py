@@ -147,7 +147,7 @@ async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> No
 async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
     """Else a second `baton serve` would take it for one that was left alone."""
     async with fleet(fleet_config()) as tested:
-        asking = asyncio.ensure_future(tested.controller.is_followed(1.0))
+        asking = asyncio.ensure_future(tested.controller.is_owned(1.0))
         await asyncio.sleep(0.01)
         await tested.controller.next_start(-1, 0.01)
         assert await asking

@@ -323,7 +323,26 @@ async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
         orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
         await tested.controller.next_view(view.controller_incarnation, view.version, 0.4)
         assert not orphaned.done()
-        assert not await tested.controller.is_followed(0.01)
+        assert not await tested.controller.is_owned(0.01)
+        await orphaned
+
+
+@in_loop
+async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_it() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        view = tested.view
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        known = view.controller_incarnation, view.version
+        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
+        await asyncio.sleep(0)
+        await tested.controller.next_view(*known, 0.4, by_owner=False)
+        assert not orphaned.done()
+        assert not await asking
+        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
+        await asyncio.sleep(0)
+        await tested.controller.next_view(*known, 0.01)
+        assert await asking
         await orphaned
 
 

@@ -84,11 +84,13 @@ def test_who_died_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.ERROR):
         lines, _ = follow(FleetView("c1", 1, (A1,)), FleetView("c1", 2, (), (("a1", "out of memory"),)))
     assert lines == ["+w0 a1", "-w0 out of memory"]
-    assert "worker w0 (decode) died: out of memory" in caplog.text
+    (line,) = caplog.records
+    assert line.getMessage() == "worker w0 (decode) died: out of memory"
+    assert line.__dict__["worker"] == "w0"
 
 
 def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "_RETRY_S", 0.0)
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
     lines, asked = follow(
         FleetView("c1", 7, (A1, B1)), ClusterError("away"), ClusterError("away"), FleetView("c2", 2, (A1, B1))
     )
@@ -97,7 +99,7 @@ def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest
 
 
 def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(follower, "_RETRY_S", 0.0)
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
     away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
     with caplog.at_level(logging.WARNING):
         follow(back, away, away, away, back, away)

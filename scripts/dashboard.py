@@ -1,0 +1,264 @@
+"""Writes deploy/observability/dashboard.json, the Grafana dashboard; what it shows stands here, a line a panel.
+
+python -m scripts.dashboard           writes the file
+python -m scripts.dashboard --check   fails if the file is another one
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).resolve().parent.parent / "deploy" / "observability" / "dashboard.json"
+
+WIDTH = 24
+HEIGHT = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A graph, or with `is_stat` a number. `queries` by what the legend says."""
+
+    title: str
+    unit: str
+    queries: dict[str, str]
+    description: str = ""
+    is_stacked: bool = False
+    is_stat: bool = False
+
+    @property
+    def width(self) -> int:
+        return 4 if self.is_stat else 8
+
+
+def quantiles(metric: str, by: str = "", *, selector: str = "") -> dict[str, str]:
+    """Median, 95th and 99th percentile of a histogram."""
+    labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
+    rates = f"sum by ({labels}) (rate({metric}_bucket{selector}[$__rate_interval]))"
+    return {
+        f"p{share * 100:.0f}{legend}": f"histogram_quantile({share}, {rates})" for share in (0.5, 0.95, 0.99)
+    }
+
+
+def rate(metric: str, by: str, *, selector: str = "") -> dict[str, str]:
+    """Of a counter, per second, for each combination of labels."""
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return {legend: f"sum by ({by}) (rate({metric}{selector}[$__rate_interval]))"}
+
+
+def mean_parts(metric: str) -> dict[str, str]:
+    """What each part of a time comes to, on average; stacked, they are the mean of the whole."""
+    of_all = f"sum by (part) (rate({metric}_count[$__rate_interval]))"
+    return {"{{part}}": f"sum by (part) (rate({metric}_sum[$__rate_interval])) / {of_all}"}
+
+
+def ready(role: str) -> dict[str, str]:
+    """As the gateway sees it that sees most."""
+    return {"": f'max(sum by (instance) (baton_fleet_workers{{role="{role}", state="ready"}}))'}
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Now": [
+        Panel("Prefill workers", "none", ready("prefill"), "Ready ones", is_stat=True),
+        Panel("Decode workers", "none", ready("decode"), "Ready ones", is_stat=True),
+        Panel("In flight", "none", {"": "sum(baton_gateway_requests_in_flight)"}, is_stat=True),
+        Panel("Queued", "none", {"": "sum(baton_gateway_requests_queued)"}, "At gateways", is_stat=True),
+        Panel("Oldest queued", "s", {"": "max(baton_gateway_oldest_queued_seconds)"}, is_stat=True),
+        Panel(
+            "Tokens per second",
+            "none",
+            {"": "sum(rate(baton_generation_tokens_total[$__rate_interval]))"},
+            is_stat=True,
+        ),
+    ],
+    "What clients get": [
+        Panel("Time to first token", "s", quantiles("baton_time_to_first_token_seconds")),
+        Panel(
+            "Time between tokens",
+            "s",
+            quantiles("baton_inter_token_latency_seconds"),
+            "Of requests that ended",
+        ),
+        Panel("Whole requests", "s", quantiles("baton_e2e_request_latency_seconds")),
+        Panel("Requests", "reqps", rate("baton_requests_total", "door, outcome")),
+        Panel(
+            "Tokens",
+            "none",
+            {
+                "prompt": "sum(rate(baton_prompt_tokens_total[$__rate_interval]))",
+                "prompt, cached": "sum(rate(baton_prompt_tokens_cached_total[$__rate_interval]))",
+                "answer": "sum(rate(baton_generation_tokens_total[$__rate_interval]))",
+            },
+        ),
+        Panel(
+            "Calls answered with an error",
+            "reqps",
+            rate("baton_call_errors_total", "door, error"),
+            "By what was wrong, refused ones included",
+        ),
+        Panel("Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"),
+    ],
+    "Where the time goes": [
+        Panel(
+            "Time to first token, by part",
+            "s",
+            mean_parts("baton_ttft_part_seconds"),
+            "Means; stacked, they are the mean time to first token",
+            is_stacked=True,
+        ),
+        Panel(
+            "From token 0 to token 1, by part",
+            "s",
+            mean_parts("baton_handover_part_seconds"),
+            "What a hand-over costs a client: what no overlap hides, and the decode worker's first step",
+            is_stacked=True,
+        ),
+        Panel("From token 0 to token 1", "s", quantiles("baton_handover_gap_seconds")),
+        Panel("Paths", "reqps", rate("baton_request_paths_total", "path, reason"), "Why not disaggregated"),
+        Panel("Requests that went on elsewhere", "reqps", rate("baton_request_migrations_total", "cause")),
+        Panel("Queued at gateways", "none", {"{{instance}}": "baton_gateway_requests_queued"}),
+    ],
+    "Hand-overs": [
+        Panel("Exposed", "s", quantiles("baton_kv_handover_exposed_seconds", "transport")),
+        Panel("Moving", "s", quantiles("baton_kv_handover_moving_seconds", "transport")),
+        Panel(
+            "Bytes",
+            "Bps",
+            rate("baton_kv_peer_bytes_total", "worker, transport", selector='{end="consumer"}'),
+        ),
+        Panel("Ends", "reqps", rate("baton_kv_peer_handovers_total", "end, outcome")),
+        Panel(
+            "Bytes of a hand-over",
+            "bytes",
+            {
+                "mean {{transport}}": "sum by (transport) (rate(baton_kv_handover_bytes_sum[$__rate_interval])) / "
+                "sum by (transport) (rate(baton_kv_handover_bytes_count[$__rate_interval]))"
+            },
+        ),
+        Panel(
+            "Blocks held for hand-overs",
+            "none",
+            {"{{worker}} {{state}}": 'baton_kv_blocks{state=~"leased|quarantined"}'},
+        ),
+    ],
+    "Workers": [
+        Panel("Running", "none", {"{{worker}} {{role}}": "baton_num_requests_running"}),
+        Panel("Waiting", "none", {"{{worker}} {{role}}": "baton_num_requests_waiting"}),
+        Panel("Waiting for KV", "none", {"{{worker}}": "baton_num_requests_loading"}),
+        Panel("KV blocks in use", "percentunit", {"{{worker}} {{role}}": "baton_kv_cache_usage_perc"}),
+        Panel(
+            "Prefix cache, share of tokens that hit",
+            "percentunit",
+            {
+                "{{worker}}": "sum by (worker) (rate(baton_prefix_cache_hits_total[$__rate_interval])) / "
+                "sum by (worker) (rate(baton_prefix_cache_queries_total[$__rate_interval]))"
+            },
+        ),
+        Panel("Preemptions", "reqps", rate("baton_num_preemptions_total", "worker")),
+        Panel("Steps", "s", quantiles("baton_step_seconds", "kind")),
+        Panel("Tokens of a step", "none", quantiles("baton_iteration_tokens_total")),
+        Panel("Tokens computed", "none", rate("baton_worker_computed_tokens_total", "worker, kind")),
+    ],
+    "Processes": [
+        Panel(
+            "Workers by state", "none", {"{{role}} {{state}}": "max by (role, state) (baton_fleet_workers)"}
+        ),
+        Panel("HTTP responses", "reqps", rate("baton_http_responses_total", "route, status")),
+        Panel("gRPC calls", "reqps", rate("baton_grpc_calls_total", "method, code")),
+        Panel(
+            "Gateways' event loop: how late",
+            "s",
+            quantiles("baton_event_loop_lag_seconds"),
+            "What it does beside serving: everything on it waits so long",
+        ),
+        Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),
+        Panel(
+            "CPU",
+            "none",
+            {"{{job}} {{instance}}": "rate(process_cpu_seconds_total[$__rate_interval])"},
+            "Cores",
+        ),
+    ],
+}
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def dashboard() -> dict[str, Any]:
+    """As Grafana 9 and later import it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1},
+            }
+        )
+        y += 1
+        x, height = 0, HEIGHT
+        for panel in row:
+            height = 4 if panel.is_stat else HEIGHT
+            panels.append(_panel(panel, len(panels) + 1, {"x": x, "y": y, "w": panel.width, "h": height}))
+            x += panel.width
+            if x >= WIDTH:
+                x, y = 0, y + height
+        y += height if x else 0
+    return {
+        "uid": "baton",
+        "title": "Baton",
+        "tags": ["baton", "llm"],
+        "schemaVersion": 38,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+            ]
+        },
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    custom: dict[str, Any] = {"fillOpacity": 30 if panel.is_stacked else 0, "showPoints": "never"}
+    if panel.is_stacked:
+        custom["stacking"] = {"mode": "normal"}
+    options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}}
+    if not panel.is_stat:
+        options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+    return {
+        "id": number,
+        "type": "stat" if panel.is_stat else "timeseries",
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, "custom": {} if panel.is_stat else custom},
+            "overrides": [],
+        },
+        "options": options,
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": query, "legendFormat": legend}
+            for index, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def main(arguments: list[str]) -> int:
+    text = json.dumps(dashboard(), indent=2) + "\n"
+    if arguments == ["--check"]:
+        return 0 if FILE.read_text() == text else 1
+    FILE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

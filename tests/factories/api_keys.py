@@ -1,0 +1,25 @@
+"""API keys of callers who may do this or that, and the entries that let them in."""
+
+from baton.access_config import ApiKey
+from gateway.access.keyring import hash_of
+from gateway.credentials import Credentials
+
+ALICE = "baton-alice"
+BOB = "baton-bob"
+WATCHER = "baton-watcher"
+ADMIN = "baton-admin"
+
+
+def entry(name: str, key: str, **grants: object) -> ApiKey:
+    return ApiKey(name=name, sha256=hash_of(key), **grants)  # type: ignore[arg-type]
+
+
+API_KEYS = (
+    entry("alice", ALICE),
+    entry("bob", BOB),
+    entry("watcher", WATCHER, scopes=["observe"]),
+    entry("admin", ADMIN, scopes=["administer", "generate"]),
+)
+"""Two clients, Prometheus, and an operator."""
+
+AS_ADMIN = Credentials(api_key=ADMIN)

@@ -1,0 +1,45 @@
+"""Certificates as docs/security.md makes them: its own commands, run in a folder."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.credentials import Credentials
+
+SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """An authority, a gateway's certificate for localhost and 127.0.0.1, and a client's."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def tls(self, *, asks_clients: bool = False) -> dict[str, str]:
+        """The section `gateway.tls`."""
+        files = {"cert_file": str(self.folder / "gateway.pem"), "key_file": str(self.folder / "gateway.key")}
+        return {**files, "client_ca_file": str(self.ca)} if asks_clients else files
+
+    def credentials(self, api_key: str | None = None, *, has_own: bool = False) -> Credentials:
+        """A client's that trusts the authority, and has a certificate of its own if need be."""
+        cert, key = self.folder / "alice.tls.pem", self.folder / "alice.tls.key"
+        return Credentials(
+            api_key=api_key,
+            uses_tls=True,
+            ca_pem=self.ca.read_bytes(),
+            cert_pem=cert.read_bytes() if has_own else None,
+            key_pem=key.read_bytes() if has_own else None,
+        )
+
+
+def make_certificates(folder: Path) -> CertificateFiles:
+    blocks = re.findall(r"```sh\n(openssl .*?)```", SECURITY.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    script = "set -e\n" + "\n".join(blocks)
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
+    return CertificateFiles(folder)

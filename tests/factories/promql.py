@@ -1,0 +1,40 @@
+"""The PromQL of the dashboard and of the alerts, and the metrics that it names."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "observability"
+DASHBOARD = FOLDER / "dashboard.json"
+ALERTS = FOLDER / "alerts.yaml"
+DOCUMENT = FOLDER.parents[1] / "docs" / "observability.md"
+
+
+def dashboard_expressions() -> Iterator[tuple[str, str]]:
+    """The title of a panel, and one of its queries."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+
+
+def alert_expressions() -> Iterator[tuple[str, str]]:
+    """The name of an alert, and its condition."""
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+def documented_metrics() -> set[str]:
+    """Names in the first column of that section's tables, without prefix."""
+    _, _, text = DOCUMENT.read_text().partition("### All metrics")
+    text, _, _ = text.partition("\n## ")
+    rows = re.findall(r"^\| (`[a-z0-9_]+`(?:, `[a-z0-9_]+`)*) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row)}
+
+
+def metrics_in(expression: str) -> set[str]:
+    """Names of our metrics, and of those that Prometheus' library adds, in an expression."""
+    return set(re.findall(r"\b(?:baton|process)_[a-z0-9_]+", expression))

@@ -1,0 +1,90 @@
+"""`baton drain --node` as a pod's last command runs it: at the fleet's door, with the cluster's secret, in its time."""
+
+import asyncio
+import json
+
+import pytest
+
+from cluster.cli import DONE, REFUSED, USAGE, main
+from cluster.secret import SECRET_VARIABLE
+from tests.factories.fleet import FakeLauncher, fleet, fleet_config
+from tests.factories.fleet_door import door_of, in_loop
+from tests.factories.security import OTHER_SECRET, SECRET
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+
+
+async def drain(*arguments: str) -> int:
+    return await asyncio.to_thread(main, ["drain", *arguments])
+
+
+def test_a_node_is_emptied_and_whoever_asks_again_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    @in_loop
+    async def test() -> None:
+        config, launcher = fleet_config(), FakeLauncher()
+        launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+        async with fleet(config, launcher) as tested:
+            await tested.all_serve(3)
+            async with door_of(config, tested.controller) as door:
+                at_door = ("--fleet-address", door.address)
+                assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_door) == DONE
+                assert "node 10.0.0.1 has no workers, and gets none" in capsys.readouterr().out
+                assert [life.node for life in launcher.alive if life.node == "n1"] == []
+                assert await drain("--node", "10.0.0.1", "--json", *at_door) == DONE
+                assert json.loads(capsys.readouterr().out)["node"] == "10.0.0.1"
+                assert await drain("--node", "10.0.0.9", *at_door) == REFUSED
+                assert "there are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
+
+    test()
+
+
+def test_it_takes_no_longer_than_it_may(capsys: pytest.CaptureFixture[str]) -> None:
+    @in_loop
+    async def test() -> None:
+        config, launcher = fleet_config(), FakeLauncher()
+        launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+        async with fleet(config, launcher) as tested:
+            await tested.all_serve(3)
+            launcher.latest("w1").may_drain.clear()
+            async with door_of(config, tested.controller) as door:
+                at_door = ("--fleet-address", door.address)
+                assert await drain("--node", "n1", "--timeout", "0.3", *at_door) == REFUSED
+            assert "within 0.3 s" in capsys.readouterr().err
+            launcher.latest("w1").may_drain.set()
+
+    test()
+
+
+def test_a_fleet_of_another_secret_is_an_error_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @in_loop
+    async def test() -> None:
+        config = fleet_config()
+        async with fleet(config) as tested, door_of(config, tested.controller) as door:
+            monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
+            assert await drain("--node", "n1", "--fleet-address", door.address) == REFUSED
+
+    test()
+    assert "is not ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either WORKER or --node"),
+        (["w1", "--node", "n1"], "either WORKER or --node"),
+        (["w1", "--timeout", "5"], "go with --node"),
+        (["w1", "--fleet-address", "a:1"], "go with --node"),
+        (["--node", "n1", "--secret-file", "x"], "--secret-file goes with --fleet-address"),
+        (["--node", "n1", "--fleet-address", "nowhere"], "cluster.fleet_address: got 'nowhere'"),
+    ],
+)
+def test_what_does_not_go_together_is_a_usage_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["drain", *arguments]) == USAGE
+    assert message in capsys.readouterr().err

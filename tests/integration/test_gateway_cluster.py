@@ -1,0 +1,300 @@
+"""What the live page is told, over a real socket: the cluster as it stands, and the way of one request."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.fleet import NodeDescription, SlotState
+from baton.kv import TransferRole
+from baton.request import ErrorKind
+from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
+from gateway.http_api.page import FILES
+from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
+from tests.factories.models import make_model_dir
+
+ANSWER = [7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60)
+
+
+async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    async for line in answer.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str, dict[str, Any]]]:
+    """Every event of one request."""
+    async with client_of(under_test) as client:
+        wanted = {"prompt": "Hello", "max_tokens": len(ANSWER), **body}
+        async with client.stream("POST", "/cluster/try", json=wanted) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            return [found async for found in events_of(answer)]
+
+
+def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
+    node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
+    missing = slot("w2", state=SlotState.CRASH_LOOP, last_failure="no room at 10.1.2.3")
+    control = FakeFleetControl(fleet_of(slot("w0", WorkerRole.PREFILL), slot("w1"), missing, nodes=(node,)))
+
+    async def run() -> dict[str, Any]:
+        scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
+        async with gateway_with(folder, *scripts, fleet_control=control) as under_test:
+            worker = under_test.workers["w1"]
+            worker.blocks = KVBlockCounts(100, 60, 3, 2)
+            worker.requests = RequestCounts(4, 5, 6)
+            counts = (2, 1, 0, 4096, 0.0, 0.0, 0.0)
+            worker.kv_peers = (
+                KVPeerCounts(TransferRole.CONSUMER, "w0", "tcp", *counts),
+                KVPeerCounts(TransferRole.CONSUMER, "w0", "shared_memory", *counts),
+                KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
+            )
+            await story(under_test)
+            client = under_test.gateway._dispatcher.fleet.client("w1")
+            assert client is not None
+            await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
+            async with client_of(under_test) as http:
+                await asyncio.sleep(1.0)  # editions are made once a second
+                answer = await http.get("/cluster")
+                assert answer.headers["cache-control"] == "no-store"
+                found: dict[str, Any] = answer.json()
+                return found
+
+    seen = asyncio.run(run())
+    assert [(worker["name"], worker["role"], worker["state"]) for worker in seen["workers"]] == [
+        ("w0", "prefill", "ready"),
+        ("w1", "decode", "ready"),
+        ("w2", "decode", "crash_loop"),
+    ]
+    decode = seen["workers"][1]
+    assert decode["blocks"] == {"total": 100, "free": 60, "used": 35, "leased": 3, "quarantined": 2}
+    assert (decode["running"], decode["waiting"], decode["waiting_for_kv"]) == (4, 5, 6)
+    assert seen["handovers"] == [{"prefill": "w0", "decode": "w1", "done": 4, "failed": 2, "num_bytes": 8192}]
+    assert seen["gateway"]["paths"] == {"disaggregated": 1, "local": 0, "fallback": 0}
+    assert (seen["gateway"]["outcomes"]["finished"], seen["gateway"]["in_flight"]) == (1, 0)
+    assert (seen["controller"], seen["model"]) == ("answering", "tiny")
+    assert seen["nodes"][0]["address"] == "10.1.2.3"
+    assert sum(seen["last_minute"]["tokens"]) == len(ANSWER)
+    assert len(seen["last_minute"]["ttft_p50_s"]) == 60
+
+
+def test_addresses_are_for_administrators(folder: Path) -> None:
+    node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
+    control = FakeFleetControl(fleet_of(slot("w0", last_failure="at 10.1.2.3"), nodes=(node,)))
+
+    async def run() -> None:
+        access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
+        async with (
+            gateway_with(folder, {}, {"w0": silent}, fleet_control=control, **access) as under_test,
+            client_of(under_test) as client,
+        ):
+            for key, is_shown in ((ADMIN, True), (WATCHER, False)):
+                answer = await client.get("/cluster", headers={"Authorization": f"Bearer {key}"})
+                assert answer.json()["workers"][0]["name"] == "w0"
+                assert ("10.1.2.3" in answer.text) is is_shown
+            for key, method, path in ((ALICE, "GET", "/cluster"), (WATCHER, "POST", "/cluster/try")):
+                headers = {"Authorization": f"Bearer {key}"}
+                answer = await client.request(method, path, headers=headers, json={"prompt": "Hello"})
+                assert answer.status_code == 403
+
+    asyncio.run(run())
+
+
+def test_a_controller_that_is_away_delays_nobody_for_long(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(slot("w0")))
+    control.answers.clear()
+
+    async def run() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}, fleet_control=control) as under_test:
+            async with client_of(under_test) as client:
+                seen = (await client.get("/cluster")).json()
+            assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])
+
+    asyncio.run(run())
+
+
+def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Path) -> None:
+    async def run() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            async with client_of(under_test) as client, client.stream("GET", "/cluster/events") as answer:
+                loop, times = asyncio.get_running_loop(), []
+                async for name, snapshot in events_of(answer):
+                    assert (name, snapshot["workers"][0]["name"]) == ("snapshot", "w0")
+                    times.append(loop.time())
+                    if len(times) == 2:
+                        break
+            assert 0.8 < times[1] - times[0] < 3.0
+            feed = under_test.gateway._feed
+            await under_test.until(lambda: feed.num_viewers == 0)
+
+    asyncio.run(run())
+
+
+def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            gateway_with(folder, {}, {"w0": silent}) as under_test,
+            client_of(under_test) as client,
+            client.stream("GET", "/cluster/events") as answer,
+        ):
+            lines = answer.aiter_lines()
+            await anext(lines)
+            async with asyncio.timeout(5):
+                await under_test.gateway._feed.stop()
+                assert [line async for line in lines][-1] == ""
+
+    asyncio.run(run())
+
+
+def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        async with gateway_with(folder, {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}) as under_test:
+            return await story(under_test)
+
+    events = asyncio.run(run())
+    assert events[0][0] == "received"
+    assert events[0][1]["num_prompt_tokens"] > 5  # the chat template's tokens are among them
+    name, placed = events[1]
+    assert (name, placed["mode"], placed["prefill"], placed["decode"]) == (
+        "placed",
+        "disaggregated",
+        "w0",
+        "w1",
+    )
+    tokens = [data for name, data in events if name == "tokens"]
+    assert sum(data["num_tokens"] for data in tokens) == len(ANSWER)
+    name, end = events[-1]
+    assert (name, end["finish_reason"], end["num_completion_tokens"]) == ("end", "length", len(ANSWER))
+    assert len(end["timing"]["itl_s"]) == len(ANSWER) - 1
+    assert 0 < end["timing"]["ttft_s"] <= end["timing"]["total_s"]
+    assert sum(end["timing"]["ttft_parts"].values()) == pytest.approx(end["timing"]["ttft_s"])
+
+
+def test_a_request_that_asks_for_the_local_path_gets_it(folder: Path) -> None:
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        async with gateway_with(folder, {"w0": silent}, {"w1": answering(ANSWER)}) as under_test:
+            return await story(under_test, mode="local")
+
+    events = asyncio.run(run())
+    assert (events[1][1]["mode"], events[1][1]["prefill"], events[1][1]["decode"]) == ("local", None, "w1")
+
+
+def test_a_request_that_moves_says_where_to(folder: Path) -> None:
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        broken = failing(ErrorKind.INTERNAL, "it broke")
+        async with gateway_with(folder, {}, {"w0": broken, "w1": answering(ANSWER)}) as under_test:
+            stories = [await story(under_test, mode="local") for _ in range(3)]
+            return max(stories, key=len)
+
+    events = asyncio.run(run())
+    assert [data["decode"] for name, data in events if name == "placed"] == ["w0", "w1"]
+    assert (events[-1][0], events[-1][1]["num_attempts"]) == ("end", 2)
+
+
+def test_a_request_that_fails_ends_with_the_error_of_any_other(folder: Path) -> None:
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        refused = failing(ErrorKind.INVALID_REQUEST, "max_tokens: too many")
+        async with gateway_with(folder, {}, {"w0": refused}) as under_test:
+            return await story(under_test)
+
+    name, data = asyncio.run(run())[-1]
+    assert (name, data["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_who_leaves_ends_their_request(folder: Path) -> None:
+    async def run() -> None:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            wanted = {"prompt": "Hello"}
+            async with (
+                client_of(under_test) as client,
+                client.stream("POST", "/cluster/try", json=wanted) as answer,
+            ):
+                async for name, _ in events_of(answer):
+                    if name == "placed":
+                        break
+            leg = await under_test.workers["w0"].next_leg()
+            assert await under_test.workers["w0"].next_abort() == leg.request_id
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "Hello", "tokens": 3}, "tokens"),
+        ({"prompt": "Hello", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "Hello", "temperature": 2.5}, "temperature"),
+        ({"prompt": "Hello", "temperature": False}, "temperature"),
+        ({"prompt": "Hello", "mode": "fast"}, "mode"),
+        ({"prompt": "Hello " * 300}, "prompt"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_by_the_name_of_its_field(
+    folder: Path, body: dict[str, Any], param: str
+) -> None:
+    async def run() -> httpx2.Response:
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test, client_of(under_test) as client:
+            content = json.dumps(body)
+            headers = {"content-type": "application/json"}
+            return await client.post("/cluster/try", content=content, headers=headers)
+
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
+    async def run() -> dict[str, Any]:
+        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+            found: dict[str, Any] = (await client.get("/openapi.json")).json()
+            return found
+
+    described = asyncio.run(run())
+    answers = described["paths"]["/cluster"]["get"]["responses"]["200"]["content"]["application/json"]
+    assert answers["schema"]["$ref"].endswith("/ClusterSnapshot")
+    assert set(described["paths"]["/cluster/events"]["get"]["responses"]["200"]["content"]) == {
+        "text/event-stream"
+    }
+    fields = described["components"]["schemas"]["TrialRequest"]
+    assert fields["additionalProperties"] is False
+    assert set(fields["properties"]) == {"prompt", "max_tokens", "temperature", "mode"}
+    assert "/" not in described["paths"]
+
+
+def test_the_page_is_whole_and_asks_nobody_else(folder: Path) -> None:
+    async def run() -> dict[str, httpx2.Response]:
+        async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
+            paths = ["/", *[f"/page/{name}" for name in FILES if name != "index.html"]]
+            return {path: await client.get(path) for path in paths}
+
+    answers = asyncio.run(run())
+    for path, answer in answers.items():
+        assert answer.status_code == 200, path
+        assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
+        own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody asks for
+        assert not re.search(r"https?://|//cdn|@import|url\(", own), path
+    text = "".join(answer.text for answer in answers.values())
+    named = set(re.findall(r"""(?:"/page/|"\./)([a-z]+\.[a-z]+)""", text))
+    assert named | {"index.html"} == set(FILES)
+    # Whatever a worker is called and a model says goes in as text.
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
+    assert not re.search(r"<script(?! type=\"module\" src=)|\son[a-z]+=|\sstyle=", answers["/"].text)

@@ -1,0 +1,312 @@
+"""TLS at both doors, over real sockets, with certificates made by the commands of docs/security.md."""
+
+import asyncio
+import json
+import os
+import shutil
+import ssl
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from baton.access_config import Tls
+from baton.clock import VirtualClock
+from baton.errors import ConfigError
+from cluster.cli import REFUSED, main
+from gateway import GatewayClient, GatewayError
+from gateway.access.certificates import watched_certificates
+from gateway.credentials import Credentials
+from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
+from tests.factories.certificates import CertificateFiles, make_certificates
+from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
+from tests.factories.models import make_model_dir
+
+MAPPED = "[::ffff:127.0.0.1]"
+"""The same place by an address that the certificate does not name."""
+NOT_KNOWN_AS_LOOPBACK = "LOCALHOST"
+"""It is, but a name may mean anything, so the rules for other hosts hold."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    """Of another authority, with the same names."""
+    return make_certificates(tmp_path_factory.mktemp("others"))
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+async def ask_grpc(under_test: GatewayUnderTest, credentials: Credentials) -> str:
+    """The model's name, or gRPC's word for why there is none."""
+    target = f"localhost:{under_test.gateway.grpc_port}"
+    async with GatewayClient(target, credentials=credentials) as client:
+        try:
+            return str((await client.model_info())["model"])
+        except GatewayError as error:
+            return error.code
+
+
+async def ask_https(under_test: GatewayUnderTest, context: ssl.SSLContext, key: str = ALICE) -> int:
+    """The status, or 0 if there is no connection to be had."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx2.AsyncClient(verify=context, headers=headers) as client:
+        try:
+            url = f"https://localhost:{under_test.gateway.http_port}/v1/models"
+            return (await client.get(url)).status_code
+        except httpx2.TransportError:
+            return 0
+
+
+def trusting(files: CertificateFiles, own: CertificateFiles | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(files.ca))
+    if own is not None:
+        context.load_cert_chain(own.folder / "alice.tls.pem", own.folder / "alice.tls.key")
+    return context
+
+
+def test_both_doors_speak_tls_and_nothing_else(
+    folder: Path, files: CertificateFiles, others: CertificateFiles
+) -> None:
+    async def test() -> None:
+        async with gateway_with(
+            folder,
+            {},
+            {"w0": answering([7, 8])},
+            host=NOT_KNOWN_AS_LOOPBACK,
+            api_keys=API_KEYS,
+            tls=Tls(**files.tls()),
+            credentials=files.credentials(ADMIN),
+        ) as under_test:
+            assert await ask_grpc(under_test, files.credentials(ALICE)) == "tiny"
+            assert await ask_grpc(under_test, files.credentials("baton-wrong")) == "UNAUTHENTICATED"
+            assert await ask_grpc(under_test, others.credentials(ALICE)) == "UNAVAILABLE"
+            assert await ask_grpc(under_test, Credentials(api_key=ALICE)) == "UNAVAILABLE"
+            assert await ask_https(under_test, trusting(files)) == 200
+            assert await ask_https(under_test, trusting(files), "baton-wrong") == 401
+            assert await ask_https(under_test, trusting(others)) == 0
+            base_url = f"https://localhost:{under_test.gateway.http_port}/v1"
+            http = httpx2.AsyncClient(verify=trusting(files))
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, http_client=http) as client:
+                assert [model.id async for model in client.models.list()] == ["tiny"]
+            async with httpx2.AsyncClient() as plain:
+                with pytest.raises(httpx2.TransportError):
+                    await plain.get(f"http://localhost:{under_test.gateway.http_port}/health")
+
+    run(test())
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_tls_begins_at_1_2(folder: Path, files: CertificateFiles) -> None:
+    old, new = ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2
+
+    async def test() -> None:
+        async with gateway_with(
+            folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
+        ) as under_test:
+            http_port, grpc_port = under_test.gateway.http_port, under_test.gateway.grpc_port
+            for port, protocol in ((http_port, "http/1.1"), (grpc_port, "h2")):
+                assert await negotiated(port, up_to(new, files, protocol)) == protocol
+                with pytest.raises((ssl.SSLError, ConnectionError)):
+                    await negotiated(port, up_to(old, files, protocol))
+
+    run(test())
+
+
+def up_to(version: ssl.TLSVersion, files: CertificateFiles, protocol: str) -> ssl.SSLContext:
+    context = trusting(files)
+    context.set_alpn_protocols([protocol])
+    context.set_ciphers("ALL:@SECLEVEL=0")  # or OpenSSL itself refuses old versions
+    context.minimum_version = ssl.TLSVersion.TLSv1
+    context.maximum_version = version
+    return context
+
+
+async def negotiated(port: int | None, context: ssl.SSLContext) -> str | None:
+    _, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    writer.close()
+    protocol: str | None = writer.get_extra_info("ssl_object").selected_alpn_protocol()
+    return protocol
+
+
+def test_only_clients_with_a_certificate_connect_where_it_is_asked_for(
+    folder: Path, files: CertificateFiles, others: CertificateFiles
+) -> None:
+    async def test() -> None:
+        async with gateway_with(
+            folder,
+            {},
+            {},
+            host=NOT_KNOWN_AS_LOOPBACK,
+            tls=Tls(**files.tls(asks_clients=True)),
+            credentials=files.credentials(has_own=True),
+        ) as under_test:
+            assert await ask_grpc(under_test, files.credentials(has_own=True)) == "tiny"
+            assert await ask_grpc(under_test, files.credentials()) == "UNAVAILABLE"
+            assert await ask_https(under_test, trusting(files, own=files)) == 200
+            assert await ask_https(under_test, trusting(files)) == 0
+            assert await ask_https(under_test, trusting(files, own=others)) == 0
+            with pytest.raises(GatewayError, match=r"PERMISSION_DENIED.*scope 'administer'"):
+                await under_test.client.drain("w0")  # a certificate alone gives no orders
+
+    run(test())
+
+
+@pytest.mark.parametrize("asks_clients", [False, True])
+def test_renewed_certificates_are_taken_up_without_a_restart(
+    folder: Path, files: CertificateFiles, others: CertificateFiles, tmp_path: Path, asks_clients: bool
+) -> None:
+    """Also the authority of clients' certificates. Connections that there are go on."""
+    copies = CertificateFiles(tmp_path)
+
+    def install(source: CertificateFiles) -> None:
+        for file in source.folder.iterdir():
+            shutil.copy(file, tmp_path / f"{file.name}.new")
+            os.replace(tmp_path / f"{file.name}.new", tmp_path / file.name)
+
+    def own(source: CertificateFiles) -> CertificateFiles | None:
+        return source if asks_clients else None
+
+    async def test() -> None:
+        install(files)
+        async with gateway_with(
+            folder,
+            {},
+            {},
+            tls=Tls(**copies.tls(asks_clients=asks_clients)),
+            credentials=files.credentials(has_own=asks_clients),
+        ) as under_test:
+            assert (await under_test.client.model_info())["model"] == "tiny"
+            assert await ask_https(under_test, trusting(files, own(files))) == 200
+            install(others)
+            await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
+            assert await ask_https(under_test, trusting(others, own(others))) == 200
+            assert await ask_https(under_test, trusting(files, own(files))) == 0
+            assert await ask_grpc(under_test, others.credentials(has_own=asks_clients)) == "tiny"
+            assert await ask_grpc(under_test, files.credentials(has_own=asks_clients)) == "UNAVAILABLE"
+            assert (await under_test.client.model_info())["model"] == "tiny"
+
+    run(test())
+
+
+def test_commands_show_a_key_and_a_certificate(
+    folder: Path, files: CertificateFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key_file = tmp_path / "ops.key"
+    key_file.write_text(ADMIN)
+    own = (
+        "--tls-cert",
+        str(files.folder / "alice.tls.pem"),
+        "--tls-key",
+        str(files.folder / "alice.tls.key"),
+    )
+
+    async def test() -> None:
+        async with gateway_with(
+            folder,
+            {},
+            {"w0": answering([7, 8])},
+            api_keys=API_KEYS,
+            tls=Tls(**files.tls(asks_clients=True)),
+            credentials=files.credentials(ADMIN, has_own=True),
+        ) as under_test:
+            target = ("--target", f"localhost:{under_test.gateway.grpc_port}", "--tls-ca", str(files.ca))
+            shown = (*target, *own, "--api-key-file", str(key_file))
+            assert await asyncio.to_thread(main, ["status", *shown, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["model_path"] == str(folder)
+            ask = ["generate", *shown, "--raw", "--max-tokens", "2", "a b", "--json"]
+            assert await asyncio.to_thread(main, ask) == 0
+            assert json.loads(capsys.readouterr().out)["token_ids"] == [7, 8]
+            refused = [*target, *own, "--api-key", "baton-wrong"]
+            assert await asyncio.to_thread(main, ["status", *refused]) == REFUSED
+            error = capsys.readouterr().err
+            assert "UNAUTHENTICATED: this API key is not known here" in error
+            assert "takes its key from --api-key-file" in error
+            assert "baton-wrong" not in error
+
+    run(test())
+
+
+def test_a_client_is_told_why_there_is_no_connection(
+    folder: Path, files: CertificateFiles, others: CertificateFiles
+) -> None:
+    async def why_not(port: int, credentials: Credentials, host: str = "localhost") -> str:
+        async with GatewayClient(f"{host}:{port}", credentials=credentials) as client:
+            with pytest.raises(GatewayError) as caught:
+                await client.model_info()
+        return caught.value.message
+
+    async def test() -> None:
+        async with gateway_with(
+            folder,
+            {},
+            {},
+            tls=Tls(**files.tls(asks_clients=True)),
+            credentials=files.credentials(has_own=True),
+        ) as under_test:
+            port, own = under_test.gateway.grpc_port, files.credentials(has_own=True)
+            assert "is by none of the authorities" in await why_not(port, others.credentials())
+            assert "its certificate is for another name" in await why_not(port, own, MAPPED)
+            assert "it asks for a certificate of ours" in await why_not(port, files.credentials())
+            assert "and does it speak TLS?" in await why_not(port, Credentials())
+        async with gateway_with(folder, {}, {}) as under_test:
+            assert "it does not speak TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
+        assert (await why_not(1, Credentials())).endswith("is `baton serve` running?")
+        assert (await why_not(1, files.credentials())).endswith("is `baton serve` running?")
+
+    run(test())
+
+
+def test_files_that_cannot_be_used_are_named(
+    files: CertificateFiles, others: CertificateFiles, tmp_path: Path
+) -> None:
+    good = files.tls(asks_clients=True)
+    broken = tmp_path / "broken.pem"
+    broken.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    secret = tmp_path / "secret.pem"
+    secret.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    for changed, complaint in (
+        ({"cert_file": "/none"}, "gateway.tls.cert_file /none: cannot be read: No such file"),
+        ({"key_file": str(tmp_path)}, f"gateway.tls.key_file {tmp_path}: cannot be read: Is a directory"),
+        ({"client_ca_file": "/none"}, "gateway.tls.client_ca_file /none: cannot be read"),
+        ({"cert_file": good["key_file"]}, "gateway.tls.cert_file .* holds no certificate"),
+        ({"key_file": good["cert_file"]}, "gateway.tls.key_file .* holds no private key"),
+        ({"key_file": others.tls()["key_file"]}, "is not that of the certificate in cert_file"),
+        ({"key_file": str(secret)}, "is encrypted, and nobody is there to type"),
+        ({"cert_file": str(broken)}, "gateway.tls: cert_file .*broken.pem and key_file .* cannot be used"),
+        ({"client_ca_file": str(broken)}, "gateway.tls.client_ca_file .*broken.pem: "),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            watched_certificates(Tls(**{**good, **changed}), VirtualClock())
+
+
+def test_half_a_renewal_changes_nothing(
+    files: CertificateFiles, others: CertificateFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies, clock = CertificateFiles(tmp_path), VirtualClock()
+    for file in files.folder.iterdir():
+        shutil.copy(file, tmp_path)
+    certificates = watched_certificates(Tls(**copies.tls()), clock)
+    before = certificates.current()
+    shutil.copy(others.folder / "gateway.pem", tmp_path)
+    clock.advance(1.0)
+    assert certificates.current() is before
+    assert "is not that of the certificate" in caplog.text
+    shutil.copy(others.folder / "gateway.key", tmp_path)
+    assert certificates.current() is before  # looks are a second apart
+    clock.advance(1.0)
+    assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()

@@ -1,0 +1,25 @@
+"""/openapi.json is true: schemathesis makes requests of it, and answers are what it says they are."""
+
+import asyncio
+from pathlib import Path
+
+from tests.factories.gateway import answering, gateway_with
+from tests.factories.models import make_tokenizer_dir
+from tests.factories.schemathesis import schemathesis
+
+EXAMPLES = 3
+
+
+def test_requests_made_from_the_description_get_the_answers_that_it_promises(tmp_path: Path) -> None:
+    async def run() -> tuple[int, str]:
+        folder = make_tokenizer_dir(tmp_path)
+        script = answering([70, 71])
+        async with gateway_with(
+            folder, {"p0": script}, {"d0": script}, placement_timeout_s=1.0
+        ) as under_test:
+            async with asyncio.timeout(100):
+                return await schemathesis(under_test.gateway.http_port, "fuzzing", EXAMPLES, seed=1)
+
+    code, output = asyncio.run(run())
+    assert code == 0, output
+    assert " passed" in output, output

@@ -1,0 +1,178 @@
+"""Limits of the HTTP door over real sockets: sizes, times and what is no HTTP or no JSON, each with its status."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx2
+import pytest
+
+from gateway.http_api.protocol import BoundedH11
+from gateway.http_api.request_limits import RequestLimits
+from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
+from tests.factories.models import make_tokenizer_dir
+
+MIB = 2**20
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def connection(
+    under_test: GatewayUnderTest,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    port = under_test.gateway.http_port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(60):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+async def ask(under_test: GatewayUnderTest, data: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error of what is answered to these bytes."""
+    async with connection(under_test) as (reader, writer):
+        writer.write(data)
+        return await answer_of(reader)
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = next(line.split(":")[1] for line in head.split("\r\n") if line.startswith("content-length"))
+    return int(head.split()[1]), json.loads(await reader.readexactly(int(length)))["error"]
+
+
+def with_body(body: bytes, *headers: bytes) -> bytes:
+    return (
+        HEAD
+        + b"".join(b"%s\r\n" % header for header in headers)
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+    )
+
+
+CASES: list[tuple[str, bytes, int, str]] = [
+    ("announced too large", HEAD + b"content-length: 999999999\r\n\r\n", 413, "1048576 bytes"),
+    ("announced in digits beyond any number", HEAD + b"content-length: %s\r\n\r\n" % (b"9" * 5000), 400, ""),
+    (
+        "too large in chunks",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 2**16 + b"\r\n") * 17,
+        413,
+        "1048576 bytes",
+    ),
+    ("headers too large", HEAD + b"x: " + b"y" * 40_000 + b"\r\n\r\n", 431, "32768 bytes"),
+    (
+        "a long address",
+        b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        431,
+        "32768 bytes",
+    ),
+    ("headers without an end", HEAD + b"x: y\r\n" * 500_000, 431, "HTTP/1.1"),
+    ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "HTTP/1.1"),
+    ("a header without a colon", b"GET /health HTTP/1.1\r\nhost\r\n\r\n", 400, "HTTP/1.1"),
+    ("both ways to say a length", with_body(b"{}", b"transfer-encoding: chunked"), 400, "by both"),
+    (
+        "no content type",
+        HEAD.replace(b"content-type", b"x-other") + b"content-length: 2\r\n\r\n{}",
+        415,
+        "JSON",
+    ),
+    ("a form", with_body(b"prompt=hi").replace(b"application/json", b"multipart/form-data"), 415, "JSON"),
+    ("no body", with_body(b""), 400, "missing"),
+    ("not JSON", with_body(b"prompt: hi"), 400, "cannot be read as JSON"),
+    ("NaN", with_body(b'{"prompt": NaN}'), 400, "expected value at line 1 column 12"),
+    ("a key twice", with_body(b'{"prompt": "a", "prompt": "b"}'), 400, "'prompt' is given twice"),
+    ("half a surrogate pair", with_body(b'{"prompt": "\\ud83d"}'), 400, "surrogate"),
+    ("not UTF-8", with_body(b'{"prompt": "\xff"}'), 400, "not UTF-8"),
+    ("a bomb", with_body(b"[" * 100_000), 400, "more than 64 deep"),
+    ("compressed", with_body(b"{}", b"content-encoding: gzip"), 415, "content-encoding, got 'gzip'"),
+    (
+        "not JSON, and the client asks first whether to send it",
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\n"
+        b"expect: 100-continue\r\ncontent-length: 9\r\n\r\n",
+        415,
+        "text/plain",
+    ),
+    ("no object", with_body(b'"prompt"'), 400, "must be a JSON object"),
+    ("an unknown field", with_body(b'{"prompt": "a", "promt": "b"}'), 400, "promt: this field is not known"),
+]
+
+
+def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder: Path) -> None:
+    async def run() -> None:
+        async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test:
+            for name, data, status, reason in CASES:
+                found, error = await ask(under_test, data)
+                assert (name, found) == (name, status), error
+                assert reason in error["message"], name
+                assert set(error) == {"message", "type", "param", "code"}, name
+            async with httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}"
+            ) as client:
+                large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
+                assert "characters are more than the model can take" in large.json()["error"]["message"]
+                too_large = await client.post("/tokenize", json={"prompt": "x" * (4 * MIB)})
+                assert too_large.status_code == 413
+                assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> None:
+    async def run() -> None:
+        limited = patch.object(RequestLimits.__init__, "__defaults__", (0.2,))
+        with limited:
+            async with gateway_with(folder, {}, {}) as under_test:
+                status, error = await ask(under_test, HEAD + b"content-length: 10\r\n\r\n{")
+                assert (status, error["type"]) == (408, "invalid_request_error")
+                assert "within 0.2 s" in error["message"]
+
+    asyncio.run(run())
+
+
+def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_answer_are_not(
+    folder: Path,
+) -> None:
+    async def ends(under_test: GatewayUnderTest, data: bytes) -> bool:
+        async with connection(under_test) as (reader, writer):
+            writer.write(data)
+            async with asyncio.timeout(5):
+                while await reader.read(1000):
+                    pass
+            return True
+
+    async def run() -> None:
+        with patch.object(BoundedH11, "request_timeout_s", 0.3):
+            async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+                assert await ends(under_test, b"")
+                assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: ")
+                assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
+                # Answered before its body has arrived, which it then never does.
+                assert await ends(under_test, HEAD + b"content-length: 999999999\r\n\r\n{")
+                body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+                waits = with_body(body).replace(b"/tokenize", b"/v1/completions")
+                async with connection(under_test) as (reader, writer):
+                    writer.write(waits)
+                    await under_test.workers["w0"].next_leg()
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(1.0):
+                            await reader.read(1)
+                await under_test.workers["w0"].next_abort()
+                async with connection(under_test) as (reader, writer):
+                    for _ in "ab":
+                        writer.write(with_body(b'{"prompt": "hi"}')[:-1])
+                        writer.write(b"}")
+                        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                        await reader.readuntil(b"}")
+                        await asyncio.sleep(0.5)  # longer than a request may take to come
+
+    asyncio.run(run())

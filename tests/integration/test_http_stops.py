@@ -1,0 +1,109 @@
+"""A gateway that stops: what its HTTP clients hear of it; and what the log does of it, and of nonsense: nothing."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.request import EngineRequest, RequestOutput
+from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
+from tests.factories.models import make_model_dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=20)
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [5, 6, 7], **fields}
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of the HTTP side; what the scripted workers say of the gateway's end is theirs."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and not record.name.startswith("engine")
+    ]
+
+
+def test_what_runs_may_end_and_an_idle_connection_holds_nobody_up(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": silent}) as under_test, client_of(under_test) as client:
+            assert (await client.get("/health")).status_code == 200, "on a connection that stays"
+            asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
+            leg = await under_test.workers["d0"].next_leg()
+            stopping = asyncio.create_task(under_test.gateway.stop(grace_s=30.0))
+            await under_test.until(lambda: under_test.gateway._http is not None and not listens(under_test))
+            under_test.workers["d0"].say(leg, outputs_of(leg, [8, 9]))
+            assert (await asking).status_code == 200
+            await stopping
+
+    run(test())
+    assert complaints(caplog) == []
+
+
+def listens(under_test: GatewayUnderTest) -> bool:
+    assert under_test.gateway._http is not None
+    return any(server.is_serving() for server in under_test.gateway._http._server.servers)
+
+
+def test_what_has_not_ended_in_time_is_refused_or_breaks_off(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one_token(request: EngineRequest) -> list[RequestOutput]:
+        return outputs_of(request, [5], finish=None)
+
+    async def test() -> None:
+        workers: dict[str, Any] = {"d0": one_token}
+        async with gateway_with(folder, {}, workers) as under_test, client_of(under_test) as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
+            await under_test.workers["d0"].next_leg()
+            async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as answer:
+                events = answer.aiter_lines()
+                await anext(events)
+                await under_test.gateway.stop(grace_s=0.0)
+                with pytest.raises(httpx2.RemoteProtocolError):
+                    _ = [event async for event in events]
+            refused = await asking
+            assert refused.status_code == 503
+            assert refused.json()["error"]["type"] == "server_error"
+            assert under_test.gateway.report().num_in_flight == 0
+
+    run(test())
+    assert complaints(caplog) == []
+
+
+def test_nobody_can_fill_the_log_with_what_cannot_be_read(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def asked(under_test: GatewayUnderTest, head: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
+        writer.write(head + b"host: localhost\r\nconnection: close, upgrade\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {}) as under_test:
+            assert b" 400 " in await asked(under_test, b"\x16\x03\x01\x02\r\n")
+            assert b" 200 " in await asked(under_test, b"GET /health HTTP/1.1\r\nupgrade: websocket\r\n")
+            assert b" 200 " in await asked(under_test, b"GET /health HTTP/1.1\r\nupgrade: h2c\r\n")
+
+    run(test())
+    assert complaints(caplog) == []

@@ -1,0 +1,212 @@
+"""Requests that are refused: each by its status, with OpenAI's code, and by the field that is to blame."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.http_api.openai.chat_request import ChatCompletionRequest, Message
+from gateway.http_api.openai.completion_request import CompletionRequest
+from gateway.http_api.openai.fields import Body
+from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
+from tests.factories.models import make_model_dir, make_tokenizer
+
+ANSWER = make_tokenizer().encode("baton").ids
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as client:
+        yield client
+
+
+def refusals(
+    folder: Path, path: str, bodies: list[dict[str, Any]], headers: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The error of each; a good request is answered after all of them."""
+
+    async def run() -> list[dict[str, Any]]:
+        errors = []
+        async with (
+            gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
+            http_to(under_test) as client,
+        ):
+            for body in bodies:
+                answer = await client.post(path, json=body, headers=headers)
+                assert answer.status_code >= 400, body
+                assert answer.headers["x-request-id"]
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                errors.append(answer.json()["error"] | {"status": answer.status_code})
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        return errors
+
+    return asyncio.run(run())
+
+
+def unsupported(body: type[Body]) -> list[str]:
+    """Fields that can only be null."""
+    properties = body.model_json_schema()["properties"]
+    return [name for name, schema in properties.items() if schema.get("type") == "null"]
+
+
+def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
+    """OpenAI's that are lacking here, and such as nobody knows; null is as good as nothing for the former."""
+    assert {"tools", "functions", "tool_choice", "audio", "metadata"} <= set(
+        unsupported(ChatCompletionRequest)
+    )
+    fields = [*unsupported(ChatCompletionRequest), "foo", "prompt", "echo"]
+    errors = refusals(folder, "/v1/chat/completions", [CHAT | {field: []} for field in fields])
+    assert [(error["status"], error["param"]) for error in errors] == [(400, field) for field in fields]
+    assert all(field in error["message"] for field, error in zip(fields, errors, strict=True))
+    fields = [*unsupported(CompletionRequest), "foo", "messages", "top_logprobs", "tools"]
+    errors = refusals(folder, "/v1/completions", [TEXT | {field: "x"} for field in fields])
+    assert [(error["status"], error["param"]) for error in errors] == [(400, field) for field in fields]
+    fields = [*unsupported(Message), "foo"]
+    turns = [CHAT["messages"][0] | {field: "x"} for field in fields]
+    errors = refusals(folder, "/v1/chat/completions", [CHAT | {"messages": [turn]} for turn in turns])
+    assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
+
+
+def test_null_is_as_good_as_nothing(folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
+            http_to(under_test) as client,
+        ):
+            for path, body, request in (
+                ("/v1/chat/completions", CHAT, ChatCompletionRequest),
+                ("/v1/completions", TEXT, CompletionRequest),
+            ):
+                nulls = dict.fromkeys(request.model_fields, None)
+                assert (await client.post(path, json=nulls | body)).status_code == 200
+
+    asyncio.run(run())
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "refused"),
+    [
+        (
+            "/v1/chat/completions",
+            CHAT,
+            [
+                ("temperature", {"temperature": "hot"}, "must be a valid number, got 'hot'"),
+                ("temperature", {"temperature": -1}, "greater than or equal to 0, got -1"),
+                ("temperature", {"temperature": True}, "must be a valid number, got true"),
+                ("top_p", {"top_p": 0}, "greater than 0"),
+                ("n", {"n": 0}, "greater than or equal to 1"),
+                ("n", {"n": 129}, "less than or equal to 128"),
+                ("n", {"n": "2"}, "must be a valid integer, got '2'"),
+                ("seed", {"seed": 2**63}, "less than or equal to 9223372036854775807"),
+                ("stop", {"stop": 7}, "must be a valid string or must be a valid list, got 7"),
+                ("stop.1", {"stop": ["a", 7]}, "must be a valid string, got 7"),
+                ("stop", {"stop": ["x"] * 65}, "at most 64, got 65"),
+                ("logit_bias", {"logit_bias": {"the": 1}}, "its keys are token ids, got 'the'"),
+                ("logit_bias", {"logit_bias": {"5": 1, "05": -100}}, "token ids, got '05'"),
+                ("logit_bias.5", {"logit_bias": {"5": 101}}, "less than or equal to 100"),
+                ("logit_bias", {"logit_bias": {"99999": 1}}, "99999 is not among the model's"),
+                ("stop_token_ids", {"stop_token_ids": [99999]}, "99999 is not among the model's"),
+                ("top_logprobs", {"top_logprobs": 2}, "needs logprobs"),
+                ("top_logprobs", {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+                ("stream_options", {"stream_options": {}}, "needs stream: true"),
+                ("stream_options.x", {"stream": True, "stream_options": {"x": 1}}, "not known here"),
+                ("max_tokens", {"max_tokens": 0}, "greater than or equal to 1"),
+                ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}, "contradicts"),
+                ("min_tokens", {"max_tokens": 3, "min_tokens": 4}, "must be from 0 to max_tokens"),
+                ("messages", {"messages": []}, "at least 1, got 0"),
+                ("messages", {"messages": "Hello"}, "must be a valid list, got 'Hello'"),
+                ("messages.0.role", {"messages": [{"role": "tool", "content": ""}]}, "got 'tool'"),
+                ("messages.0.content", {"messages": [{"role": "user"}]}, "missing"),
+                ("messages.0.content.0.type", part(type="image_url"), "must be 'text', got 'image_url'"),
+                ("messages.0.content.0.text", part(type="text"), "missing"),
+                ("response_format", {"response_format": {"type": "yaml"}}, "got 'yaml'"),
+                ("response_format", {"response_format": {}}, "must have a type"),
+                ("response_format.json_schema", {"response_format": {"type": "json_schema"}}, "missing"),
+                (
+                    "structured_outputs",
+                    {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+                    "give one of json, regex, choice and grammar, got 2",
+                ),
+                (
+                    "structured_outputs",
+                    {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+                    "contradicts response_format",
+                ),
+                ("store", {"store": True}, "must be false, got true"),
+                ("service_tier", {"service_tier": "flex"}, "must be 'auto' or 'default', got 'flex'"),
+                ("modalities.0", {"modalities": ["audio"]}, "must be 'text', got 'audio'"),
+                ("routing_mode", {"routing_mode": "magic"}, "got 'magic'"),
+                ("request_id", {"request_id": "a\nb"}, "pattern"),
+                ("model", {"model": 5}, "must be a valid string, got 5"),
+            ],
+        ),
+        (
+            "/v1/completions",
+            TEXT,
+            [
+                ("prompt", {"prompt": None}, "must be a valid string"),
+                ("prompt.0.1", {"prompt": [[1, "a"], [2]]}, "must be a valid integer"),
+                ("prompt", {"prompt": []}, "at least 1"),
+                ("prompt", {"prompt": ""}, "it is empty"),
+                ("prompt.1", {"prompt": [1, "a"]}, "got 'a'"),
+                ("prompt.0", {"prompt": [-1]}, "greater than or equal to 0"),
+                ("prompt", {"prompt": [99999]}, "99999 is not among the model's"),
+                ("prompt", {"prompt": ["a"] * 129}, "at most 128, got 129"),
+                ("n", {"prompt": ["a", "b"], "n": 65}, "2 prompts with 65 answers each are more than 128"),
+                ("best_of", {"best_of": 2}, "must be n (1), got 2"),
+                ("logprobs", {"logprobs": True}, "must be a valid integer"),
+                ("logprobs", {"logprobs": 1, "echo": True}, "leave out echo or logprobs"),
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_field_that_is_wrong(
+    folder: Path, path: str, body: dict[str, Any], refused: list[tuple[str, dict[str, Any], str]]
+) -> None:
+    errors = refusals(folder, path, [body | fields for _, fields, _ in refused])
+    for (param, _, complaint), error in zip(refused, errors, strict=True):
+        assert (error["status"], error["type"]) == (400, "invalid_request_error")
+        assert error["param"] == param, error
+        assert error["message"].startswith(f"{param}: ")
+        assert complaint in error["message"]
+
+
+def test_programs_know_these_errors_by_their_code(folder: Path) -> None:
+    bodies = [CHAT | {"model": "gpt-4"}, CHAT | {"messages": [{"role": "user", "content": "x" * 1000}]}]
+    unknown, too_long = refusals(folder, "/v1/chat/completions", bodies)
+    assert (unknown["status"], unknown["code"], unknown["param"]) == (404, "model_not_found", "model")
+    assert "'tiny' is" in unknown["message"]
+    assert (too_long["status"], too_long["code"]) == (400, "context_length_exceeded")
+    assert too_long["param"] == "messages"
+
+
+def test_a_deadline_that_is_none_is_refused(folder: Path) -> None:
+    header = "x-request-timeout-ms"
+    for value in ("soon", "0", "-5", "1e9", str(10**12)):
+        (error,) = refusals(folder, "/v1/completions", [TEXT], {header: value})
+        assert (error["status"], error["param"]) == (400, header)
+
+
+def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
+    async def run() -> None:
+        async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
+            assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+            answer = await client.get("/v1/models/some/other")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+    asyncio.run(run())

@@ -1,0 +1,135 @@
+"""`baton probe` against what it is for: a gateway's pages with and without TLS, a fleet's door, and mere ports."""
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import DONE, REFUSED, USAGE, main
+from cluster.secret import SECRET_VARIABLE
+from tests.factories.certificates import make_certificates
+from tests.factories.fleet import fleet, fleet_config
+from tests.factories.fleet_door import door_of, in_loop
+from tests.factories.security import SECRET
+
+
+class Pages(BaseHTTPRequestHandler):
+    """As a gateway's: alive, and not ready."""
+
+    def do_GET(self) -> None:
+        code, body = (200, b"{}") if self.path == "/health" else (503, b'{"reason": "no decode worker"}')
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class QuietServer(ThreadingHTTPServer):
+    """A handshake that fails is what a test is about."""
+
+    def handle_error(self, *_: object) -> None: ...
+
+
+@contextmanager
+def pages(context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """HOST:PORT of such a server."""
+    with QuietServer(("127.0.0.1", 0), Pages) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_page_is_well_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pages() as address:
+        assert main(["probe", f"http://{address}/health"]) == DONE
+        assert capsys.readouterr() == ("", "")
+        assert main(["probe", f"http://{address}/ready"]) == REFUSED
+    expected = (
+        f'baton probe: http://{address}/ready: 503 Service Unavailable: {{"reason": "no decode worker"}}\n'
+    )
+    assert capsys.readouterr().err == expected
+
+
+def test_nobody_there_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for url in ("http://127.0.0.1:1/health", "https://127.0.0.1:1/health", "tcp://127.0.0.1:1"):
+        assert main(["probe", url]) == REFUSED
+        assert capsys.readouterr().err.startswith(f"baton probe: {url}: ")
+
+
+def test_who_accepts_and_says_nothing_is_not_well() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["probe", f"tcp://{address}"]) == DONE
+        assert main(["probe", f"http://{address}/health", "--timeout", "0.1"]) == REFUSED
+
+
+def test_a_gateway_with_tls_is_asked_as_it_wants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = make_certificates(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = make_certificates(tmp_path / "other")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway.key")
+    with pages(context) as address:
+        health = f"https://{address}/health"
+        assert main(["probe", health]) == DONE
+        assert main(["probe", health, "--tls-ca", str(files.ca)]) == DONE
+        assert main(["probe", health, "--tls-ca", str(other.ca)]) == REFUSED
+        assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(files.ca)
+    with pages(context) as address:
+        health = f"https://{address}/health"
+        assert main(["probe", health]) == REFUSED
+        own = ["--tls-cert", str(tmp_path / "alice.tls.pem"), "--tls-key", str(tmp_path / "alice.tls.key")]
+        assert main(["probe", health, *own]) == DONE
+
+
+def test_a_fleet_is_well_once_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+
+    @in_loop
+    async def test() -> None:
+        config = fleet_config()
+        async with fleet(config) as tested, door_of(config, None) as door:
+            probe = ["probe", f"fleet://{door.address}", "--timeout", "20"]
+            assert await asyncio.to_thread(main, probe) == REFUSED
+            assert "still starting" in capsys.readouterr().err
+            await door.serve(tested.controller)
+            assert await asyncio.to_thread(main, probe) == DONE
+
+    test()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["127.0.0.1:8000"],
+        ["ftp://127.0.0.1:8000"],
+        ["http://127.0.0.1"],
+        ["http://[::1/"],
+        ["http://127.0.0.1:99999/"],
+        ["http://127.0.0.1:80/", "--tls-ca", "x"],
+        ["https://127.0.0.1:80/", "--tls-ca", "/no/such/file"],
+    ],
+)
+def test_what_cannot_be_asked_is_a_usage_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", *arguments]) == USAGE
+    assert capsys.readouterr().err.startswith("baton probe: ")

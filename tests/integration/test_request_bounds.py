@@ -1,0 +1,116 @@
+"""What a client may send is bounded at both doors alike, and what is too much is named."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx2
+import pytest
+
+from baton.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from baton.v1 import generation_service_pb2 as pb
+from baton.v1 import generation_service_pb2_grpc as pb_grpc
+from baton.v1 import sampling_pb2 as sampling_pb
+from gateway.grpc_api.convert import MAX_MESSAGES
+from gateway.intake import MAX_SALT_CHARACTERS
+from tests.factories.gateway import answering, gateway_with
+from tests.factories.models import make_model_dir
+
+# What to set, over which number of things, up to how many, and the field that an error names.
+BOUNDS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
+    "stop": (lambda n: {"stop": [f"<{i}>" for i in range(n)]}, MAX_STOP_STRINGS),
+    "stop (length)": (lambda n: {"stop": ["x" * n]}, MAX_STOP_CHARACTERS),
+    "stop_token_ids": (lambda n: {"stop_token_ids": [i % 5 for i in range(n)]}, MAX_STOP_TOKEN_IDS),
+    "logprobs": (lambda n: {"logprobs": n}, MAX_LOGPROBS),
+    "min_tokens": (lambda n: {"min_tokens": n, "max_tokens": 2}, 2),
+}
+OF_THE_REQUEST: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
+    "request_id": (lambda n: {"request_id": "x" * n}, 128),
+    "cache_salt": (lambda n: {"cache_salt": "x" * n}, MAX_SALT_CHARACTERS),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
+            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as http,
+        ):
+            stub: Any = pb_grpc.GenerationServiceStub(channel)
+
+            async def by_grpc(sampling: dict[str, Any], **request: Any) -> str:
+                message = pb.GenerateRequest(
+                    token_ids=pb.TokenIds(ids=[5, 6]),
+                    sampling_params=sampling_pb.SamplingParams(**{"max_tokens": 2, **sampling}),
+                    **request,
+                )
+                return await why_not(stub, message)
+
+            async def by_http(**body: Any) -> str:
+                asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2, **body}
+                answer = await http.post("/v1/completions", json=asked)
+                assert answer.status_code in (200, 400), answer.text
+                return "" if answer.status_code == 200 else str(answer.json()["error"]["param"])
+
+            for name, (fields, bound) in BOUNDS.items():
+                field = name.partition(" ")[0]
+                assert await by_grpc(fields(bound)) == "", name
+                assert (await by_grpc(fields(bound + 1))).startswith(f"{field}: "), name
+                assert await by_http(**fields(bound)) == "", name
+                assert (await by_http(**fields(bound + 1))).startswith(field), name
+            for name, (fields, bound) in OF_THE_REQUEST.items():
+                assert await by_grpc({}, **fields(bound)) == "", name
+                assert (await by_grpc({}, **fields(bound + 1))).startswith(f"{name}: "), name
+                assert await by_http(**fields(bound)) == "", name
+                assert await by_http(**fields(bound + 1)) == name
+            many = range(MAX_LOGIT_BIAS + 1)
+            assert (await by_grpc({"logit_bias": dict.fromkeys(many, 1.0)})).startswith("logit_bias: ")
+            assert await by_http(logit_bias=dict.fromkeys(map(str, many), 1.0)) == "logit_bias"
+            assert await by_http(n=129) == "n"
+            assert await by_http(prompt=[[5]] * 129) == "prompt"
+            assert await by_http(prompt=[[5]] * 65, n=2) == "n"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def why_not(stub: "pb_grpc.GenerationServiceAsyncStub", message: pb.GenerateRequest) -> str:
+    """Empty if it was answered."""
+    try:
+        async for _ in stub.Generate(message):
+            pass
+    except grpc.aio.AioRpcError as error:
+        is_clients_mistake = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return str(error.details() if is_clients_mistake else error.code())
+    return ""
+
+
+def test_prompts_are_bounded_before_work_is_put_into_them(folder: Path) -> None:
+    async def run() -> None:
+        async with (
+            gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
+            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+        ):
+            stub: Any = pb_grpc.GenerationServiceStub(channel)
+            ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 3_000_000))
+            assert "3000000 tokens leave no room for an answer" in await why_not(stub, ids)
+            empty = pb.Chat.Message(role="user")
+            chat = pb.GenerateRequest(chat=pb.Chat(messages=[empty] * (MAX_MESSAGES + 1)))
+            assert f"a conversation has 1 to {MAX_MESSAGES} messages" in await why_not(stub, chat)
+            text = pb.GenerateRequest(text="x" * 1_000_000)
+            assert (await why_not(stub, text)).startswith("prompt: ")
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -1,0 +1,157 @@
+"""WorkerLinks: a simulated gateway's end of the request plane to every worker, as gateway/workers/ is a real one's.
+
+Real: the session with each worker. Who is silent, and what gets through, is for the faults to say.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.request import RequestOutput
+from baton.session import GatewaySession
+from baton.worker import WorkerStatus
+from tests.simulation.request_plane import RequestPlane
+from tests.simulation.worker import Worker
+from tests.simulation.world import World
+
+
+class Listener(Protocol):
+    """The gateway; see gateway.workers.worker_client.WorkerListener."""
+
+    def heard(self, status: WorkerStatus) -> None: ...
+
+    def gone(self, worker: str) -> None:
+        """It gets nothing until it is heard again."""
+        ...
+
+    def lost(self, worker: str, reason: str) -> None: ...
+
+    def output(self, worker: str, output: RequestOutput) -> None: ...
+
+
+class WorkerLinks:
+    """Of one gateway, until it dies."""
+
+    def __init__(self, world: World, name: str, listener: Listener) -> None:
+        self.name = name
+        self.is_dead = False
+        self._world = world
+        self._listener = listener
+        self._workers: dict[str, Worker] = {}
+        self._silent: set[str] = set()
+        self._plane = RequestPlane(world)
+        self._sessions: dict[str, GatewaySession] = {}
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._workers
+
+    # workers come and go
+
+    def add(self, worker: Worker) -> None:
+        """A new life; whatever the last one of this name had is lost."""
+        if self.is_dead:
+            return
+        self.lose(worker.name, "replaced")
+        self._workers[worker.name] = worker
+        self._silent.discard(worker.name)
+        session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
+        worker.hear(self.name, session.hello())
+        heartbeat = worker.heartbeat(self.name)
+        session.note_heartbeat(heartbeat)
+        self._listener.heard(heartbeat.status)
+
+    def lose(self, name: str, reason: str) -> None:
+        if self._workers.pop(name, None) is not None:
+            self._listener.gone(name)
+            self._listener.lost(name, reason)
+
+    def note_silence(self, name: str) -> None:
+        if name in self._workers and name not in self._silent:
+            self._silent.add(name)
+            self._listener.gone(name)
+            self._listener.lost(name, "silent")
+
+    def hear_again(self, name: str) -> None:
+        self._silent.discard(name)
+        if worker := self._workers.get(name):
+            self._listener.heard(worker.heartbeat(self.name).status)
+
+    def cut_off(self, name: str) -> None:
+        """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
+        self._plane.cut_off.add(name)
+
+    def reconnect(self, name: str) -> None:
+        """What is said from now on arrives. A Hello and its answer, as they come at a fixed pace, tell what did not."""
+        self._plane.cut_off.discard(name)
+        self.hear_again(name)
+        if worker := self._workers.get(name):
+            hello = self._sessions[name].hello()
+            self._plane.send(
+                "gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello))
+            )
+
+    def die(self) -> list[Worker]:
+        """As by SIGKILL: nothing goes either way any more. Who had heard of it, and will find out."""
+        self.is_dead = True
+        workers = list(self._workers.values())
+        self._plane.cut_off.add("gateway")
+        self._workers.clear()
+        return workers
+
+    # what is said
+
+    def order(self, name: str, make: Callable[[GatewaySession], SubmitRequest | AbortRequests]) -> None:
+        """To a worker; one that is not known any more had what it had taken from it."""
+        if (worker := self._workers.get(name)) is None:
+            return
+        session = self._sessions[name]
+        order = make(session)
+        session.count_order()
+        self._plane.send("gateway", name, lambda: self._reach(worker, lambda: worker.take(self.name, order)))
+
+    def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:
+        """On a worker's thread: sends outputs to the gateway, unless it finds no connection, or has no session."""
+        if not worker.sessions.count_outputs(self.name.encode()):
+            return
+        if (worker.name in self._plane.cut_off or self.is_dead) and self._world.chance(0.5):
+            worker.lose_gateway(self.name)
+            return
+
+        def arrive() -> None:
+            if self._workers.get(worker.name) is worker:
+                self._sessions[worker.name].note_outputs()
+                for output in outputs:
+                    self._listener.output(worker.name, output)
+
+        self._plane.send(worker.name, "gateway", arrive)
+
+    def hear_all(self) -> None:
+        for worker in list(self._workers.values()):
+            self.hear(worker)
+
+    def hear(self, worker: Worker) -> None:
+        """A heartbeat, if it can be sent and arrives."""
+        is_mute = worker.is_dead or worker.paused_until > self._world.now
+        is_known = self._workers.get(worker.name) is worker
+        if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
+            self._listener.heard(worker.heartbeat(self.name).status)
+
+    def _answer(self, worker: Worker, hello: Hello) -> None:
+        """On a worker's request plane."""
+        worker.hear(self.name, hello)
+        heartbeat = worker.heartbeat(self.name)
+        self._plane.send(worker.name, "gateway", lambda: self._take_heartbeat(worker, heartbeat))
+
+    def _take_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
+        if self._workers.get(worker.name) is not worker:
+            return
+        if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
+            self._world.counts["path session lost"] += 1
+            self._listener.lost(worker.name, loss)
+
+    def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
+        if not worker.is_dead:
+            action()

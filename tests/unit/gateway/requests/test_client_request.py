@@ -1,0 +1,244 @@
+"""One client's request: every token once, in order, whatever the workers and the network do to it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from baton.kv import TransferRole
+from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
+from baton.sampling import SamplingParams
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
+from gateway.requests.client_request import ClientRequest, Delta
+from gateway.routing.placement import Mode, Placement
+from gateway.text import TextStream
+from tests.factories.models import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+PLACEMENT = Placement(Mode.DISAGGREGATED, "p0", "d0")
+TEXT = "The cache is the baton"
+TOKENS = TOKENIZER.encode(TEXT).ids
+
+
+def make_client_request(**sampling: object) -> ClientRequest:
+    params = SamplingParams(max_tokens=100, **sampling)  # type: ignore[arg-type]
+    request = ClientRequest(
+        5, params, TextStream(TOKENIZER, params.stop, params.min_tokens, True), arrived_at=10.0
+    )
+    request.begin_attempt(PLACEMENT, 10.0)
+    return request
+
+
+def output(position: int, *token_ids: int, **options: object) -> RequestOutput:
+    return RequestOutput(request_id="r", first_position=position, token_ids=token_ids, **options)  # type: ignore[arg-type]
+
+
+def collect(request: ClientRequest, news: list[tuple[str, RequestOutput]]) -> list[Delta]:
+    deltas = [request.accept(worker, item, 11.0 + i) for i, (worker, item) in enumerate(news)]
+    return [delta for delta in deltas if delta is not None]
+
+
+def whole_story() -> list[tuple[str, RequestOutput]]:
+    """Token 0 of both workers, the rest one by one, the end with the last token."""
+    story = [
+        ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER)),
+        ("d0", output(0, TOKENS[0])),
+    ]
+    story += [("d0", output(i, token_id)) for i, token_id in enumerate(TOKENS[1:-1], 1)]
+    return [*story, ("d0", output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH))]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_c51_reordered_and_doubled_outputs_give_every_token_once_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    story = whole_story() * rng.choice([1, 2])
+    rng.shuffle(story)
+    deltas: list[Delta] = []
+    request = make_client_request()
+    for worker, item in story:
+        if deltas and deltas[-1].finish:
+            break
+        deltas += collect(request, [(worker, item)])
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_token_0_does_not_wait_for_the_hand_over() -> None:
+    request = make_client_request()
+    deltas = collect(request, whole_story()[:2])
+    assert [delta.token_ids for delta in deltas] == [(TOKENS[0],)]
+
+
+def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
+    request = make_client_request()
+    (delta,) = collect(request, [("p0", output(0, 2, finish_reason=FinishReason.STOP, stop_token_id=2))])
+    assert delta.finish is not None
+    assert (delta.finish.reason, delta.finish.stop_token_id) == (FinishReason.STOP, 2)
+    assert (delta.token_ids, delta.text) == ((2,), "")
+
+
+def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
+    request = make_client_request(logprobs=0)
+    logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS]
+    story = [
+        ("d0", output(i, token_id, logprobs=(logprobs[i],), num_cached_tokens=3))
+        for i, token_id in enumerate(TOKENS)
+    ]
+    lost = ("d0", output(5, 99, finish_reason=FinishReason.LENGTH))  # its predecessors never came
+    first = collect(request, [*story[:3], lost])
+    assert request.output_token_ids == tuple(TOKENS[:3])
+    request.begin_attempt(Placement(Mode.LOCAL, None, "d1"), 10.0)
+    end = ("d1", output(len(TOKENS), finish_reason=FinishReason.STOP, num_cached_tokens=7))
+    second = collect(request, [("d1", item) for _, item in story[3:]] + [end])
+    assert [t for delta in (*first, *second) for t in delta.token_ids] == TOKENS
+    assert [one for delta in (*first, *second) for one in delta.logprobs] == logprobs
+    assert "".join(delta.text for delta in (*first, *second)) == TEXT
+    finish = second[-1].finish
+    assert finish is not None
+    assert (finish.num_attempts, finish.placement.decode, finish.num_completion_tokens) == (
+        2,
+        "d1",
+        len(TOKENS),
+    )
+    assert finish.num_cached_tokens == 3, "of the prompt, not of the answer"
+
+
+def test_c52_a_request_is_whole_when_its_last_token_was_delivered() -> None:
+    request = make_client_request()
+    collect(request, whole_story()[:-1])
+    assert request.end_if_whole(12.0) is None
+    request.sampling_params = replace(request.sampling_params, max_tokens=len(TOKENS) - 1)
+    last = request.end_if_whole(12.0)
+    assert last is not None
+    assert last.finish is not None
+    assert (last.finish.reason, last.token_ids) == (FinishReason.LENGTH, ())
+
+
+def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
+    request = make_client_request(stop=("is",))
+    deltas = collect(request, [("d0", output(0, *TOKENS))])
+    assert deltas[-1].finish is not None
+    assert deltas[-1].finish.matched_stop == "is"
+    assert "".join(delta.text for delta in deltas) == "The cache "
+    assert deltas[-1].finish.num_completion_tokens == len(deltas[-1].token_ids) < len(TOKENS)
+
+
+def test_held_back_text_comes_with_the_end() -> None:
+    request = make_client_request(stop=("baton!",))
+    deltas = collect(request, whole_story())
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert deltas[-1].finish is not None
+    assert deltas[-1].finish.matched_stop is None
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    request = make_client_request(logprobs=0)
+    logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS[:3]]
+    deltas = collect(
+        request,
+        [
+            ("d0", output(1, *TOKENS[1:3], logprobs=tuple(logprobs[1:]))),
+            ("p0", output(0, TOKENS[0], logprobs=(logprobs[0],))),
+        ],
+    )
+    assert [delta.logprobs for delta in deltas] == [tuple(logprobs)]
+
+
+def test_the_timing_says_where_the_time_went() -> None:
+    request = make_client_request()
+    story = whole_story()
+    prefill = StageTimes(queue_s=0.25, prefill_s=0.5)
+    decode = StageTimes(
+        queue_s=0.1,
+        transfer_s=0.7,
+        transfer_moving_s=0.05,
+        transfer_bytes=999,
+        transport="zmq_tcp",
+        decode_s=9.0,
+    )
+    story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=prefill))
+    last = output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=decode)
+    deltas = collect(request, [*story[:-1], ("d0", last)])
+    assert deltas[-1].finish is not None
+    timing = deltas[-1].finish.timing
+    assert timing.ttft_s == 1.0
+    assert (timing.queue_s, timing.prefill_s) == (0.25, 0.5)
+    assert (timing.transfer_s, timing.transfer_bytes, timing.transport) == (0.05, 999, "zmq_tcp")
+    assert timing.transfer_wait_s == pytest.approx(0.65)
+    assert timing.handover_s == timing.itl_s[0] == 2.0
+    assert len(timing.itl_s) == len(TOKENS) - 1
+    assert timing.total_s == timing.ttft_s + sum(timing.itl_s)
+
+
+def test_the_hand_over_of_a_request_that_moved_is_that_of_its_latest_attempt() -> None:
+    """Between its first two tokens lay another one's, which the workers' times at the end say nothing of."""
+    request = make_client_request()
+    collect(request, whole_story()[:4])
+    num_before = request.num_output_tokens
+    assert num_before >= 2
+    request.begin_attempt(PLACEMENT, 100.0)
+    stages = StageTimes(first_step_s=3.0)
+    end = FinishReason.LENGTH
+    request.accept("p0", output(num_before, TOKENS[num_before]), 110.0)
+    request.accept("d0", output(num_before + 1, TOKENS[num_before + 1]), 115.0)
+    rest = output(num_before + 2, *TOKENS[num_before + 2 :], finish_reason=end, stage_times=stages)
+    last = request.accept("d0", rest, 120.0)
+    assert last is not None
+    assert last.finish is not None
+    timing = last.finish.timing
+    assert (timing.handover_s, timing.handover_ended_s) == (5.0, 115.0 - request.arrived_at)
+    assert timing.handover_parts is not None
+    assert timing.handover_parts.first_step_s == 3.0
+
+
+def taken(attempt: int, end: TransferEventKind, at_s: float) -> TransferRecord:
+    return TransferRecord(
+        role=TransferRole.CONSUMER, peer="p0", attempt=attempt, events=(TransferEvent(end, at_s),)
+    )
+
+
+def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
+    request = make_client_request()
+    story = whole_story()
+    why = replace(taken(0, TransferEventKind.FAILED, 3.0), reason="cannot open /dev/shm/kv")
+    last = output(
+        len(TOKENS) - 1,
+        TOKENS[-1],
+        finish_reason=FinishReason.LENGTH,
+        stage_times=StageTimes(transfers=(why,)),
+    )
+    delta = collect(request, [*story[:-1], ("d0", last)])[-1]
+    assert delta.finish is not None
+    told = delta.without_reasons().finish
+    assert told is not None
+    assert [seen.record.reason for seen in delta.finish.timing.transfers] == ["cannot open /dev/shm/kv"]
+    assert [seen.record for seen in told.timing.transfers] == [replace(why, reason="")]
+    assert replace(told, timing=delta.finish.timing) == delta.finish
+
+
+def test_every_hand_over_is_told_even_those_of_attempts_that_failed() -> None:
+    request = make_client_request()
+    failed = StageTimes(transfers=(taken(0, TransferEventKind.FAILED, 3.0),))
+    request.note_times("d0", output(0, finish_reason=FinishReason.ERROR, stage_times=failed))
+    request.begin_attempt(PLACEMENT, 14.0)
+    done = StageTimes(transfers=(taken(1, TransferEventKind.VERIFIED, 0.5),))
+    given = TransferEvent(TransferEventKind.RELEASED, 0.75)
+    late = TransferRecord(role=TransferRole.PRODUCER, peer="d0", attempt=1, events=(given,))
+    story = whole_story()
+    story[-1] = (
+        "d0",
+        output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=done),
+    )
+    story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=StageTimes()))
+    story.insert(2, ("p0", output(0, stage_times=StageTimes(prefill_s=0.5, transfers=(late,)))))
+    deltas = collect(request, story)
+    assert deltas[-1].finish is not None
+    timing = deltas[-1].finish.timing
+    assert [(seen.worker, seen.record.attempt, seen.record.events) for seen in timing.transfers] == [
+        ("d0", 0, (TransferEvent(TransferEventKind.FAILED, 3.0),)),
+        ("p0", 1, (TransferEvent(TransferEventKind.RELEASED, 4.75),)),
+        ("d0", 1, (TransferEvent(TransferEventKind.VERIFIED, 4.5),)),
+    ]
+    assert timing.prefill_s == 0.5
+    assert [t for delta in deltas for t in delta.token_ids] == TOKENS

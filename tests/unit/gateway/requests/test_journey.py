@@ -1,0 +1,205 @@
+"""A request's way through attempts: what counts against it, where it does not go again, when it is given up."""
+
+import pytest
+
+from baton.errors import Overloaded, WorkerUnavailable
+from baton.gateway_config import GatewayConfig
+from baton.kv import WorkerRef
+from baton.request import OnPreemption
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+from gateway.requests.attempt import Attempt, AttemptFailed, Cause
+from gateway.requests.journey import (
+    MAX_ATTEMPTS,
+    MAX_FAILURES,
+    MAX_LOSSES,
+    Errand,
+    Journey,
+    LoadFailurePolicy,
+)
+from gateway.routing.placement import Mode, NoRoom
+from gateway.routing.router import Router
+from gateway.workers.roster import Roster
+
+
+class Fleet:
+    """A router and a roster that hear the same."""
+
+    def __init__(self, *names: str) -> None:
+        self.roster, self.router = Roster(), Router(GatewayConfig(routing_policy="round_robin"), b"")
+        for name in names:
+            self.hear(name)
+
+    def hear(self, name: str, life: int = 1, state: WorkerState = WorkerState.READY) -> None:
+        """Those whose name begins with p prefill."""
+        role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
+        ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
+        status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
+        self.roster.heard(status)
+        self.router.heard(status)
+
+    def lose(self, name: str) -> None:
+        self.roster.gone(name)
+        self.router.gone(name)
+
+
+class Trip:
+    """Drives a journey; `num_tokens` is what the client has."""
+
+    def __init__(self, fleet: Fleet, policy: LoadFailurePolicy = "retry", mode: Mode | None = None) -> None:
+        self.fleet = fleet
+        errand = Errand(prompt_token_ids=(1, 2, 3), max_tokens=1_000, mode=mode, is_told_reasons=True)
+        self.journey = Journey(errand, policy, fleet.roster, 0.0)
+        self.num_tokens = 0
+
+    def begin(self, now: float = 0.0) -> Attempt:
+        placement = self.journey.route(self.fleet.router, (7,) * self.num_tokens)
+        return self.journey.begin(placement, "id", self.num_tokens, now)
+
+    def fail(
+        self,
+        cause: Cause,
+        *,
+        brings: int = 0,
+        prompt: bool = False,
+        worker: str | None = None,
+        began_at: float = 0.0,
+        now: float = 1.0,
+    ) -> str | None:
+        """One attempt, and how it ends; the error that ends the request."""
+        attempt = self.begin(began_at)
+        self.num_tokens += brings
+        placement = attempt.placement
+        whose = worker or (placement.prefill if prompt and placement.prefill else placement.decode)
+        failure = AttemptFailed(whose, cause, "it happened", is_prompt_lost=prompt)
+        error = self.journey.end(attempt, failure, self.num_tokens, now)
+        return None if error is None else str(error)
+
+
+def test_failures_in_a_row_end_it_and_a_new_token_forgives_them() -> None:
+    trip = Trip(Fleet("d0"))
+    for _ in range(3):
+        assert [trip.fail(Cause.FAILED) for _ in range(MAX_FAILURES - 1)] == [None] * (MAX_FAILURES - 1)
+        assert trip.fail(Cause.FAILED, brings=1) is None
+    ends = [trip.fail(Cause.FAILED) for _ in range(MAX_FAILURES)]
+    assert ends[-1] == f"gave up after {trip.journey.num_attempts} attempt(s): it happened"
+
+
+def test_the_token_that_a_prefill_worker_brings_is_no_progress() -> None:
+    trip = Trip(Fleet("p0", "p1", "p2", "d0"), mode=Mode.DISAGGREGATED)
+    ends = [trip.fail(Cause.FAILED, brings=1, prompt=True) for _ in range(MAX_FAILURES)]
+    assert ends[-1] is not None
+    trip = Trip(Fleet("p0", "d0"), mode=Mode.DISAGGREGATED)
+    assert [trip.fail(Cause.FAILED, brings=2, prompt=True) for _ in range(MAX_FAILURES)][-1] is None
+
+
+def test_losses_count_apart_and_all_are_bounded() -> None:
+    trip = Trip(Fleet("d0"))
+    ends = [trip.fail(Cause.LOST) for _ in range(MAX_LOSSES)]
+    assert ends[:-1] == [None] * (MAX_LOSSES - 1)
+    assert ends[-1] is not None
+    trip = Trip(Fleet("d0"))
+    ends = [trip.fail(Cause.LOST, brings=5) for _ in range(MAX_ATTEMPTS)]
+    assert ends[:-1] == [None] * (MAX_ATTEMPTS - 1)
+    assert ends[-1] is not None, "it takes everybody with it, if a little later each time"
+
+
+@pytest.mark.parametrize("cause", [Cause.GIVEN_BACK, Cause.REFUSED])
+def test_to_be_given_back_or_refused_counts_as_nothing(cause: Cause) -> None:
+    fleet = Fleet("d0")
+    trip = Trip(fleet, policy="fail")
+    for _ in range(2 * MAX_ATTEMPTS):
+        assert trip.fail(cause) is None
+        fleet.hear("d0")
+
+
+def test_who_failed_it_is_avoided_until_its_next_life_or_until_nobody_else_is_left() -> None:
+    fleet = Fleet("d0", "d1", "d2")
+    trip = Trip(fleet)
+    trip.fail(Cause.FAILED, brings=1, worker="d0")
+    assert {trip.begin().placement.decode for _ in range(6)} == {"d1", "d2"}
+    fleet.hear("d0", life=2)
+    assert "d0" in {trip.begin().placement.decode for _ in range(6)}
+    fleet.hear("d0", life=1)
+    fleet.lose("d1")
+    fleet.lose("d2")
+    assert trip.begin().placement.decode == "d0"
+
+
+def test_who_was_lost_is_as_good_as_any_other_once_it_is_heard_again() -> None:
+    fleet = Fleet("d0")
+    trip = Trip(fleet)
+    trip.fail(Cause.LOST, brings=1)
+    fleet.lose("d0")
+    with pytest.raises(WorkerUnavailable):
+        trip.begin()
+    fleet.hear("d0")
+    assert trip.begin().placement.decode == "d0"
+
+
+def test_who_refused_it_is_asked_again_when_it_was_heard_again() -> None:
+    fleet = Fleet("d0", "d1")
+    trip = Trip(fleet)
+    trip.fail(Cause.REFUSED, worker="d0")
+    assert {trip.begin().placement.decode for _ in range(4)} == {"d1"}
+    trip.fail(Cause.REFUSED, worker="d1")
+    with pytest.raises(NoRoom, match="it happened"):
+        trip.begin()
+    fleet.hear("d0")
+    assert trip.begin().placement.decode == "d0"
+
+
+def test_c53_the_prompt_is_computed_by_the_decode_worker_after_two_failures_unless_that_is_forbidden() -> (
+    None
+):
+    trip = Trip(Fleet("p0", "p1", "p2", "d0"))
+    trip.fail(Cause.FAILED, prompt=True)
+    assert trip.begin().placement.mode is Mode.DISAGGREGATED
+    trip.fail(Cause.FAILED, prompt=True)
+    assert trip.begin().placement.mode is Mode.LOCAL
+    trip = Trip(Fleet("p0", "p1", "p2", "d0"), mode=Mode.DISAGGREGATED)
+    for _ in range(2):
+        trip.fail(Cause.FAILED, prompt=True)
+    assert trip.begin().placement.mode is Mode.DISAGGREGATED
+
+
+def test_c34_under_the_policy_fail_a_lost_prompt_ends_it_but_not_one_that_was_given_back() -> None:
+    assert Trip(Fleet("p0", "d0"), policy="fail").fail(Cause.FAILED, prompt=True) is not None
+    assert Trip(Fleet("p0", "d0"), policy="fail").fail(Cause.GIVEN_BACK, prompt=True) is None
+    assert Trip(Fleet("p0", "d0"), policy="fail").fail(Cause.LOST, brings=5) is None
+
+
+def test_the_time_to_find_a_place_begins_with_what_a_worker_did_for_it() -> None:
+    trip = Trip(Fleet("d0", "d1"))
+    trip.fail(Cause.REFUSED, worker="d0", began_at=5.0, now=5.0)
+    assert trip.journey.seeking_since == 0.0
+    trip.fail(Cause.GIVEN_BACK, worker="d1", brings=1, now=6.0)
+    assert trip.journey.seeking_since == 6.0
+    error = trip.journey.too_late(NoRoom("full"), 30.0, retry_after_s=7.0)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 7.0
+    error = trip.journey.too_late(WorkerUnavailable("nobody is there"), 30.0, retry_after_s=7.0)
+    assert str(error) == "nobody is there; waited 30 s for one; before that, it happened"
+
+
+def test_the_time_in_the_line_of_a_worker_that_gives_it_back_is_not_taken_from_the_time_to_find_a_place() -> (
+    None
+):
+    trip = Trip(Fleet("d0", "d1"))
+    trip.fail(Cause.GIVEN_BACK, worker="d0", began_at=2.0, now=100.0)
+    assert trip.journey.seeking_since == 98.0, "it had looked for 2 s"
+
+
+def test_c36_blocks_are_given_back_only_where_somebody_may_have_more_and_not_for_ever() -> None:
+    fleet = Fleet("d0")
+    trip = Trip(fleet)
+    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.RESUME
+    fleet.hear("p0")
+    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+    fleet.lose("p0")
+    fleet.hear("d1")
+    for _ in range(2):
+        assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+        trip.fail(Cause.GIVEN_BACK)
+        fleet.hear("d0")
+        fleet.hear("d1")
+    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.RESUME

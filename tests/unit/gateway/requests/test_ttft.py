@@ -1,0 +1,92 @@
+"""Where the time to first token went: the parts add up to it, whatever happened on the way and whatever workers say."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.request import StageTimes
+from gateway.requests.ttft import FirstTokenClock, TtftParts, split_handover
+from gateway.routing.placement import Mode, Placement
+
+PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
+ALONE = Placement(Mode.LOCAL, None, "d0")
+
+seconds = st.floats(0.0, 1e4)
+stages = st.builds(StageTimes, queue_s=seconds, prefill_s=seconds, transfer_s=seconds, first_step_s=seconds)
+
+
+def total(parts: TtftParts) -> float:
+    measured = parts.gateway_s + parts.queue_s + parts.failed_attempts_s
+    return measured + parts.worker_queue_s + parts.transfer_exposed_s + parts.prefill_s
+
+
+def parts_of(placement: Placement, bringer: str, told: dict[str, StageTimes]) -> TtftParts:
+    """One second to take it in, two in line, a first attempt of four in vain, eight more in line; the token at 31."""
+    clock = FirstTokenClock()
+    clock.waits_from(1.0)
+    clock.begin_attempt(PAIR, 3.0)
+    clock.end_attempt(7.0)
+    clock.begin_attempt(placement, 15.0)
+    assert clock.parts(told) is None
+    clock.first_token(bringer, 31.0)
+    clock.first_token("another", 32.0)
+    clock.end_attempt(40.0)
+    clock.begin_attempt(ALONE, 41.0)
+    parts = clock.parts(told)
+    assert parts is not None
+    assert (parts.queue_s, parts.failed_attempts_s) == (10.0, 4.0)
+    assert total(parts) == pytest.approx(31.0)
+    return parts
+
+
+def test_the_prefill_worker_computes_and_tells() -> None:
+    parts = parts_of(
+        PAIR, "p0", {"p0": StageTimes(queue_s=5.0, prefill_s=9.0), "d0": StageTimes(queue_s=6.0)}
+    )
+    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (5.0, 9.0, 0.0)
+    assert parts.gateway_s == pytest.approx(1.0 + 2.0)
+
+
+def test_a_decode_worker_alone_computes_and_tells() -> None:
+    parts = parts_of(ALONE, "d0", {"d0": StageTimes(queue_s=5.0, prefill_s=9.0)})
+    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (5.0, 9.0, 0.0)
+
+
+def test_the_prefill_workers_word_is_lost_and_the_decode_worker_tells() -> None:
+    """Its wait for the prompt overlaps the prefill, and only what is left of it was exposed."""
+    told = {
+        "p0": StageTimes(queue_s=2.0, prefill_s=9.0),
+        "d0": StageTimes(queue_s=1.0, transfer_s=14.0, transfer_bytes=1),
+    }
+    parts = parts_of(PAIR, "d0", told)
+    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (2.0, 9.0, 6.0)
+
+
+def test_the_prompt_does_not_arrive_and_the_decode_worker_computes_it() -> None:
+    told = {"d0": StageTimes(queue_s=1.0, transfer_s=5.0, prefill_s=9.0)}
+    parts = parts_of(PAIR, "d0", told)
+    assert (parts.worker_queue_s, parts.transfer_exposed_s, parts.prefill_s) == (1.0, 5.0, 9.0)
+
+
+@given(st.sampled_from([PAIR, ALONE]), st.sampled_from(["p0", "d0"]), stages, stages)
+def test_parts_add_up_and_none_is_negative_whatever_workers_say(
+    placement: Placement, bringer: str, prefill: StageTimes, decode: StageTimes
+) -> None:
+    parts = parts_of(placement, bringer, {"p0": prefill, "d0": decode})
+    assert min(parts.gateway_s, parts.worker_queue_s, parts.transfer_exposed_s, parts.prefill_s) >= 0.0
+
+
+@given(seconds, stages, st.none() | seconds)
+def test_parts_of_a_hand_over_add_up_and_none_is_negative(
+    gap_s: float, decode: StageTimes, exposed_s: float | None
+) -> None:
+    parts = split_handover(gap_s, decode, exposed_s)
+    values = parts.transfer_exposed_s, parts.first_step_s, parts.gateway_s
+    assert min(values) >= 0.0
+    assert sum(values) == pytest.approx(gap_s)
+
+
+def test_what_the_prefill_worker_did_not_say_was_the_transfer() -> None:
+    decode = StageTimes(first_step_s=1.0)
+    assert split_handover(5.0, decode, None).transfer_exposed_s == 4.0
+    assert split_handover(5.0, decode, 3.0).gateway_s == 1.0

@@ -1,0 +1,271 @@
+"""kv_aware and `auto`: what a placement costs, term by term, each test with all else equal."""
+
+from typing import Any
+
+import pytest
+
+from baton.block_hash import block_hashes
+from baton.messages import KVEvents
+from baton.request import StageTimes
+from baton.worker import WorkerRole, WorkerStatus
+from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.policies import NUM_JOINT
+from gateway.routing.router import Router
+from tests.unit.gateway.routing.test_router import KEY, ask, end, router_of, send, status
+
+LONG = Ask(token_ids=tuple(range(2000)), max_new_tokens=100)
+
+
+def measured(name: str, running: int = 0, **values: Any) -> WorkerStatus:
+    """Prefill of 10,000 tokens a second, and steps of 10 ms."""
+    rates: dict[str, Any] = {"prefill_tokens_per_s": 1e4, "decode_step_s": 0.01}
+    return status(name, running, **(rates | values))
+
+
+def tell(router: Router, worker: str, asked: Ask, num_tokens: int, block_size: int = 16) -> None:
+    """The worker has the first tokens of it in its prefix cache."""
+    hashes = block_hashes(asked.token_ids[:num_tokens], block_size, KEY, asked.cache_salt)
+    stored = b"".join(block_hash[:8] for block_hash in hashes)
+    assert router.kv_events(worker, KVEvents(0, True, b"", stored))
+
+
+def chosen(router: Router, asked: Ask = LONG) -> tuple[set[str | None], set[str]]:
+    placements = [router.route(asked) for _ in range(4)]
+    return {placement.prefill for placement in placements}, {placement.decode for placement in placements}
+
+
+def pair_of(*statuses: WorkerStatus, mode: str = "disaggregated", **config: Any) -> Router:
+    names = {one.ref.name for one in statuses}
+    others = [measured(name) for name in ("p0", "p1", "d0", "d1") if name not in names]
+    return router_of("kv_aware", mode, *others, *statuses, **config)
+
+
+def test_without_any_difference_all_take_turns() -> None:
+    assert chosen(pair_of()) == ({"p0", "p1"}, {"d0", "d1"})
+
+
+def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
+    router = pair_of()
+    tell(router, "p1", LONG, 160)
+    assert chosen(router)[0] == {"p1"}
+    assert router.route(LONG).num_prefill_tokens == 2000 - 160
+
+
+def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
+    router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
+    tell(router, "p1", LONG, 1600)
+    assert chosen(router)[0] == {"p0"}
+    router.heard(measured("p1", 1, num_queued_prompt_tokens=1000))
+    assert chosen(router)[0] == {"p1"}
+
+
+def test_what_was_sent_waits_there_before_the_worker_says_so() -> None:
+    router = pair_of()
+    tell(router, "p1", LONG, 160)
+    first = send(router, LONG)
+    assert first.prefill == "p1"
+    assert chosen(router)[0] == {"p0"}
+    end(router, first)
+    assert chosen(router)[0] == {"p1"}
+
+
+def test_of_a_queue_that_was_told_only_what_is_under_way_of_ours_still_waits() -> None:
+    """A heartbeat is old news: once our requests there have ended, so has their part of the queue."""
+    router = pair_of()
+    tell(router, "p1", LONG, 160)
+    first = send(router, LONG)
+    router.heard(measured("p1", 1, num_queued_prompt_tokens=1800))
+    assert chosen(router)[0] == {"p0"}
+    end(router, first)
+    assert chosen(router)[0] == {"p1"}
+
+
+def test_the_faster_prefill_worker_wins() -> None:
+    assert chosen(pair_of(measured("p1", prefill_tokens_per_s=2e4)))[0] == {"p1"}
+
+
+def test_workers_that_computed_nothing_yet_are_taken_to_be_as_the_others() -> None:
+    router = pair_of(measured("p1", prefill_tokens_per_s=0.0), measured("d1", decode_step_s=0.0))
+    assert chosen(router) == ({"p0", "p1"}, {"d0", "d1"})
+
+
+def test_running_requests_and_slow_steps_keep_requests_away() -> None:
+    assert chosen(pair_of(measured("d0", 8), measured("d1", 2)))[1] == {"d1"}
+    assert chosen(pair_of(measured("d0", decode_step_s=0.03)))[1] == {"d1"}
+
+
+def test_steps_that_grow_with_their_requests_are_learned() -> None:
+    """d0 has more requests, but each makes its step longer by little; on d1 by a lot."""
+    router = pair_of()
+    for running in (1, 2, 3, 4, 5, 6, 3):
+        router.heard(measured("d0", running, decode_step_s=0.01 + 0.0001 * running))
+        router.heard(measured("d1", running, decode_step_s=0.01 + 0.003 * running))
+    router.heard(measured("d0", 4, decode_step_s=0.0104))
+    router.heard(measured("d1", 2, decode_step_s=0.016))
+    assert chosen(router)[1] == {"d0"}
+
+
+def test_a_prefix_hit_on_a_decode_worker_shortens_the_transfer() -> None:
+    router = pair_of()
+    for decode in ("d0", "d1"):
+        for prefill in ("p0", "p1"):
+            hand_over(router, prefill, decode, bytes_per_s=1e8)
+    tell(router, "d1", LONG, 1600)
+    assert chosen(router)[1] == {"d1"}
+    assert router.route(LONG).num_transfer_tokens == 400
+
+
+def test_only_what_outlasts_the_prefill_counts_of_a_transfer() -> None:
+    router = pair_of()
+    for decode, rate in {"d0": 2e9, "d1": 9e9}.items():
+        for prefill in ("p0", "p1"):
+            hand_over(router, prefill, decode, bytes_per_s=rate)
+    assert chosen(router)[1] == {"d0", "d1"}
+
+
+def test_links_are_told_apart_by_pair() -> None:
+    """p0 reaches d0 fast, and p1 d1; the other two ways are slow."""
+    router = pair_of()
+    for prefill, decode, rate in (("p0", "d0", 1e9), ("p0", "d1", 1e7), ("p1", "d0", 1e7), ("p1", "d1", 1e9)):
+        hand_over(router, prefill, decode, bytes_per_s=rate)
+    placements = [router.route(LONG) for _ in range(8)]
+    assert {(placement.prefill, placement.decode) for placement in placements} <= {("p0", "d0"), ("p1", "d1")}
+
+
+def test_links_of_a_worker_that_is_gone_are_forgotten() -> None:
+    router = pair_of()
+    for prefill in ("p0", "p1"):
+        hand_over(router, prefill, "d0", bytes_per_s=1e7)
+        hand_over(router, prefill, "d1", bytes_per_s=9e9)
+    assert chosen(router)[1] == {"d1"}
+    router.gone("d0")
+    router.heard(measured("d0"))
+    assert chosen(router)[1] == {"d0", "d1"}
+
+
+def hand_over(router: Router, prefill: str, decode: str, bytes_per_s: float) -> None:
+    placement = Placement(Mode.DISAGGREGATED, prefill, decode, num_transfer_tokens=1000)
+    num_bytes = 100_000_000
+    times = StageTimes(transfer_bytes=num_bytes, transfer_moving_s=num_bytes / bytes_per_s)
+    router.measured(placement, times)
+
+
+def test_blocks_that_will_run_short_cost_their_computation() -> None:
+    router = pair_of(measured("d0", 20, free=150), measured("d1", 21, free=900))
+    assert chosen(router)[1] == {"d1"}
+    assert chosen(pair_of(measured("d0", 20, free=900), measured("d1", 21, free=900)))[1] == {"d0"}
+
+
+def test_hits_are_found_at_any_block_size() -> None:
+    router = pair_of(measured("p1", block_size=64))
+    tell(router, "p0", LONG, 160)
+    tell(router, "p1", LONG, 1024, block_size=64)
+    assert router.route(LONG).num_prefill_tokens == 2000 - 1024
+    assert chosen(router)[0] == {"p1"}
+
+
+def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute() -> None:
+    router = pair_of()
+    asked = ask(160, cache_salt="a")
+    tell(router, "p1", asked, 160)
+    assert router.route(asked).num_prefill_tokens == 16
+    assert router.route(ask(160, cache_salt="b")).num_prefill_tokens == 160
+    assert router.route(ask(160)).num_prefill_tokens == 160
+
+
+def test_a_new_life_and_a_lost_worker_have_nothing() -> None:
+    router = pair_of()
+    tell(router, "p1", LONG, 1600)
+    assert not router.lacks_kv_account("p1")
+    router.heard(measured("p1", life="second"))
+    assert router.lacks_kv_account("p1")
+    assert chosen(router)[0] == {"p0", "p1"}
+    tell(router, "p1", LONG, 1600)
+    router.gone("p1")
+    router.heard(measured("p1", life="second"))
+    assert chosen(router)[0] == {"p0", "p1"}
+
+
+def test_an_account_lasts_while_the_role_changes() -> None:
+    router = pair_of()
+    tell(router, "p1", LONG, 1600)
+    router.heard(measured("p1", role=WorkerRole.DECODE))
+    assert router.route(LONG).decode == "p1"
+    assert router.route(LONG).num_transfer_tokens == 400
+
+
+def test_accounts_are_wanted_only_where_they_decide() -> None:
+    for policy, mode, is_wanted in (
+        ("kv_aware", "local", True),
+        ("least_loaded", "auto", True),
+        ("least_loaded", "disaggregated", False),
+        ("round_robin", "local", False),
+    ):
+        assert router_of(policy, mode, measured("d0")).lacks_kv_account("d0") == is_wanted
+    assert not pair_of().lacks_kv_account("nobody")
+
+
+def test_in_a_large_fleet_the_best_of_each_are_looked_at() -> None:
+    names = [f"{role}{number}" for role in "pd" for number in range(3 * NUM_JOINT)]
+    router = router_of("kv_aware", "disaggregated", *[measured(name) for name in names])
+    tell(router, "p20", LONG, 1600)
+    tell(router, "d21", LONG, 1600)
+    for prefill in names[: 3 * NUM_JOINT]:
+        hand_over(router, prefill, "d21", bytes_per_s=1e8)
+    assert chosen(router) == ({"p20"}, {"d21"})
+
+
+# auto
+
+
+def auto(*statuses: WorkerStatus, **config: Any) -> Router:
+    return pair_of(*statuses, mode="auto", **config)
+
+
+def reason_for(router: Router, asked: Ask = LONG) -> tuple[str, bool]:
+    placement = router.route(asked)
+    return (placement.reason, placement.is_fallback) if placement.mode is Mode.LOCAL else ("pair", False)
+
+
+def test_short_prompts_are_computed_where_they_are_decoded() -> None:
+    busy = [measured("d0", 4), measured("d1", 4)]
+    assert reason_for(auto(*busy), ask(3)) == ("short prompt", False)
+    assert reason_for(auto(*busy)) == ("pair", False)
+
+
+def test_a_prompt_is_short_if_the_decode_worker_has_most_of_it() -> None:
+    router = auto(measured("d0", 4), measured("d1", 4))
+    tell(router, "d1", LONG, 1984)
+    placement = router.route(LONG)
+    assert (placement.reason, placement.decode) == ("short prompt", "d1")
+    assert placement.num_prefill_tokens == 16
+
+
+def test_a_prompt_goes_local_while_prefill_workers_are_busy() -> None:
+    router = auto(
+        measured("d0", 2),
+        measured("d1", 2),
+        *[measured(name, 5, num_queued_prompt_tokens=100_000) for name in ("p0", "p1")],
+    )
+    assert reason_for(router) == ("busy prefill workers", False)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "kv_aware"])
+def test_a_configured_length_replaces_what_was_measured(policy: str) -> None:
+    workers = [measured("p0"), measured("d0", 4)]
+    router = router_of(policy, "auto", *workers, local_prefill_tokens=100)
+    assert reason_for(router, ask(100)) == ("short prompt", False)
+    assert reason_for(router, ask(101)) == ("pair", False)
+    none_alive = router_of(policy, "auto", measured("d0"), local_prefill_tokens=100)
+    assert reason_for(none_alive, ask(100)) == ("short prompt", False)
+    assert reason_for(none_alive, ask(101)) == ("no prefill worker", True)
+
+
+def test_what_a_worker_has_of_a_prompt_it_need_not_compute() -> None:
+    router = pair_of()
+    tell(router, "p1", LONG, 160)
+    assert router.lacking(LONG) == {"p0": 2000, "p1": 1840}
+    decode = [measured("d0"), measured("d1")]
+    assert router_of("kv_aware", "disaggregated", *decode).lacking(LONG) == {"d0": 2000, "d1": 2000}
+    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "nobody knows"
+    assert router_of("kv_aware", "disaggregated").lacking(LONG) == {}

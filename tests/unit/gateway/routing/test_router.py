@@ -1,0 +1,205 @@
+"""The router: who gets a request, and who never does."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError, WorkerUnavailable
+from baton.gateway_config import GatewayConfig
+from baton.kv import WorkerRef
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.router import Router
+
+KEY = b"a key of the tests"
+DISAGGREGATED = "disaggregated"
+
+
+def status(
+    name: str, running: int = 0, state: WorkerState = WorkerState.READY, **values: Any
+) -> WorkerStatus:
+    role = values.pop("role", WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE)
+    total, free, life = values.pop("total", 999), values.pop("free", 999), values.pop("life", "life")
+    counts = RequestCounts(running, values.pop("waiting", 0), values.pop("remote", 0))
+    ref = WorkerRef(name, f"{name}-{life}", ("tcp://127.0.0.1:1",), values.pop("block_size", 16))
+    return WorkerStatus(
+        ref, role, state, KVBlockCounts(total, free, 0, 0), counts, {}, load=WorkerLoad(**values)
+    )
+
+
+def router_of(policy: Any, mode: Any, *statuses: WorkerStatus, **config: Any) -> Router:
+    router = Router(GatewayConfig(routing_policy=policy, routing_mode=mode, **config), KEY)
+    for one in statuses:
+        router.heard(one)
+    return router
+
+
+def ask(num_tokens: int = 3, **values: Any) -> Ask:
+    return Ask(token_ids=tuple(range(num_tokens)), max_new_tokens=9, **values)
+
+
+def send(router: Router, asked: Ask) -> Placement:
+    """As the dispatcher does."""
+    placement = router.route(asked)
+    for worker in filter(None, (placement.decode, placement.prefill)):
+        router.sent(worker, placement)
+    return placement
+
+
+def end(router: Router, placement: Placement) -> None:
+    for worker in filter(None, (placement.decode, placement.prefill)):
+        router.ended(worker, placement)
+
+
+P = [status("p0"), status("p1")]
+D = [status("d0"), status("d1")]
+POLICIES = ["round_robin", "least_loaded", "kv_aware"]
+
+
+def test_round_robin_takes_turns() -> None:
+    router = router_of("round_robin", DISAGGREGATED, *P, *D)
+    assert [router.route(ask()).decode for _ in range(4)] == ["d0", "d1", "d0", "d1"]
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
+def test_the_emptiest_is_taken_and_ties_take_turns(policy: str) -> None:
+    router = router_of(policy, "local", status("d0", 3), status("d1", 1), status("d2", 1))
+    assert [router.route(ask()).decode for _ in range(6)].count("d1") in (2, 3, 4)
+    assert {router.route(ask()).decode for _ in range(6)} == {"d1", "d2"}
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
+def test_legs_count_before_the_worker_tells_of_them(policy: str) -> None:
+    router = router_of(policy, "local", *D)
+    placement = Placement(Mode.LOCAL, None, "d0")
+    router.sent("d0", placement)
+    assert {router.route(ask()).decode for _ in range(4)} == {"d1"}
+    router.ended("d0", placement)
+    assert {router.route(ask()).decode for _ in range(4)} == {"d0", "d1"}
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
+def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
+    """d0 told of three when one of them was ours; ours has ended since. d1 has two of ours, which it told of."""
+    router = router_of(policy, "local", *D)
+    ours = [Placement(Mode.LOCAL, None, name) for name in ("d0", "d1", "d1")]
+    for placement in ours:
+        router.sent(placement.decode, placement)
+    router.heard(status("d0", 4))
+    router.heard(status("d1", 2))
+    router.ended("d0", ours[0])
+    assert {router.route(ask()).decode for _ in range(4)} == {"d1"}
+    more = Placement(Mode.LOCAL, None, "d1")
+    router.sent("d1", more)
+    router.sent("d1", Placement(Mode.LOCAL, None, "d1"))
+    assert {router.route(ask()).decode for _ in range(4)} == {"d0"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_that_drain_or_are_gone_get_nothing(policy: str) -> None:
+    router = router_of(policy, "local", *D, status("d2"))
+    router.heard(status("d0", state=WorkerState.DRAINING))
+    router.gone("d1")
+    router.gone("nobody")
+    assert {router.route(ask()).decode for _ in range(4)} == {"d2"}
+    router.heard(status("d1"))
+    assert {router.route(ask()).decode for _ in range(4)} == {"d1", "d2"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_that_changes_its_role_gets_requests_of_the_new_one(policy: str) -> None:
+    router = router_of(policy, DISAGGREGATED, status("w0", role=WorkerRole.PREFILL), *P, *D)
+    router.heard(status("w0", state=WorkerState.DRAINING, role=WorkerRole.PREFILL))
+    assert {router.route(ask()).prefill for _ in range(6)} == {"p0", "p1"}
+    router.heard(status("w0", role=WorkerRole.DECODE))
+    placements = [router.route(ask()) for _ in range(6)]
+    assert {placement.decode for placement in placements} == {"d0", "d1", "w0"}
+    assert "w0" not in {placement.prefill for placement in placements}
+
+
+def test_nothing_is_kept_of_a_worker_that_is_gone_once_its_legs_are_over() -> None:
+    router = router_of("kv_aware", DISAGGREGATED, P[0], D[0])
+    placement = send(router, ask())
+    router.gone("d0")
+    assert router.num_legs == {"p0": 1, "d0": 1}
+    end(router, placement)
+    assert router.num_legs == {"p0": 0}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_may_ask_for_another_mode_than_the_default(policy: str) -> None:
+    for default in (DISAGGREGATED, "auto"):
+        placement = router_of(policy, default, *P, *D).route(ask(mode=Mode.LOCAL))
+        assert (placement.mode, placement.prefill, placement.is_fallback) == (Mode.LOCAL, None, False)
+        assert placement.reason == "asked for"
+    for default in ("local", "auto"):
+        placement = router_of(policy, default, *P, *D).route(ask(mode=Mode.DISAGGREGATED))
+        assert placement.mode is Mode.DISAGGREGATED
+        assert placement.prefill == "p0"
+    assert router_of(policy, "local", *P, *D).route(ask()).reason == "configured"
+
+
+@pytest.mark.parametrize("mode", [DISAGGREGATED, "auto"])
+def test_c53_without_prefill_workers_a_default_falls_back_visibly_and_a_demand_fails(mode: str) -> None:
+    for statuses, one in ((D, ask()), ([*P, *D], ask(without_prefill=True))):
+        placement = router_of("round_robin", mode, *statuses).route(one)
+        assert (placement.mode, placement.prefill, placement.is_fallback) == (Mode.LOCAL, None, True)
+        assert placement.reason == "no prefill worker"
+        with pytest.raises(WorkerUnavailable, match="requires one"):
+            router_of("round_robin", mode, *statuses, require_disaggregated=True).route(one)
+    with pytest.raises(WorkerUnavailable, match="requires one"):
+        router_of("round_robin", mode, *D).route(ask(mode=Mode.DISAGGREGATED))
+
+
+def test_c53_what_is_local_by_choice_is_no_fallback_and_may_be_had_where_fallback_is_forbidden() -> None:
+    router = router_of("kv_aware", "auto", *D, require_disaggregated=True)
+    placement = router.route(ask(mode=Mode.LOCAL))
+    assert (placement.is_fallback, placement.reason) == (False, "asked for")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_excluded_workers_are_not_asked_again(policy: str) -> None:
+    router = router_of(policy, DISAGGREGATED, *P, *D)
+    for _ in range(4):
+        placement = router.route(ask(excluded={"p0", "d1"}))
+        assert (placement.prefill, placement.decode) == ("p1", "d0")
+    with pytest.raises(WorkerUnavailable, match="no decode worker"):
+        router.route(ask(excluded={"d0", "d1"}))
+
+
+def test_the_same_words_lead_to_the_same_choices() -> None:
+    def choices() -> list[Placement]:
+        router = router_of("kv_aware", DISAGGREGATED, *P, status("p2"), *D, status("d2"))
+        return [send(router, ask(number)) for number in range(1, 40)]
+
+    assert choices() == choices()
+
+
+# configuration
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for values in (
+        {"local_prefill_tokens": 9},
+        {"local_prefill_tokens": 9, "routing_mode": "local"},
+        {"require_disaggregated": True, "routing_mode": "local"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(values))):
+            GatewayConfig().with_values("test", **values)
+
+
+@pytest.mark.parametrize(
+    ("configured", "asked", "computing"),
+    [
+        ("disaggregated", None, {"p0", "p1"}),
+        ("disaggregated", Mode.LOCAL, {"d0", "d1"}),
+        ("local", None, {"d0", "d1"}),
+        ("auto", None, {"p0", "p1", "d0", "d1"}),
+        ("auto", Mode.DISAGGREGATED, {"p0", "p1"}),
+    ],
+)
+def test_who_may_compute_a_prompt_and_how_much_of_it(
+    configured: str, asked: Mode | None, computing: set[str]
+) -> None:
+    router = router_of("kv_aware", configured, *P, *D)
+    assert router.lacking(ask(100, mode=asked)) == dict.fromkeys(computing, 100)

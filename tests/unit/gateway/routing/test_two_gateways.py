@@ -1,0 +1,78 @@
+"""Two gateways before one decode worker: neither knows of the other, and neither starves."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from gateway.routing.placement import NoRoom, Placement
+from gateway.routing.router import Router
+from tests.unit.gateway.routing.test_router import POLICIES, P, ask, router_of, status
+
+TOTAL, NEED, HEARTBEAT = 46, 8, 50
+"""Blocks of the worker and of a request, and turns between two words of the worker."""
+
+
+@dataclass(slots=True)
+class Decode:
+    """A worker that serves in order of arrival, as many as its blocks hold."""
+
+    line: deque[tuple[str, Placement]] = field(default_factory=deque)
+    running: list[tuple[int, str, Placement]] = field(default_factory=list)
+    longest_line: int = 0
+    num_begun: int = 0
+
+    @property
+    def free(self) -> int:
+        return TOTAL - NEED * len(self.running)
+
+    def turn(self, now: int) -> list[tuple[str, Placement]]:
+        """Who ended."""
+        ended = [(name, placement) for end, name, placement in self.running if end == now]
+        self.running = [entry for entry in self.running if entry[0] != now]
+        while self.line and self.free >= NEED:
+            self.num_begun += 1
+            duration = 15 + 7 * self.num_begun % 11
+            self.running.append((now + duration, *self.line.popleft()))
+        self.longest_line = max(self.longest_line, len(self.line))
+        return ended
+
+
+def play(routers: dict[str, Router], num_turns: int, first: int = 0) -> tuple[Counter[str], Decode]:
+    """Each has requests without end, the second from turn `first` on; how many of each were served."""
+    worker, served = Decode(), Counter[str]()
+    for now in range(num_turns):
+        for name, placement in worker.turn(now):
+            served[name] += 1
+            routers[name].ended("d0", placement)
+            routers[name].ended("p0", placement)
+        for index, (name, router) in enumerate(routers.items()):
+            if now % HEARTBEAT == index * 2:
+                router.heard(
+                    status("d0", len(worker.running), waiting=len(worker.line), free=worker.free, total=TOTAL)
+                )
+            if now >= first * index:
+                _send_all(router, name, worker)
+    return served, worker
+
+
+def _send_all(router: Router, name: str, worker: Decode) -> None:
+    while True:
+        try:
+            placement = router.route(ask(NEED * 16 - 1))
+        except NoRoom:
+            return
+        router.sent("p0", placement)
+        router.sent("d0", placement)
+        worker.line.append((name, placement))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_comes_second_is_served_too(policy: str) -> None:
+    """Whoever hears first of room that was made takes it, and that is always the one whose request ended."""
+    routers = {name: router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL)) for name in "ab"}
+    served, worker = play(routers, 600, first=20)
+    alone, _ = play({"a": router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL))}, 600)
+    assert min(served.values()) >= served.total() // 8, served
+    assert served.total() >= alone.total() * 0.95, "the worker is no less busy"
+    assert worker.longest_line <= 1, "each has at most one there beyond its room"

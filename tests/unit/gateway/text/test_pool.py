@@ -1,0 +1,192 @@
+"""Tokenising: beside the event loop, within bounds of number, length and time, and with the model's own template."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from gateway.text import ChatMessage, Tokenizer, TokenizerPool
+from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING
+from gateway.text.time_limit import run_within
+from tests.factories.models import make_tokenizer_dir
+
+HELLO = [ChatMessage("user", "hello")]
+MAX_TOKENS = 2000
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
+    return Tokenizer(make_tokenizer_dir(folder, template))
+
+
+@asynccontextmanager
+async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> AsyncIterator[TokenizerPool]:
+    pool = TokenizerPool(tokenizer, MAX_TOKENS, template_timeout_s)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path)
+
+    async def run() -> None:
+        async with pool_of(own) as pool:
+            for text in ("the cache", "the cache " * (MAX_INLINE_CHARACTERS // 5)):
+                token_ids = await pool.encode(text)
+                assert token_ids == tuple(own.backend.encode(text).ids)
+                assert await pool.decode(token_ids, skip_special_tokens=False) == text
+
+    asyncio.run(run())
+
+
+def test_what_a_tokenizer_file_says_of_training_does_not_shorten_prompts(tmp_path: Path) -> None:
+    folder = make_tokenizer_dir(tmp_path)
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    saved["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "x",
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    own = Tokenizer(folder)
+    assert own.decode(own.encode("zq wv xk jp"), skip_special_tokens=True) == "zq wv xk jp"
+
+
+def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path)
+    own.encode = None  # type: ignore[assignment,method-assign]
+    longest = max(len(piece) for piece in own.backend.get_vocab())
+
+    async def run() -> None:
+        async with pool_of(own) as pool:
+            assert pool.max_characters == MAX_TOKENS * longest
+            with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
+                await pool.encode("x" * (pool.max_characters + 1))
+            with pytest.raises(
+                InvalidRequest, match=r"chat: \d+ characters are more than the model can take"
+            ):
+                await pool.encode_chat([ChatMessage("user", "x" * pool.max_characters)])
+
+    asyncio.run(run())
+
+
+def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path)
+    goes_on = threading.Event()
+
+    def stand_still(text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        assert goes_on.wait(30)
+        return (1,)
+
+    own.encode = stand_still  # type: ignore[method-assign]
+    long_text = "x" * (MAX_INLINE_CHARACTERS + 1)
+
+    async def run() -> None:
+        async with pool_of(own) as pool:
+            waiting = [asyncio.create_task(pool.encode(long_text)) for _ in range(MAX_WAITING)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded) as caught:
+                await pool.encode(long_text)
+            assert caught.value.retry_after_s > 0
+            waiting.pop().cancel()  # whoever leaves makes room
+            await asyncio.sleep(0)
+            waiting.append(asyncio.create_task(pool.encode(long_text)))
+            goes_on.set()
+            assert await asyncio.gather(*waiting) == [(1,)] * MAX_WAITING
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
+    """With a lock that is held throughout, the loop would stand still for as long as one text takes."""
+    own = tokenizer(tmp_path)
+    text = "The cache is the baton. " * 8000
+
+    def one_text() -> float:
+        began = time.perf_counter()
+        own.encode(text)
+        return time.perf_counter() - began
+
+    async def run() -> tuple[int, float]:
+        pool = TokenizerPool(own, max_tokens=10**6)
+        num_turns, working = 0, asyncio.gather(*[pool.encode(text) for _ in range(4)])
+        while not working.done():
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        pool.close()
+        return num_turns, one_text()
+
+    num_turns, took_s = asyncio.run(run())
+    assert num_turns > 10, f"{num_turns} turns of the loop beside 4 texts, each of {took_s:.3f} s"
+
+
+def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path)
+
+    async def run() -> None:
+        async with pool_of(own) as pool:
+            token_ids = await pool.encode_chat(HELLO)
+            text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+            assert await pool.decode(token_ids, skip_special_tokens=False) == text
+            shorter = await pool.encode_chat(HELLO, add_generation_prompt=False)
+            assert token_ids[: len(shorter)] == shorter
+            assert len(shorter) < len(token_ids)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (None, "no chat template; send text or token ids"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        ("{{ messages[0].content.nothing.at.all }}", "refuses it: "),
+        ("{{ 1 / 0 }}", "refuses it: "),
+        ("{{ ''.__class__.__mro__ }}", "refuses it: "),
+        ("{% for", "refuses it: "),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_the_clients_to_hear_of(
+    tmp_path: Path, template: str | None, complaint: str
+) -> None:
+    own = tokenizer(tmp_path, template or "")
+    if template is None:
+        (tmp_path / "chat_template.jinja").unlink()
+        own = Tokenizer(tmp_path)
+
+    async def run() -> None:
+        async with pool_of(own) as pool:
+            with pytest.raises(InvalidRequest, match=f"^chat: .*{complaint}"):
+                await pool.encode_chat(HELLO)
+
+    asyncio.run(run())
+
+
+def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}fine")
+
+    async def run() -> None:
+        async with pool_of(own, template_timeout_s=0.2) as pool:
+            loops = [pool.encode_chat([ChatMessage("user", "loop")]) for _ in range(4)]
+            errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
+            assert {str(error) for error in errors} == {
+                "chat: the model's chat template took longer than 0.2 s for it"
+            }
+            assert await pool.encode_chat(HELLO) == own.encode("fine")
+
+    asyncio.run(run())
+
+
+def test_work_that_ends_in_time_is_left_alone() -> None:
+    assert run_within(0.05, lambda: 7) == 7
+    time.sleep(0.1)  # the interruption would arrive here
+    with pytest.raises(ZeroDivisionError):
+        run_within(0.05, lambda: 1 // 0)

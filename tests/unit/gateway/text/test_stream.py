@@ -1,0 +1,168 @@
+"""Text: characters come out whole, stop strings never come out, and nothing is lost."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
+
+from gateway.text import Detokenizer, StopStrings, TextStream
+from tests.factories.models import make_tokenizer
+from tests.factories.tokenizers import KINDS
+
+TOKENIZER: RustTokenizer = make_tokenizer()
+TOKENIZERS = {kind: make() for kind, make in KINDS.items()}
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+@given(st.text(max_size=40))
+def test_pieces_add_up_to_the_text_and_are_never_broken(text: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=True)
+    pieces = [detokenizer.push(token_id) for token_id in ids(text)]
+    assert "".join(pieces) + detokenizer.flush() == text
+    assert not any("�" in piece for piece in pieces) or "�" in text
+
+
+def test_a_character_of_many_bytes_waits_until_it_is_complete() -> None:
+    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=True)
+    tokens = ids("é👍")
+    assert len(tokens) == 6
+    assert [detokenizer.push(token_id) for token_id in tokens] == ["", "é", "", "", "", "👍"]
+
+
+def test_bytes_that_are_no_character_are_shown_as_such_at_the_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=True)
+    assert detokenizer.push(ids("👍")[0]) == ""
+    assert detokenizer.flush() == "�"
+    assert detokenizer.flush() == ""
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    for skip, expected in ((True, ""), (False, "<|im_end|>")):
+        detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=skip)
+        assert detokenizer.push(2) + detokenizer.flush() == expected
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 30), max_size=6),
+)
+def test_stop_strings_are_found_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    matcher = StopStrings(stops)
+    shown = "".join(matcher.push(piece) for piece in split(text, cuts))
+    ends = {text.find(stop) + len(stop): stop for stop in stops if stop in text}
+    if not ends:
+        assert matcher.matched is None
+        assert shown + matcher.flush() == text
+    else:
+        # One match may hide another that begins earlier and ends later: whichever is complete first ends the text.
+        assert matcher.matched in stops
+        assert text.startswith(shown + matcher.matched)
+        assert not any(stop in shown for stop in stops)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=12), max_size=3))
+def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
+    matcher, shown = StopStrings(stops), ""
+    for end, character in enumerate(text, 1):
+        shown += matcher.push(character)
+        if matcher.matched is not None:
+            return
+        held = max(
+            (n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])), default=0
+        )
+        assert shown == text[: end - held]
+
+
+def test_what_might_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not() -> None:
+    matcher = StopStrings(["\n\nUser:"])
+    assert matcher.push("fine\n") == "fine"
+    assert matcher.push("\nUs") == ""
+    assert matcher.push("ual") == "\n\nUsual"
+    assert matcher.matched is None
+
+
+def test_tokens_past_a_stop_string_do_not_count() -> None:
+    stream = TextStream(TOKENIZER, ["lazy"], 0, True)
+    tokens = ids("The lazy dog")
+    num_counted, text = stream.push(tokens)
+    assert text == "The "
+    assert stream.matched_stop == "lazy"
+    assert TOKENIZER.decode(tokens[:num_counted]).endswith("lazy")
+    assert num_counted < len(tokens)
+
+
+def test_c10_stop_strings_are_not_looked_for_before_min_tokens() -> None:
+    tokens = ids("abab")
+    stream = TextStream(TOKENIZER, ["a"], len(tokens) - 1, True)
+    num_counted, text = stream.push(tokens)
+    assert (text, stream.matched_stop) == ("ab", "a")
+    assert num_counted == len(tokens) - 1
+
+
+@pytest.mark.parametrize("stops", [[], ["zzz"]])
+def test_without_a_match_flush_gives_the_rest(stops: list[str]) -> None:
+    stream = TextStream(TOKENIZER, stops, 0, True)
+    _, text = stream.push(ids("fuzz"))
+    assert text + stream.flush() == "fuzz"
+
+
+def test_bytes_that_are_no_character_never_end_a_byte_fallback_stream() -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257, "<unk>": 258}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    token_ids = [
+        vocab["a"],
+        0x0A,
+        0xE3,
+        vocab["b"],
+        vocab["a"],
+    ]  # a newline is shown, then a lead byte comes alone
+    assert "".join(map(detokenizer.push, token_ids)) + detokenizer.flush() == "a\n\ufffdba"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "added tokens"])
+@given(text=st.text(max_size=30), others=st.lists(st.integers(0, 299), max_size=8), keep=st.booleans())
+def test_no_tokens_break_a_character_whatever_kind_of_tokenizer(
+    kind: str, text: str, others: list[int], keep: bool
+) -> None:
+    """Text as its model would write it, and behind it tokens in no sensible order."""
+    tokenizer = TOKENIZERS[kind]
+    token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=not keep)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    shown = "".join(pieces)
+    assert shown + detokenizer.flush() == tokenizer.decode(token_ids, skip_special_tokens=not keep)
+    assert "\ufffd" not in shown or "\ufffd" in text
+    for token_id in others:
+        assert isinstance(detokenizer.push(token_id), str)
+    detokenizer.flush()
+
+
+@pytest.mark.parametrize("kind", ["byte-fallback", "metaspace"])
+def test_the_first_word_of_an_answer_keeps_the_space_before_it(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = tokenizer.encode("the cache is the baton", add_special_tokens=False).ids
+    for cut in range(1, len(token_ids)):
+        prompt, answer = token_ids[:cut], token_ids[cut:]
+        detokenizer = Detokenizer(tokenizer, True, prompt)
+        text = "".join(map(detokenizer.push, answer)) + detokenizer.flush()
+        assert tokenizer.decode(prompt) + text == "the cache is the baton"
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_said_again() -> None:
+    tokens = ids("xé!")
+    detokenizer = Detokenizer(TOKENIZER, True, tokens[:2])
+    assert "x" not in "".join(map(detokenizer.push, tokens[2:])) + detokenizer.flush()
