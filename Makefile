@@ -39,10 +39,7 @@ serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to co
 # The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test, as CI runs them
-	@# mypy computes on one core, so it comes beside the tests
-	@$(BIN)/mypy > $(VENV)/types.txt 2>&1 & types=$$!; \
-	$(PYTHON_IN_VENV) -m pytest -m "not gpu and not by_hand" --numprocesses 3 --durations=20; tests=$$?; \
-	wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests || types))
+	@scripts/test.sh $(PYTHON_IN_VENV)
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .

@@ -241,7 +241,7 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
-            while not call.done():  # an attempt may end on its way, so that the worker hears of fewer than eight
+            while not call.done():  # an attempt may end on its way: the worker need not hear of all eight
                 if w0.heard.empty():
                     await asyncio.sleep(0.01)
                 elif isinstance(w0.heard.get(), EngineRequest):
