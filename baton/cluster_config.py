@@ -30,6 +30,8 @@ class ClusterConfig(Section):
     ray_address: str = "local"
     """`local` starts a private Ray for this command; `none` does without, for CPUs: workers are child processes on this
     machine. Anything else joins that cluster."""
+    ray_timeout_s: float = Field(0.0, ge=0.0)
+    """What a Ray cluster that is to be joined gets to come up, where it starts beside us; 0: it is there already."""
     fleet_port: int = Field(0, ge=0, le=65535)
     """Where `baton fleet` answers gateways, on `network.bind_host`. 0: a free port."""
     fleet_address: str | None = None

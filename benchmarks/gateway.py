@@ -104,34 +104,43 @@ async def by_grpc(stub: "pb_grpc.GenerationServiceAsyncStub", num_tokens: int) -
     return Seen(num_seen, num_messages, ttft_s)
 
 
-async def by_http(port: int, num_tokens: int) -> Seen:
-    """On a connection of its own, read as lines: a full HTTP client would be what is measured."""
-    body = json.dumps(
-        {
-            "model": "benchmark",
-            "prompt": PROMPT,
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    )
-    began, ttft_s = time.perf_counter(), 0.0
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close"
-    writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-    status = await reader.readline()
-    assert b" 200 " in status, status + await reader.read(2000)
-    num_messages, last = 0, b""
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            ttft_s = ttft_s or time.perf_counter() - began
-            num_messages += 1
-            last = line
-    writer.close()
-    usage = json.loads(last.removeprefix(b"data: "))["usage"]
-    return Seen(usage["completion_tokens"], num_messages - 1, ttft_s)
+class HttpClient:
+    """Keeps its connections, as every client does; reads lines, since a full HTTP client would be what is measured."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, num_tokens: int) -> Seen:
+        body = json.dumps(
+            {
+                "model": "benchmark",
+                "prompt": PROMPT,
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "temperature": 0.0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        began, ttft_s = time.perf_counter(), 0.0
+        reader, writer = (
+            self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        )
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        status = await reader.readline()
+        assert b" 200 " in status, status + await reader.read(2000)
+        num_messages, last = 0, b""
+        while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+            if line.startswith(b"data: {"):
+                ttft_s = ttft_s or time.perf_counter() - began
+                num_messages += 1
+                last = line
+        await reader.readline()
+        self._idle.append((reader, writer))
+        usage = json.loads(last.removeprefix(b"data: "))["usage"]
+        return Seen(usage["completion_tokens"], num_messages - 1, ttft_s)
 
 
 async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
@@ -160,7 +169,7 @@ async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dic
         ways: dict[str, tuple[Ask, Side]] = {
             "bare": (lambda count: by_grpc(bare_stub, count), bare),
             "grpc": (lambda count: by_grpc(stub, count), gateway),
-            "http": (lambda count: by_http(gateway.http_port, count), gateway),
+            "http": (HttpClient(gateway.http_port).ask, gateway),
         }
         for ask, _ in ways.values():
             await ask(LEAST_TOKENS)  # whatever happens once

@@ -20,12 +20,14 @@ wait "$mypy"
 types_failed=$?
 cat "$scratch/types"
 
-failed=$("$python" -c 'import json, sys; print(*json.load(sys.stdin), sep="\n")' \
-    < "$scratch/cache/v/cache/lastfailed" 2> /dev/null)
-if [ "$tests" -eq 1 ] && [ "$(wc -l <<< "$failed")" -le "$FEW" ]; then
-    printf 'Once more, alone:\n%s\n' "$failed"
-    "${pytest[@]}" --last-failed --last-failed-no-failures none
-    tests=$?
-    [ "$tests" -ne 0 ] || printf 'FAILED BESIDE OTHERS AND PASSED ALONE:\n%s\n' "$failed"
+if [ "$tests" -eq 1 ]; then
+    failed=$("$python" -c 'import json, sys; print(*json.load(sys.stdin), sep="\n")' \
+        < "$scratch/cache/v/cache/lastfailed")
+    if [ "$(wc -l <<< "$failed")" -le "$FEW" ]; then
+        printf 'Once more, alone:\n%s\n' "$failed"
+        "${pytest[@]}" --last-failed --last-failed-no-failures none
+        tests=$?
+        [ "$tests" -ne 0 ] || printf 'FAILED BESIDE OTHERS AND PASSED ALONE:\n%s\n' "$failed"
+    fi
 fi
 exit $((tests || types_failed))

@@ -14,6 +14,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
 }
 
 _PROBE_TIMEOUT_S = 5.0
+
+_TRY_AGAIN_S = 1.0
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
@@ -128,16 +131,36 @@ def _private(
 
 @contextmanager
 def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
-    _probe(config.ray_address)
-    # Workers run the code of this checkout, whatever the cluster's nodes have installed.
-    modules = [str(_ROOT / package) for package in _PACKAGES]
     try:
-        # What Python compiles meanwhile is no part of it: files that come and go, and another package each time.
-        environment = {"py_modules": modules, "excludes": ["__pycache__"]}
-        _init(ray, address=config.ray_address, namespace=config.name, runtime_env=environment)
+        _join(ray, config)
         yield
     finally:
         ray.shutdown()
+
+
+def _join(ray: ModuleType, config: ClusterConfig) -> None:
+    """Again and again until it is there, or its time is over."""
+    # Workers run the code of this checkout, whatever the cluster's nodes have installed.
+    modules = [str(_ROOT / package) for package in _PACKAGES]
+    # What Python compiles meanwhile is no part of it: files that come and go, and another package each time.
+    environment = {"py_modules": modules, "excludes": ["__pycache__"]}
+    deadline, is_announced = time.monotonic() + config.ray_timeout_s, False
+    while True:
+        try:
+            _probe(config.ray_address)
+            return _init(ray, address=config.ray_address, namespace=config.name, runtime_env=environment)
+        except ClusterError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_announced:
+                logger.warning(
+                    "waiting for Ray, for %g s at most (cluster.ray_timeout_s): %s",
+                    config.ray_timeout_s,
+                    error,
+                )
+            is_announced = True
+        ray.shutdown()
+        time.sleep(_TRY_AGAIN_S)
 
 
 def _probe(address: str) -> None:

@@ -18,6 +18,8 @@ cluster:
   prefill_tensor_parallel: {{ .Values.prefill.tensorParallel }}
   decode_tensor_parallel: {{ .Values.decode.tensorParallel }}
   ray_address: auto
+  # As long as the head may take by its startup probe; then the container ends, for all to see.
+  ray_timeout_s: 180
   fleet_port: {{ .Values.controller.port }}
   cpus_per_worker: 1
   prefill_resources: {prefill: 1}

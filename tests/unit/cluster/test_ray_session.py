@@ -2,12 +2,14 @@
 
 import socket
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import pytest
 
 from baton.cluster_config import ClusterConfig
 from baton.errors import ClusterError
-from cluster.on_ray.session import _probe, _root_cause, _short_folder, prepare_environment
+from cluster.on_ray.session import _joined, _probe, _root_cause, _short_folder, prepare_environment
 
 JOINED = ClusterConfig(ray_address="head:6379")
 
@@ -53,6 +55,52 @@ def test_an_address_where_nobody_listens_is_known_at_once() -> None:
             _probe(address)
         taken.listen()
         _probe(address)
+
+
+class StartingRay:
+    """Stands for the module: where `ray.init` finds nothing for a while."""
+
+    def __init__(self, num_failures: int) -> None:
+        self._num_failures = num_failures
+        self.calls: list[str] = []
+
+    def init(self, **_options: object) -> None:
+        self.calls.append("init")
+        if self.calls.count("init") <= self._num_failures:
+            raise ConnectionError("Could not find any running Ray instance")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.on_ray.session._TRY_AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_ray_that_starts_beside_us_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    ray = StartingRay(2)
+    with _joined(cast("ModuleType", ray), ClusterConfig(ray_address="auto", ray_timeout_s=60.0)):
+        assert ray.calls == ["init", "shutdown", "init", "shutdown", "init"]
+    assert ray.calls[-1] == "shutdown"
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for Ray, for 60 s at most (cluster.ray_timeout_s): could not join the Ray cluster at auto "
+        "(cluster.ray_address): Could not find any running Ray instance"
+    ]
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05])
+def test_a_ray_that_does_not_come_is_an_error(timeout_s: float) -> None:
+    ray = StartingRay(10**9)
+    config = ClusterConfig(ray_address="auto", ray_timeout_s=timeout_s)
+    with (
+        pytest.raises(ClusterError, match="Could not find any running Ray"),
+        _joined(cast("ModuleType", ray), config),
+    ):
+        pytest.fail("it was never joined")
+    assert (ray.calls.count("init") == 1) == (timeout_s == 0.0)
 
 
 def test_addresses_only_ray_understands_are_left_to_ray() -> None:
