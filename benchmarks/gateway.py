@@ -11,6 +11,7 @@ that says the same with no gateway in it; medians over the rounds.
     together        tokens in one message: what comes while the client's last message is on its way goes out as one
     ttft            request to first token of one request after another, at the client; the worker answers at once, so
                     all of it is the gateway, the request plane and the client. `added` is that less `bare`'s
+    cpu             of the serving process for one of these, whatever comes after its first token
 """
 
 import argparse
@@ -42,7 +43,7 @@ PROMPT = list(range(40, 56))
 NUM_ALONE = 200
 """Requests for the time to first token."""
 TOKENS_IN_ALL = 40_000
-LEAST_TOKENS, MOST_TOKENS = 64, 2000
+LEAST_TOKENS, MOST_TOKENS = 256, 2000
 """Of one stream."""
 
 
@@ -154,9 +155,11 @@ async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
     return Figures(total / elapsed_s, total / cpu_s, total / sum(each.num_messages for each in seen))
 
 
-async def alone(ask: Ask) -> list[float]:
-    """Times to first token in milliseconds, of one request after another."""
-    return [(await ask(1)).ttft_s * 1e3 for _ in range(NUM_ALONE)]
+async def alone(ask: Ask, side: Side) -> tuple[list[float], float]:
+    """Times to first token of one request after another, and the CPU time of one; milliseconds."""
+    began_cpu_s = side.cpu_s
+    ttft_ms = [(await ask(1)).ttft_s * 1e3 for _ in range(NUM_ALONE)]
+    return ttft_ms, (side.cpu_s - began_cpu_s) * 1e3 / NUM_ALONE
 
 
 async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dict[str, object]:
@@ -174,14 +177,18 @@ async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dic
         for ask, _ in ways.values():
             await ask(LEAST_TOKENS)  # whatever happens once
         ttft_ms: dict[str, list[float]] = {way: [] for way in ways}
+        cpu_ms: dict[str, list[float]] = {way: [] for way in ways}
         loads: dict[str, dict[int, list[Figures]]] = {way: {n: [] for n in options.streams} for way in ways}
         for _ in range(options.rounds):
             for way, (ask, side) in ways.items():
-                ttft_ms[way] += await alone(ask)
+                times_ms, one_cpu_ms = await alone(ask, side)
+                ttft_ms[way] += times_ms
+                cpu_ms[way].append(one_cpu_ms)
                 for num_streams in options.streams:
                     loads[way][num_streams].append(await load(ask, side, num_streams))
         return {
             "ttft_ms": {way: _percentiles(values) for way, values in ttft_ms.items()},
+            "cpu_ms": {way: round(median(values), 3) for way, values in cpu_ms.items()},
             "streams": {
                 way: {str(n): _medians(figures) for n, figures in by_count.items()}
                 for way, by_count in loads.items()
@@ -213,7 +220,7 @@ def report(figures: dict[str, dict[str, dict[str, dict[str, float]]]], console: 
                 f"{each['together']:.1f}",
             )
     console.print(table)
-    table = Table("way", "ttft p50", "p99", "added p50", "added p99")
+    table = Table("way", "ttft p50", "p99", "added p50", "added p99", "cpu")
     bare: dict[str, float] = figures["ttft_ms"]["bare"]  # type: ignore[assignment]
     for way, ttft in figures["ttft_ms"].items():
         p50, p99 = (float(ttft[name]) for name in ("p50", "p99"))  # type: ignore[arg-type]
@@ -223,6 +230,7 @@ def report(figures: dict[str, dict[str, dict[str, dict[str, float]]]], console: 
             f"{p99:.2f} ms",
             f"{p50 - bare['p50']:.2f} ms",
             f"{p99 - bare['p99']:.2f} ms",
+            f"{figures['cpu_ms'][way]:.2f} ms",
         )
     console.print(table)
 

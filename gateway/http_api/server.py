@@ -80,7 +80,7 @@ class HttpServer:
             raise ConfigError(
                 f"gateway.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
             ) from error
-        _bound_what_is_unread(listener, self._write_timeout_s)
+        _set_up(listener, self._write_timeout_s)
         _allow_open_files(self._max_connections)
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
@@ -109,8 +109,12 @@ class HttpServer:
         )
 
 
-def _bound_what_is_unread(listener: socket.socket, write_timeout_s: float) -> None:
-    """What connections inherit: the kernel keeps little for a client that does not read, and not for ever."""
+def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
+    """What connections inherit: the kernel keeps little for a client that does not read, and not for ever; and nothing
+    for one that does."""
+    # A second small write, such as a stream's first event, would wait 40 ms for the client's delayed acknowledgement of
+    # the first. asyncio itself sees to this only where a socket names its protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if sys.platform == "linux":  # elsewhere only what has not reached the kernel is bounded in time
         listener.setsockopt(

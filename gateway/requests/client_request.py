@@ -84,14 +84,6 @@ class Delta:
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A token whose predecessors have not come yet."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(slots=True)
 class ClientRequest:
     """Feed it every output that any worker reports for the request; hand on the deltas it returns."""
 
@@ -104,7 +96,8 @@ class ClientRequest:
     placement: Placement | None = None
     num_attempts: int = 0
     _delivered: list[int] = field(default_factory=list)
-    _early: dict[int, _Pending] = field(default_factory=dict)
+    _early: dict[int, tuple[int, TokenLogprobs | None]] = field(default_factory=dict)
+    """By position: tokens whose predecessors have not come yet."""
     _delivered_at: list[float] = field(default_factory=list)
     _num_cached_tokens: int = 0
     _stages: dict[str, StageTimes] = field(default_factory=dict)
@@ -201,17 +194,27 @@ class ClientRequest:
     def accept(self, worker: str, output: RequestOutput, now: float) -> Delta | None:
         """The delta that this output completes, or None while there is nothing new for the client."""
         self.note_times(worker, output)
-        start = output.first_position
-        for offset, token_id in enumerate(output.token_ids):
-            if start + offset >= len(self._delivered):
-                logprobs = output.logprobs[offset] if output.logprobs else None
-                self._early.setdefault(start + offset, _Pending(token_id, logprobs))
+        if output.first_position == len(self._delivered) and not self._early:
+            token_ids, logprobs = output.token_ids, output.logprobs or ()  # as nearly all come
+        else:
+            token_ids, logprobs = self._sort(output)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._last = (output, start + len(output.token_ids))
-        delta = self._deliver(now)
+            self._last = (output, output.first_position + len(output.token_ids))
+        delta = self._deliver(token_ids, logprobs, now)
         if delta is not None and self._delivered_at:
             self._first_token.first_token(worker, self._delivered_at[0] - self.arrived_at)
         return delta
+
+    def _sort(self, output: RequestOutput) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """What is next for the client, now that this has come too."""
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        for position, token in enumerate(zip(output.token_ids, logprobs, strict=True), output.first_position):
+            if position >= len(self._delivered):
+                self._early.setdefault(position, token)
+        ready: list[tuple[int, TokenLogprobs | None]] = []
+        while (position := len(self._delivered) + len(ready)) in self._early:
+            ready.append(self._early.pop(position))
+        return tuple(token_id for token_id, _ in ready), tuple(each for _, each in ready if each is not None)
 
     def note_times(self, worker: str, output: RequestOutput) -> None:
         """What an output says about the past. All that is of interest in one that ends an attempt."""
@@ -224,21 +227,18 @@ class ClientRequest:
                 for record in output.stage_times.transfers
             )
 
-    def _deliver(self, now: float) -> Delta | None:
-        ready: list[_Pending] = []
-        while pending := self._early.pop(len(self._delivered) + len(ready), None):
-            ready.append(pending)
-        token_ids = tuple(pending.token_id for pending in ready)
+    def _deliver(
+        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> Delta | None:
         num_counted, text = self.text.push(token_ids)
         self._delivered += token_ids[:num_counted]
         self._delivered_at += [now] * num_counted
         finish = self._finish(now)
-        if finish is None and not ready:
+        if finish is None and not token_ids:
             return None
         if finish is not None and self.text.matched_stop is None:
             text += self.text.flush()
-        logprobs = tuple(p.logprobs for p in ready[:num_counted] if p.logprobs is not None)
-        return Delta(token_ids[:num_counted], text, logprobs, finish)
+        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], finish)
 
     def _finish(self, now: float) -> Finish | None:
         """How the request ended, if with this delta it has."""

@@ -65,9 +65,11 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """The text that is safe to show. Once `matched` is set, nothing more is."""
+        if not self._beginnings:
+            return text
         if self.matched is not None:
             return ""
-        keep = max((each.push(text) for each in self._beginnings), default=0)
+        keep = max(each.push(text) for each in self._beginnings)
         text = self._held + text
         hits = [(at, each.stop) for each in self._beginnings if (at := text.find(each.stop)) >= 0]
         if hits:

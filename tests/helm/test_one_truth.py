@@ -81,6 +81,7 @@ def test_every_key_that_the_chart_sets_names_the_value_to_use_instead() -> None:
     }
     fixed = {
         "cluster.ray_address",
+        "cluster.ray_timeout_s",
         "cluster.fleet_address",
         "cluster.cpus_per_worker",
         "cluster.prefill_resources",
