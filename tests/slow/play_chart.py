@@ -62,9 +62,10 @@ class Played:
         write_hosts({f"{self._name}-fleet": head.address})
         of_operator = {"dashboard-host": "0.0.0.0", "metrics-export-port": "8080", "block": "true"}
         params = ray["headGroupSpec"]["rayStartParams"] | of_operator
+        head.start("fleet")  # a sidecar comes first, and waits for Ray
         head.start("ray-head", kuberay(params, "--head"), **token)
         self._timeline["head ready"] = head.wait_for("ray-head", "readinessProbe")
-        head.keep_running("fleet")
+        self._timeline["fleet's door open"] = head.wait_for_port("fleet")
         for group in ray["workerGroupSpecs"]:
             of_worker = {
                 "address": f"{head.address}:6379",

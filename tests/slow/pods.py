@@ -125,16 +125,15 @@ class Pod:
         self.containers[name] = container
         return container
 
-    def keep_running(self, name: str) -> None:
-        """Starts a sidecar until it has opened its port, as a kubelet does with one that ends."""
-        for _ in range(10):
-            container = self.start(name)
-            (port,) = container.spec["ports"]
-            while container.process.poll() is None:
-                if is_open(self.address, port["containerPort"]):
-                    return
-                time.sleep(0.2)
-        raise AssertionError(f"{self.name}/{name} ends again and again")
+    def wait_for_port(self, name: str) -> float:
+        """Seconds until a sidecar has opened its port; AssertionError if it ends, or takes for ever."""
+        container, began = self.containers[name], time.monotonic()
+        (port,) = container.spec["ports"]
+        while not is_open(self.address, port["containerPort"]):
+            assert container.process.poll() is None, f"{self.name}/{name} ended"
+            assert time.monotonic() - began < PATIENCE_S, f"{self.name}/{name} opens no port"
+            time.sleep(0.2)
+        return time.monotonic() - began
 
     def execute(self, name: str, command: list[str]) -> tuple[int, str]:
         """In that container, as a kubelet runs hooks: its exit code, and what it said."""
