@@ -20,7 +20,7 @@ OTHER = "(other)"
 
 
 class CountCalls(grpc.aio.ServerInterceptor):
-    """The outermost one, so that those are counted that another one refuses. What nobody answers it does not see."""
+    """The outermost one, so that those are counted that another one refuses, and those that nobody else answers."""
 
     def __init__(self, services: Iterable[str], on_call_ended: OnCallEnded) -> None:
         """`services` by full name; they must be in protobuf's default pool."""
@@ -35,9 +35,7 @@ class CountCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        handler = await continuation(handler_call_details) or _UNKNOWN
         method = handler_call_details.method if handler_call_details.method in self._methods else OTHER
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             if (behaviour := getattr(handler, kind)) is not None:
@@ -77,6 +75,14 @@ class CountCalls(grpc.aio.ServerInterceptor):
         watch = _Watch()
         context.add_done_callback(lambda ended: self._on_call_ended(method, watch.code(ended)))
         return watch
+
+
+async def _refuse(_messages: Any, context: Context) -> None:
+    """As gRPC does by itself, where nobody would count it."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+_UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class _Watch:

@@ -4,7 +4,9 @@ import asyncio
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -114,6 +116,21 @@ def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
                 "grpc_calls_total", code="INVALID_ARGUMENT"
             )
             assert now("request_success_total") == 0
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_calls_that_there_are_not_are_counted_together(folder: Path) -> None:
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            async with grpc.aio.insecure_channel(target) as typed_channel:
+                channel: Any = typed_channel
+                for name in ("/baton.v1.GenerationService/Sing", "/some.Other/Call"):
+                    with pytest.raises(grpc.aio.AioRpcError, match="Method not found!"):
+                        await channel.unary_unary(name)(b"")
+            now = await scrape(under_test)
+            assert now("grpc_calls_total", method="(other)", code="UNIMPLEMENTED") == 2
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
