@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -19,6 +22,16 @@ CONTENT = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000}
 
 
 class Quiet(SimpleHTTPRequestHandler):
+    asked_for: ClassVar[list[str]] = []
+    """By the present test."""
+    patience: ClassVar[threading.Event] = threading.Event()
+    """Answers wait for it."""
+
+    def do_GET(self) -> None:
+        self.asked_for.append(self.path)
+        self.patience.wait(60)
+        super().do_GET()
+
     def log_message(self, format: str, *args: object) -> None:
         """Not into the output of tests."""
 
@@ -30,6 +43,8 @@ def url(tmp_path: Path) -> Iterator[str]:
     folder.mkdir()
     for name, content in CONTENT.items():
         (folder / name).write_bytes(content)
+    Quiet.asked_for.clear()
+    Quiet.patience.set()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -38,18 +53,25 @@ def url(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def fetch(tmp_path: Path, url: str, *flags: str, **hashes: str) -> subprocess.CompletedProcess[str]:
+def command(tmp_path: Path, url: str, *flags: str, **hashes: str) -> list[str]:
     right = {name: hashlib.sha256(content).hexdigest() for name, content in CONTENT.items()} | hashes
     files = tmp_path / "files.json"
     files.write_text(
         json.dumps([{"url": f"{url}/{name}", "sha256": sha256} for name, sha256 in right.items()])
     )
-    command = [sys.executable, str(PROGRAM), str(files), str(tmp_path / "models" / "mine"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return [sys.executable, str(PROGRAM), str(files), str(tmp_path / "models" / "mine"), *flags]
+
+
+def fetch(tmp_path: Path, url: str, *flags: str, **hashes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(tmp_path, url, *flags, **hashes), capture_output=True, text=True, timeout=120
+    )
 
 
 def there(tmp_path: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (tmp_path / "models" / "mine").iterdir()}
+    """But for the locks, which stay."""
+    folder = tmp_path / "models" / "mine"
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 
 
 def test_files_are_fetched_once(tmp_path: Path, url: str) -> None:
@@ -57,6 +79,44 @@ def test_files_are_fetched_once(tmp_path: Path, url: str) -> None:
     assert there(tmp_path) == CONTENT
     again = fetch(tmp_path, "http://127.0.0.1:9")  # where nobody answers
     assert (again.returncode, again.stdout) == (0, "config.json is there\nmodel.safetensors is there\n")
+
+
+def test_of_pods_that_start_together_one_fetches_each_file(tmp_path: Path, url: str) -> None:
+    Quiet.patience.clear()  # so that all have found the file missing before the first one has it
+    said = queue.Queue[str]()
+    pods = [threading.Thread(target=run_and_tell, args=(command(tmp_path, url), said)) for _ in range(3)]
+    for pod in pods:
+        pod.start()
+    waiting = "config.json is being fetched by another pod; waiting\n"
+    assert [said.get(timeout=60) for _ in range(2)] == [waiting] * 2
+    Quiet.patience.set()
+    for pod in pods:
+        pod.join()
+    assert sorted(Quiet.asked_for) == ["/config.json", "/model.safetensors"]
+    assert there(tmp_path) == CONTENT
+    done = sorted(line for line in said.queue if line.startswith("config.json"))
+    assert done == ["config.json fetched\n", *["config.json is there\n"] * 2]
+    assert [line for line in said.queue if line.startswith("exit code")] == ["exit code 0"] * 3
+
+
+def run_and_tell(arguments: list[str], said: queue.Queue[str]) -> None:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as pod:
+        assert pod.stdout is not None
+        for line in pod.stdout:
+            said.put(line)
+    said.put(f"exit code {pod.returncode}")
+
+
+def test_what_a_killed_fetch_left_is_removed(tmp_path: Path, url: str) -> None:
+    Quiet.patience.clear()
+    with subprocess.Popen(command(tmp_path, url)) as pod:
+        while not Quiet.asked_for:
+            time.sleep(0.01)
+        pod.kill()
+    Quiet.patience.set()
+    assert len(there(tmp_path)) == 1, "half a file"
+    assert fetch(tmp_path, url).returncode == 0
+    assert there(tmp_path) == CONTENT
 
 
 def test_a_damaged_file_is_fetched_anew(tmp_path: Path, url: str) -> None:

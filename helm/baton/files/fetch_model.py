@@ -1,18 +1,22 @@
 """Fetches a model's files, and proves that they are what was named: fetch_model.py FILES.json FOLDER [--skip PATTERN].
 
 FILES.json holds a list of {"url", "sha256", "name"}; without a name it is the URL's last part. A file that is there
-with the right hash is left alone. Files appear whole or not at all, so several pods may do this on one volume at once.
-Exit code 1 if a file could not be had or is another one.
+with the right hash is left alone. Files appear whole or not at all, and of several pods that want the same file on one
+volume, one fetches it while the others wait. Exit code 1 if a file could not be had or is another one.
 """
 
 import argparse
+import fcntl
 import fnmatch
+import glob
 import hashlib
 import json
 import os
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
@@ -25,9 +29,44 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def version_of(path: Path) -> tuple[int, int] | None:
+    """Another one when the file is replaced; None: there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+@contextmanager
+def sole(path: Path) -> Iterator[None]:
+    """For one pod at a time. The kernel lets go of the lock when its owner dies; on NFS, where flock has locked for all
+    hosts since Linux 2.6.12, the server does."""
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{path.name} is being fetched by another pod; waiting", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            sweep(path)
+        except OSError as error:  # better twice than not at all
+            print(
+                f"{path.name}: this volume has no locks ({error.strerror}); others may fetch it, too",
+                flush=True,
+            )
+        yield
+
+
+def sweep(path: Path) -> None:
+    """Removes what a fetch left that was killed: nobody else writes a draft of this file now."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        draft.unlink()
+
+
 def fetch(url: str, path: Path, sha256: str) -> None:
     """Raises OSError, also if what came is another file."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
         digest = hashlib.sha256()
         with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
@@ -42,6 +81,19 @@ def fetch(url: str, path: Path, sha256: str) -> None:
         Path(draft).unlink(missing_ok=True)
 
 
+def ensure(url: str, path: Path, sha256: str) -> str:
+    """What was done for it to be there. The lock is for fetching alone, so that many pods can read a large file, which
+    takes minutes, at once."""
+    while True:
+        version = version_of(path)
+        if version is not None and sha256_of(path) == sha256:
+            return "is there"
+        with sole(path):
+            if version_of(path) == version:  # else another pod has put one there, which is to be looked at
+                fetch(url, path, sha256)
+                return "fetched"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="fetches a model's files")
     parser.add_argument("files", type=Path)
@@ -51,18 +103,14 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     for entry in json.loads(options.files.read_text()):
         name = entry.get("name") or entry["url"].rpartition("/")[2]
-        path = options.folder / name
         if fnmatch.fnmatch(name, options.skip):
             continue
-        if path.is_file() and sha256_of(path) == entry["sha256"]:
-            print(f"{name} is there", flush=True)
-            continue
         try:
-            fetch(entry["url"], path, entry["sha256"])
+            done = ensure(entry["url"], options.folder / name, entry["sha256"])
         except OSError as error:
             print(f"fetch_model.py: {name}: {error}", file=sys.stderr)
             return 1
-        print(f"{name} fetched", flush=True)
+        print(f"{name} {done}", flush=True)
     return 0
 
 
