@@ -56,6 +56,13 @@ def test_a_gateway_is_ready_when_it_could_serve_and_lives_whatever_others_do() -
     assert gateway["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
 
 
+def test_who_waits_for_gateways_waits_as_long_as_the_fleet_may_take() -> None:
+    """Kubernetes would give up after ten minutes, and `kubectl rollout status` and `helm install --wait` with it."""
+    release = render({"controller": {"startTimeoutSeconds": 3600}})
+    assert release.one("Deployment")["spec"]["progressDeadlineSeconds"] > 3600
+    assert "rollout status deployment/demo-baton-gateway --timeout=3600s" in release.notes
+
+
 def test_without_tls_kubernetes_asks_grpc_itself() -> None:
     (gateway,) = render({"security": {"tls": {"mode": "none"}}}).pods()["gateway"]["spec"]["containers"]
     assert gateway["livenessProbe"]["grpc"] == {"port": 50051}
@@ -72,6 +79,26 @@ def test_ray_has_probes_of_ours_which_kuberay_leaves_alone() -> None:
         assert ray["livenessProbe"]["tcpSocket"]["port"] in ports
     (decode,) = (group for group in release.ray["workerGroupSpecs"] if group["groupName"] == "decode")
     assert str(ports["raylet"]) == decode["rayStartParams"]["node-manager-port"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_is_ready_when_it_has_loaded_and_lives_while_it_has_its_place(role: str) -> None:
+    release = render({"metrics": {"port": 9500}})
+    worker = containers(release.pods()[role])["ray-worker"]
+    probes = {name: worker[name]["tcpSocket"]["port"] for name in worker if name.endswith("Probe")}
+    assert probes == {"startupProbe": "raylet", "livenessProbe": "raylet", "readinessProbe": "baton-metrics"}
+    ports = {port["name"]: port["containerPort"] for port in worker["ports"]}
+    assert ports["baton-metrics"] == release.fleet_config()["network"]["metrics_port"] == 9500
+
+
+def test_nobody_waits_for_a_worker_to_be_ready_in_order_to_reach_it() -> None:
+    """The controller does not, or no worker would ever load; and a pod that is not ready may be evicted."""
+    release = render({"prefill": {"replicas": 2}, "decode": {"replicas": 2}})
+    assert release.one("Service", "-fleet")["spec"]["publishNotReadyAddresses"] is True
+    budgets = release.of_kind("PodDisruptionBudget")
+    assert {name: item["spec"]["unhealthyPodEvictionPolicy"] for name, item in budgets.items()} == {
+        f"demo-baton-{part}": "AlwaysAllow" for part in ("gateway", "prefill", "decode")
+    }
 
 
 def test_the_controller_is_started_again_whatever_the_pods_policy_is() -> None:

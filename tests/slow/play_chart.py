@@ -75,13 +75,16 @@ class Played:
             for number in range(group["replicas"]):
                 pod = self._pod(f"{group['groupName']}{number}", group["template"])
                 pod.start("ray-worker", kuberay(group["rayStartParams"] | of_worker), **token)
-                self._timeline[f"{pod.name} ready"] = pod.wait_for("ray-worker", "readinessProbe")
+                self._timeline[f"{pod.name} started"] = pod.wait_for("ray-worker", "startupProbe")
         gateway = self._pod("gateway", templates["gateway"])
         doors = {f"{self._name}-{door}": gateway.address for door in ("grpc", "http")}
         write_hosts({f"{self._name}-fleet": head.address} | doors)
         gateway.start("gateway")
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             self._timeline[f"gateway {probe}"] = gateway.wait_for("gateway", probe)
+        for pod in self._pods.values():  # workers only now: none is ready before all have their places
+            if "ray-worker" in pod.containers:
+                self._timeline[f"{pod.name} ready"] = pod.wait_for("ray-worker", "readinessProbe")
 
     def ask(self) -> str:
         """An answer, over TLS, with the key that whoever installed it has."""

@@ -43,8 +43,8 @@ spec:
               - >-
                 exec baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" .root }}
                 --timeout {{ include "baton.leavingSeconds" .root }}
-      # Of the pod's place in Ray, which is there at once. Whether the worker in it has loaded its model, the controller
-      # watches, and gateways know.
+      # The pod lives while its place in Ray is there, which is so at once, whatever becomes of the worker in it: that one
+      # the controller starts again.
       startupProbe:
         tcpSocket: {port: raylet}
         periodSeconds: 2
@@ -53,8 +53,10 @@ spec:
         tcpSocket: {port: raylet}
         periodSeconds: 10
         failureThreshold: 6
+      # A worker opens this port when it has loaded its model. Nobody needs a worker to be ready in order to reach it; budgets
+      # and `readyWorkerReplicas` count by it. With autoscaling, a pod that no worker has taken yet is not ready.
       readinessProbe:
-        tcpSocket: {port: raylet}
+        tcpSocket: {port: baton-metrics}
         periodSeconds: 5
       resources:
         {{- include "baton.workerResources" (dict "root" .root "part" .part "usesGpus" $usesGpus) | nindent 8 }}
