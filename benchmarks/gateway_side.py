@@ -17,6 +17,7 @@ import grpc.aio
 
 from baton.clock import SystemClock
 from baton.curve import derive_keys
+from baton.garbage import settle
 from baton.gateway_config import GatewayConfig
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
@@ -35,6 +36,7 @@ async def run_gateway(folder: Path, endpoint: str) -> None:
     worker = endpoint_from_json(endpoint)
     gateway.add_worker(worker)
     await gateway.wait_for_worker(worker.ref.name)
+    settle()  # as the command does
     print(json.dumps({"grpc": gateway.grpc_port, "http": gateway.http_port}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await gateway.stop(0.0)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
+from baton.garbage import settle
 from baton.hosts import in_url
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.fleet.follower import POLL_S, Follower, ReportSink, ViewSource, keep_reporting
@@ -61,6 +62,7 @@ class Door:
             reporting = keep_reporting(self._control, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         config = self._config.gateway
+        settle()
         host = in_url(config.host)
         http = None if gateway.http_port is None else f"{host}:{gateway.http_port}"
         return Service(

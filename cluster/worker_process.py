@@ -21,6 +21,7 @@ from pathlib import Path
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_keys
 from baton.errors import BatonError
+from baton.garbage import settle
 from baton.logs import write_logs
 from baton.wakeup import WakeUp
 from baton.worker import WorkerRole
@@ -73,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
         worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)
         endpoint = worker.start()
+        settle()
     except BatonError as error:
         print(f"error: {error}", file=sys.stderr)
         _print(failure_to_json(error))

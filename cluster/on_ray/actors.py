@@ -12,6 +12,7 @@ import ray
 from baton.addresses import WILDCARDS
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
+from baton.garbage import settle
 from baton.logs import write_logs
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 
@@ -61,6 +62,7 @@ class WorkerActor:
         self._worker = build_worker(config, *self._arguments)
         try:
             self._endpoint = self._worker.start(self._progress.put)
+            settle()
         finally:
             self._progress.close()
         self._worker.when_ended(self._stopped.set)

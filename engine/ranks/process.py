@@ -26,6 +26,7 @@ from typing import NoReturn, Protocol
 from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, WireError
+from baton.garbage import settle
 from baton.logs import write_logs
 from baton.step import SchedulerOutput
 from engine.collectives import Collectives, TorchCollectives
@@ -240,6 +241,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
             collectives.connect()
             pipeline = rank.make_pipeline()
             rank.connector.start()
+            settle()
             channel.send(Ready())
             RankLoop(pipeline, rank.connector, channel, inbox, SystemClock()).run()
             pipeline.close()
