@@ -180,4 +180,6 @@ def test_the_notes_say_what_to_type_next() -> None:
     assert "curl http://localhost:8000/v1/chat/completions" in plain
     secured = render().notes
     assert "curl --cacert ca.pem https://localhost:8000/v1/chat/completions" in secured
+    assert "--force-conflicts" not in secured
+    assert "--force-conflicts" in render({"autoscaling": {"workers": {"enabled": True}}}).notes
     assert "KubeRay operator" in secured, "helm knows no ray.io/v1 here, so a warning is due"

@@ -4,19 +4,15 @@ import base64
 import hashlib
 import json
 import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from baton.access_config import ApiKey
 from baton.curve import ClusterSecret
-from tests.factories.chart import FOLDER, Object, Release, helm, needs_helm, render
+from tests.factories.chart import Object, Release, needs_helm, render
+from tests.factories.kubernetes_api import render_over
 
 pytestmark = needs_helm
 
@@ -117,88 +113,43 @@ def test_with_secrets_of_ones_own_the_chart_makes_none() -> None:
         assert f'"mine-{number}"' in json.dumps(release.pods() | {"ray": release.ray})
 
 
-def discovery(release: Release) -> dict[str, Object]:
-    """What an API server that knows the kinds of this release answers when it is asked what it knows."""
-    kinds: dict[str, set[str]] = {}
-    for item in release.objects:
-        kinds.setdefault(item["apiVersion"], set()).add(item["kind"])
-    groups = []
-    answers: dict[str, Object] = {
-        "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
-        "/api": {"kind": "APIVersions", "versions": ["v1"]},
-    }
-    for version, names in kinds.items():
-        resources = [
-            {
-                "name": f"{name.lower()}s",
-                "singularName": name.lower(),
-                "namespaced": True,
-                "kind": name,
-                "verbs": ["get"],
-            }
-            for name in names
-        ]
-        answer = {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
-        answers[f"/{'apis' if '/' in version else 'api'}/{version}"] = answer
-        if "/" in version:
-            entry = {"groupVersion": version, "version": version.partition("/")[2]}
-            groups.append({"name": version.partition("/")[0], "versions": [entry], "preferredVersion": entry})
-    return answers | {"/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}}
-
-
-@contextmanager
-def api_server(release: Release, kept: dict[str, Object]) -> Iterator[str]:
-    """As much of Kubernetes' API as helm asks when it looks these Secrets up."""
-    answers = discovery(release)
-    for name, item in kept.items():
-        answers[f"/api/v1/namespaces/llm/secrets/{name}"] = item
-
-    class Answering(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            missing = {
-                "kind": "Status",
-                "apiVersion": "v1",
-                "status": "Failure",
-                "reason": "NotFound",
-                "code": 404,
-            }
-            answer = answers.get(self.path.partition("?")[0])
-            body = json.dumps(answer or missing).encode()
-            self.send_response(200 if answer else 404)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Not into the output of tests."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def as_kept(secret: Object) -> Object:
     """By an API server, which has no `stringData`; with helm's mark of whose it is."""
     data = {key: base64.b64encode(value.encode()).decode() for key, value in content(secret).items()}
     owner = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "llm"}
     kept = {key: value for key, value in secret.items() if key != "stringData"}
-    return kept | {"data": data, "metadata": secret["metadata"] | {"annotations": owner}}
+    metadata = secret["metadata"] | {"annotations": secret["metadata"].get("annotations", {}) | owner}
+    return kept | {"data": data, "metadata": metadata}
 
 
 def test_an_upgrade_keeps_what_the_chart_made() -> None:
-    release = render()
-    kept = {name: as_kept(item) for name, item in release.of_kind("Secret").items()}
+    kept = {name: as_kept(item) for name, item in render().of_kind("Secret").items()}
     del kept["demo-baton-ray-token"]
-    with api_server(release, kept) as address:
-        where = ("--dry-run=server", "--kube-apiserver", address, "--disable-openapi-validation")
-        text = helm("template", "demo", str(FOLDER), "--namespace", "llm", *where)
-    items = [item for item in yaml.load_all(text, yaml.CSafeLoader) if item]
-    found = {item["metadata"]["name"]: content(item) for item in items if item["kind"] == "Secret"}
+    found = {name: content(item) for name, item in render_over(kept.values()).of_kind("Secret").items()}
     assert {name: found[name] for name in kept} == {name: content(item) for name, item in kept.items()}
     assert len(found["demo-baton-ray-token"]["auth_token"]) == 43, "made anew, since it was not there"
+
+
+def tls(values: Object, kept: Object | None = None) -> Object:
+    """The Secret, made or kept with these values of security.tls."""
+    whole: Object = {"security": {"tls": values}}
+    release = render(whole) if kept is None else render_over([as_kept(kept)], whole)
+    return release.one("Secret", "-tls")
+
+
+@pytest.mark.parametrize("changes", [{"extraNames": ["llm.example.com"]}, {"validDays": 30}])
+def test_another_certificate_is_made_when_another_one_is_asked_for(changes: Object, tmp_path: Path) -> None:
+    before = tls({})
+    after = tls(changes, before)
+    assert content(after)["ca.crt"] != content(before)["ca.crt"], "the old authority's key is nowhere"
+    assert shakes_hands(content(after), "localhost", tmp_path)
+    assert content(tls(changes, after)) == content(after), "once"
+
+
+def test_a_certificate_that_does_not_say_what_it_was_made_of_is_kept() -> None:
+    """By a chart that did not write it down."""
+    before = tls({})
+    del before["metadata"]["annotations"]
+    after = tls({"extraNames": ["llm.example.com"]}, before)
+    assert content(after) == content(before)
+    assert "annotations" not in after["metadata"], "or it would seem to have these names"

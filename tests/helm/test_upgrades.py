@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.factories.chart import Object, Release, merged, needs_helm, render
+from tests.factories.kubernetes_api import render_over
 
 pytestmark = needs_helm
 
@@ -87,6 +88,38 @@ def test_an_autoscaler_is_not_overruled_by_an_upgrade() -> None:
     scaled = render({"autoscaling": {"gateway": {"enabled": True}}})
     assert "replicas" not in scaled.one("Deployment")["spec"]
     assert scaled.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
+
+
+HPA: Object = {"autoscaling": {"gateway": {"enabled": True, "minReplicas": 3, "maxReplicas": 6}}}
+
+
+@pytest.mark.parametrize(("found", "expected"), [(5, 5), (1, 3), (9, 6)])
+def test_who_turns_autoscaling_on_loses_no_gateway(found: int, expected: int) -> None:
+    """Nor who upgrades later: what an earlier manifest said and this one does not, Kubernetes sets to one."""
+    running = render({"gateway": {"replicas": found}}).one("Deployment")
+    scaled = render_over([running], HPA).one("Deployment")
+    assert scaled["spec"]["replicas"] == expected
+    again = render_over([scaled], HPA).one("Deployment")
+    assert again["spec"]["replicas"] == expected
+    assert render_over([scaled]).one("Deployment")["spec"]["replicas"] == 2, "by gateway.replicas again"
+
+
+WORKERS: Object = {"autoscaling": {"workers": {"enabled": True, "maxDecode": 6}}}
+
+
+@pytest.mark.parametrize(("found", "expected"), [(5, 5), (9, 6)])
+def test_an_upgrade_asks_for_as_many_workers_as_rays_autoscaler_has_come_to(
+    found: int, expected: int
+) -> None:
+    """Who applies it by force takes nothing away."""
+    running = render(WORKERS).one("RayCluster")
+    (decode,) = (group for group in running["spec"]["workerGroupSpecs"] if group["groupName"] == "decode")
+    scaled = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": running["metadata"]}
+    scaled["spec"] = {"workerGroupSpecs": [decode | {"replicas": found}]}
+    groups = render_over([scaled], WORKERS).ray["workerGroupSpecs"]
+    assert {group["groupName"]: group["replicas"] for group in groups} == {"prefill": 1, "decode": expected}
+    fixed = render_over([scaled], {"decode": {"replicas": 2}}).ray["workerGroupSpecs"]
+    assert {group["groupName"]: group["replicas"] for group in fixed} == {"prefill": 1, "decode": 2}
 
 
 def test_the_claim_outlives_the_release() -> None:

@@ -8,10 +8,19 @@
 {{- concat $names .Values.security.tls.extraNames | toJson -}}
 {{- end }}
 
+{{/* What a certificate is made of: where this is another one, another certificate is due. */}}
+{{- define "baton.tlsRecipe" -}}
+{{- printf "%s %d" (include "baton.doorNames" .) (int .Values.security.tls.validDays) | sha256sum -}}
+{{- end }}
+
 {{/* A certificate by an authority whose key nobody keeps; `localhost` is for `kubectl port-forward`. */}}
 {{- define "baton.generatedTls" -}}
 {{- $secret := include "baton.tlsName" . -}}
-{{- $days := int .Values.security.tls.validDays }}
+{{- $days := int .Values.security.tls.validDays -}}
+{{- $found := lookup "v1" "Secret" .Release.Namespace $secret | default dict -}}
+{{- $recipe := include "baton.tlsRecipe" . -}}
+{{- $foundRecipe := dig "metadata" "annotations" "baton/certificate" "" $found -}}
+{{- $isKept := and (ne (dig "data" "tls.crt" "" $found) "") (has $foundRecipe (list "" $recipe)) }}
 apiVersion: v1
 kind: Secret
 type: kubernetes.io/tls
@@ -19,10 +28,14 @@ metadata:
   name: {{ $secret }}
   labels:
     {{- include "baton.labels" (dict "root" . "component" "security") | nindent 4 }}
+  {{- with $isKept | ternary $foundRecipe $recipe }}
+  annotations:
+    baton/certificate: {{ . }}
+  {{- end }}
 data:
-  {{- if include "baton.kept" (dict "root" . "name" $secret "key" "tls.crt") }}
+  {{- if $isKept }}
   {{- range $key := list "ca.crt" "tls.crt" "tls.key" }}
-  {{ $key }}: {{ include "baton.kept" (dict "root" $ "name" $secret "key" $key) }}
+  {{ $key }}: {{ index $found.data $key }}
   {{- end }}
   {{- else }}
   {{- $authority := genCAWithKey (printf "authority of %s" (include "baton.fullname" .)) $days (genPrivateKey "ecdsa") }}
