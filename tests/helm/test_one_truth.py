@@ -125,7 +125,9 @@ def test_a_pod_has_room_for_one_worker_of_its_role_and_the_head_for_none(
     release = render(values)
     bundle = bundle_of(BatonConfig.from_mapping(release.fleet_config()), role)
     (group,) = (each for each in release.ray["workerGroupSpecs"] if each["groupName"] == role.value)
-    assert bundle == offered(group["rayStartParams"], containers(group["template"])["ray-worker"])
+    assert bundle == offered(group["rayStartParams"])
+    limits = containers(group["template"])["ray-worker"]["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu", 0) == bundle.get("GPU", 0)
     head = release.ray["headGroupSpec"]["rayStartParams"]
     assert (head["num-cpus"], head["num-gpus"], "resources" in head) == ("0", "0", False)
 
@@ -143,13 +145,21 @@ def test_ray_start_knows_every_parameter() -> None:
     assert {name for each in params for name in each} <= known
 
 
-def offered(params: dict[str, str], container: Object) -> dict[str, float]:
-    """What KubeRay lets `ray start` offer."""
+@needs_helm
+def test_a_gpu_is_one_whatever_nodes_call_it() -> None:
+    """KubeRay would look for a name that ends with `gpu`."""
+    release = render({"gpu": {"resourceName": "nvidia.com/mig-3g.20gb"}, "decode": {"tensorParallel": 2}})
+    gpus = [offered(group["rayStartParams"])["GPU"] for group in release.ray["workerGroupSpecs"]]
+    assert gpus == [1, 2]
+
+
+def offered(params: dict[str, str]) -> dict[str, float]:
+    """What `ray start` offers."""
     resources: dict[str, float] = {"CPU": float(params["num-cpus"])} | json.loads(
         params["resources"].strip("'")
     )
-    gpus = container["resources"].get("limits", {}).get("nvidia.com/gpu")
-    return resources | ({"GPU": float(gpus)} if gpus else {})
+    gpus = float(params["num-gpus"])
+    return resources | ({"GPU": gpus} if gpus else {})
 
 
 @needs_helm

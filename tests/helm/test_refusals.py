@@ -151,6 +151,18 @@ CONTRADICTIONS: Cases = {
         {"security": {"tls": {"mode": "none", "extraNames": ["a.example.com"]}}},
         ["security.tls.extraNames are for certificates that the chart asks for; mode is none"],
     ),
+    "a generated certificate of a public authority": (
+        {"security": {"tls": {"hasAuthority": False}}},
+        ["security.tls.hasAuthority: false is for modes existingSecret and certManager, not generated"],
+    ),
+    "a certificate without names": (
+        {"security": {"tls": {"mode": "certManager", "issuerRef": {"name": "a"}, "internalNames": False}}},
+        ["security.tls.internalNames: false needs security.tls.mode certManager", "and extraNames"],
+    ),
+    "a name that is not in the certificate": (
+        {"security": {"tls": {"serverName": "llm.example.com", "extraNames": ["*.example.org"]}}},
+        ["security.tls.serverName (llm.example.com) is not in the certificate", "add it to extraNames"],
+    ),
     "two sources of keys": (
         {"security": {"apiKeys": {"existingSecret": "mine", "keys": [{"name": "a", "sha256": "b" * 64}]}}},
         ["security.apiKeys: existingSecret and keys are two sources"],
@@ -170,6 +182,13 @@ CONTRADICTIONS: Cases = {
     "a model beside its volume": (
         {"model": {"existingClaim": "mine", "path": "/weights/a"}},
         ["model.path (/weights/a) must be a folder below model.mountPath (/models)"],
+    ),
+    "clients without Prometheus": (
+        {
+            "networkPolicy": {"clients": [{"podSelector": {}}]},
+            "metrics": {"serviceMonitor": {"enabled": True}},
+        },
+        ["networkPolicy.clients shuts out Prometheus", "set networkPolicy.prometheus, such as"],
     ),
     "clients of no policy": (
         {"networkPolicy": {"enabled": False, "clients": [{"podSelector": {}}]}},

@@ -11,7 +11,7 @@ import yaml
 
 from baton.access_config import ApiKey
 from baton.curve import ClusterSecret
-from tests.factories.chart import Object, Release, needs_helm, render
+from tests.factories.chart import Object, Release, merged, needs_helm, render
 from tests.factories.kubernetes_api import render_over
 
 pytestmark = needs_helm
@@ -96,6 +96,59 @@ def shakes_hands(made: dict[str, str], name: str, folder: Path) -> bool:
             except ssl.SSLWantReadError:
                 continue
     return done == {client, server}
+
+
+PUBLIC: Object = {
+    "security": {
+        "tls": {
+            "mode": "certManager",
+            "issuerRef": {"name": "public"},
+            "internalNames": False,
+            "hasAuthority": False,
+            "extraNames": ["llm.example.com"],
+        }
+    },
+    "metrics": {"serviceMonitor": {"enabled": True}},
+}
+
+
+def test_a_public_issuer_is_asked_for_no_name_that_it_refuses() -> None:
+    assert render(PUBLIC).one("Certificate")["spec"]["dnsNames"] == ["llm.example.com"]
+    names = render(merged(PUBLIC, {"security": {"tls": {"internalNames": True}}})).one("Certificate")
+    assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["spec"]["dnsNames"])
+
+
+def test_without_an_authority_of_ones_own_nobody_asks_for_its_certificate() -> None:
+    release = render(PUBLIC)
+    assert "ca.crt" not in json.dumps(release.objects) + release.notes
+    command = release.one("Pod")["spec"]["containers"][0]["command"]
+    assert {"--target=llm.example.com:50051", "--tls"} <= set(command)
+    assert monitored(release) == {"serverName": "llm.example.com"}
+    assert "curl --resolve llm.example.com:8000:127.0.0.1 https://llm.example.com:8000/v1" in release.notes
+    assert "baton status --target llm.example.com:50051 --tls\n" in release.notes
+
+
+def test_with_one_they_trust_that_one() -> None:
+    release = render({"metrics": PUBLIC["metrics"]})
+    assert monitored(release) == {
+        "serverName": "demo-baton-http",
+        "ca": {"secret": {"name": "demo-baton-tls", "key": "ca.crt"}},
+    }
+    command = release.one("Pod")["spec"]["containers"][0]["command"]
+    assert {"--target=demo-baton-grpc:50051", "--tls-ca=/etc/baton/ca.crt"} <= set(command)
+
+
+def test_a_certificate_of_ones_own_is_verified_by_a_name_of_ones_own() -> None:
+    own = {"mode": "existingSecret", "existingSecret": "mine", "serverName": "llm.example.com"}
+    release = render({"security": {"tls": own}, "metrics": PUBLIC["metrics"]})
+    assert monitored(release)["serverName"] == "llm.example.com"
+    assert monitored(release)["ca"]["secret"]["name"] == "mine"
+
+
+def monitored(release: Release) -> Object:
+    """How Prometheus knows a gateway."""
+    config: Object = release.one("ServiceMonitor")["spec"]["endpoints"][0]["tlsConfig"]
+    return config
 
 
 EXISTING: Object = {

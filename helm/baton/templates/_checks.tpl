@@ -44,6 +44,17 @@
 {{- if and .issuerRef (ne .mode "certManager") -}}
 {{- fail (printf "security.tls.issuerRef needs security.tls.mode certManager, not %s" .mode) -}}
 {{- end -}}
+{{- if and (not .hasAuthority) (not (has .mode (list "existingSecret" "certManager"))) -}}
+{{- fail (printf "security.tls.hasAuthority: false is for modes existingSecret and certManager, not %s" .mode) -}}
+{{- end -}}
+{{- if and (not .internalNames) (or (ne .mode "certManager") (not .extraNames)) -}}
+{{- fail (printf "security.tls.internalNames: false needs security.tls.mode certManager, not %s, and extraNames, which are all there is then" .mode) -}}
+{{- end -}}
+{{- $names := eq .mode "none" | ternary list (include "baton.doorNames" $ | fromJsonArray) -}}
+{{- $wildcard := regexReplaceAll "^[^.]*" .serverName "*" -}}
+{{- if and .serverName (ne .mode "existingSecret") (not (has .serverName $names)) (not (has $wildcard $names)) -}}
+{{- fail (printf "security.tls.serverName (%s) is not in the certificate (mode %s); add it to extraNames" .serverName .mode) -}}
+{{- end -}}
 {{- if and .extraNames (not (has .mode (list "generated" "certManager"))) -}}
 {{- fail (printf "security.tls.extraNames are for certificates that the chart asks for; mode is %s" .mode) -}}
 {{- end -}}
@@ -71,6 +82,11 @@
 {{- end -}}
 {{- end -}}
 
+{{- with $v.networkPolicy -}}
+{{- if and .enabled .clients $v.metrics.serviceMonitor.enabled (not .prometheus) -}}
+{{- fail "networkPolicy.clients shuts out Prometheus, which metrics.serviceMonitor sends to gateways; set networkPolicy.prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- end -}}
+{{- end -}}
 {{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus) -}}
 {{- fail "networkPolicy: clients and prometheus need enabled: true" -}}
 {{- end -}}

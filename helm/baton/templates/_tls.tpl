@@ -1,11 +1,22 @@
 {{/* Names under which clients reach gateways. */}}
 {{- define "baton.doorNames" -}}
-{{- $names := list "localhost" -}}
-{{- range $kind := list "grpc" "http" -}}
+{{- $names := .Values.security.tls.internalNames | ternary (list "localhost") list -}}
+{{- range $kind := .Values.security.tls.internalNames | ternary (list "grpc" "http") list -}}
 {{- $service := printf "%s-%s" (include "baton.fullname" $) $kind -}}
 {{- $names = concat $names (list $service (printf "%s.%s" $service $.Release.Namespace) (printf "%s.%s.svc" $service $.Release.Namespace) (printf "%s.%s.svc.cluster.local" $service $.Release.Namespace)) -}}
 {{- end -}}
 {{- concat $names .Values.security.tls.extraNames | toJson -}}
+{{- end }}
+
+{{/* What of these a client verifies that is told of none; empty: the Service's, or `localhost`. */}}
+{{- define "baton.serverName" -}}
+{{- $tls := .Values.security.tls -}}
+{{- $tls.serverName | default ($tls.internalNames | ternary "" (first $tls.extraNames | default "")) -}}
+{{- end }}
+
+{{/* Whether clients need the authority's certificate, and the Secret has it. */}}
+{{- define "baton.hasAuthority" -}}
+{{- with .Values.security.tls -}}{{- if and .hasAuthority (ne .mode "none") -}}yes{{- end -}}{{- end -}}
 {{- end }}
 
 {{/* What a certificate is made of: where this is another one, another certificate is due. */}}
