@@ -106,6 +106,7 @@ def test_the_controller_is_started_again_whatever_the_pods_policy_is() -> None:
     (fleet,) = render().pods()["head"]["spec"]["initContainers"]
     assert (fleet["name"], fleet["restartPolicy"]) == ("fleet", "Always")
     assert not set(fleet) & {"startupProbe", "readinessProbe"}, "Ray, which it needs, starts after it"
+    assert "livenessProbe" not in fleet, "its door would count each as a stranger"
 
 
 def test_the_controller_finds_ray_and_kuberays_autoscaler_finds_both() -> None:
@@ -155,6 +156,13 @@ def test_budgets_leave_as_many_as_there_are_at_least_but_one() -> None:
         ]
         == 1
     )
+
+
+def test_the_head_has_a_budget_where_asked_for() -> None:
+    values = {"rayHead": {"podDisruptionBudget": {"enabled": True}}}
+    budget = render(values).one("PodDisruptionBudget", "-head")["spec"]
+    assert budget["minAvailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= render().pods()["head"]["metadata"]["labels"].items()
 
 
 def admitted(policy: Object) -> list[tuple[set[str], set[Any]]]:

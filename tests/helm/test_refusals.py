@@ -4,7 +4,8 @@ from functools import cache
 
 import pytest
 
-from tests.factories.chart import Object, Refused, merged, needs_helm, render
+from engine.loading.pretrained import PRETRAINED
+from tests.factories.chart import Object, Refused, containers, merged, needs_helm, render
 
 pytestmark = needs_helm
 
@@ -183,6 +184,47 @@ CONTRADICTIONS: Cases = {
         {"model": {"existingClaim": "mine", "path": "/weights/a"}},
         ["model.path (/weights/a) must be a folder below model.mountPath (/models)"],
     ),
+    "a model that is nowhere": (
+        {"model": {"path": "/models/mine"}},
+        ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
+    ),
+    "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
+    "a model in the image and on a claim": (
+        {"model": {"path": "/models/mine", "inImage": True, "existingClaim": "weights"}},
+        ["model.inImage: model.path (/models/mine) must be a folder", "no claim or download beside it"],
+    ),
+    "a name in the image": (
+        {"model": {"inImage": True}},
+        ["model.inImage: model.path (smollm2) must be a folder, beginning with /"],
+    ),
+    "metrics where the raylet is": (
+        {"metrics": {"port": 6380}},
+        ["metrics.port (6380) is a port that Ray takes in the same pod; choose another one, such as 9400"],
+    ),
+    "metrics among Ray's workers": ({"metrics": {"port": 12000}}, ["metrics.port (12000) is a port that"]),
+    "a controller where Ray's head is": (
+        {"controller": {"port": 6379}},
+        ["controller.port (6379) is a port that Ray takes in the same pod; choose another one, such as 6390"],
+    ),
+    "a label by which pods are found": (
+        {"gateway": {"podLabels": {"app.kubernetes.io/component": "door"}}},
+        ["gateway.podLabels: by app.kubernetes.io/component Services and policies find their pods"],
+    ),
+    "a label of KubeRay": (
+        {"decode": {"podLabels": {"ray.io/node-type": "head"}}},
+        ["decode.podLabels: by ray.io/node-type"],
+    ),
+    "a budget that no node gets past": (
+        {"decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 3}}},
+        ["decode.podDisruptionBudget.minAvailable (3) must be below the 3 workers that there are at least"],
+    ),
+    "a budget above what autoscaling leaves": (
+        {
+            "decode": {"replicas": 3, "podDisruptionBudget": {"minAvailable": 2}},
+            "autoscaling": {"workers": {"enabled": True, "minDecode": 2}},
+        },
+        ["decode.podDisruptionBudget.minAvailable (2) must be below the 2 workers that there are at least"],
+    ),
     "clients without Prometheus": (
         {
             "networkPolicy": {"clients": [{"podSelector": {}}]},
@@ -238,5 +280,29 @@ def test_contradictions_are_refused_by_name(case: str) -> None:
     assert [words for words in expected if words not in said] == []
 
 
+PARTS = {"gateway": "gateway", "head": "rayHead", "prefill": "prefill", "decode": "decode"}
+
+
+def test_no_variable_that_the_chart_sets_is_set_twice() -> None:
+    own = {
+        (component, variable["name"])
+        for component, pod in render().pods().items()
+        for container in containers(pod).values()
+        for variable in container.get("env", [])
+    }
+    assert {("head", "RAY_AUTH_TOKEN"), ("decode", "POD_IP"), ("gateway", "BATON_CLUSTER_SECRET")} <= own
+    for component, name in sorted(own):
+        said = refusal({PARTS[component]: {"extraEnv": [{"name": name, "value": "mine"}]}})
+        assert f"{PARTS[component]}.extraEnv: the chart sets {name} by itself; take it out" in said
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_model_that_baton_knows_by_name_needs_no_volume(name: str) -> None:
+    assert render({"model": {"path": name}}).fleet_config()["model"]["path"] == name
+
+
 def test_there_is_no_refusal_without_a_reason() -> None:
     render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
+    render({"model": {"path": "/opt/mine", "inImage": True}})
+    render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})
+    render({"decode": {"replicas": 3, "podDisruptionBudget": {"enabled": False, "minAvailable": 3}}})

@@ -41,7 +41,7 @@ CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "a new API key": ({"security": {"apiKeys": {"keys": [{"name": "alice", "sha256": "a" * 64}]}}}, set()),
     "network policies": ({"networkPolicy": {"enabled": False}}, set()),
     "metrics": ({"metrics": {"prometheusRule": {"enabled": True}, "podMonitor": {"enabled": True}}}, set()),
-    "budgets": ({"decode": {"podDisruptionBudget": {"minAvailable": 1}}}, set()),
+    "budgets": ({part: {"podDisruptionBudget": {"enabled": True}} for part in ("decode", "rayHead")}, set()),
     "a gateway's configuration": ({"config": {"gateway": {"max_queued": 8}}}, {"gateway"}),
     "memory of gateways": ({"gateway": {"resources": {"limits": {"memory": "3Gi"}}}}, {"gateway"}),
     "the fleet's configuration": ({"config": {"scheduler": {"max_num_seqs": 8}}}, FLEET),
@@ -49,7 +49,7 @@ CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "how many workers": ({"prefill": {"replicas": 2}, "decode": {"replicas": 4}}, set()),
     "memory of decode workers": ({"decode": {"shmSize": "4Gi"}}, {"decode", "ray"}),
     "ranks of prefill workers": ({"prefill": {"tensorParallel": 2}}, FLEET | {"prefill"}),
-    "the model": ({"model": {"path": "/elsewhere/model"}}, FLEET | {"gateway"}),
+    "the model": ({"model": {"path": "/elsewhere/model", "inImage": True}}, FLEET | {"gateway"}),
     "the image": ({"image": {"tag": "next"}}, EVERYTHING),
     "how long to drain": ({"drain": {"timeoutSeconds": 99}}, EVERYTHING),
 }
@@ -88,6 +88,34 @@ def test_an_autoscaler_is_not_overruled_by_an_upgrade() -> None:
     scaled = render({"autoscaling": {"gateway": {"enabled": True}}})
     assert "replicas" not in scaled.one("Deployment")["spec"]
     assert scaled.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
+
+
+REDIS: Object = {"rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}}}
+
+
+def store(values: Object) -> str:
+    """Where Ray's head looks for what it was."""
+    name: str = render(merged(REDIS, values)).ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
+    return name
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_fleet_does_not_meet_the_last_ones_controller_in_redis(change: str) -> None:
+    """The next head of the same fleet does, and takes it up."""
+    values, expected = CHANGES[change]
+    is_another = change == "the image" or "head" in expected
+    assert (store(values) != store({})) is is_another
+
+
+def test_two_releases_share_no_store() -> None:
+    names = {
+        render(REDIS, name=name, namespace=namespace)
+        .ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
+        .rpartition(".")[0]
+        for name in ("blue", "green")
+        for namespace in ("llm", "test")
+    }
+    assert names == {"llm.blue-baton", "llm.green-baton", "test.blue-baton", "test.green-baton"}
 
 
 HPA: Object = {"autoscaling": {"gateway": {"enabled": True, "minReplicas": 3, "maxReplicas": 6}}}

@@ -2,6 +2,7 @@
 {{- define "baton.check" -}}
 {{- $v := .Values -}}
 
+{{- include "baton.checkPods" . -}}
 {{- $p := int $v.prefill.tensorParallel -}}{{- $d := int $v.decode.tensorParallel -}}
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
@@ -80,6 +81,13 @@
 {{- if and (include "baton.hasModelVolume" $) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
 {{- end -}}
+{{- if .inImage -}}
+{{- if or (include "baton.hasModelVolume" $) (not (hasPrefix "/" .path)) -}}
+{{- fail (printf "model.inImage: model.path (%s) must be a folder, beginning with /, and there is no claim or download beside it" .path) -}}
+{{- end -}}
+{{- else if not (or (include "baton.hasModelVolume" $) (has .path (list "smollm2"))) -}}
+{{- fail (printf "model.path (%s) is nowhere: set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; the only model with a name is smollm2" .path) -}}
+{{- end -}}
 {{- end -}}
 
 {{- with $v.networkPolicy -}}
@@ -89,5 +97,45 @@
 {{- end -}}
 {{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus) -}}
 {{- fail "networkPolicy: clients and prometheus need enabled: true" -}}
+{{- end -}}
+{{- end }}
+
+{{/* The same of pods: ports, labels, variables and budgets. */}}
+{{- define "baton.checkPods" -}}
+{{- include "baton.checkPort" (dict "value" "metrics.port" "port" .Values.metrics.port "taken" (list 6380 8080 52365)) -}}
+{{- include "baton.checkPort" (dict "value" "controller.port" "port" .Values.controller.port "taken" (list 6379 8080 8265 10001 44217 52365)) -}}
+
+{{- range $component := list "gateway" "rayHead" "prefill" "decode" -}}
+{{- $part := index $.Values $component -}}
+{{- range $label := keys $part.podLabels | sortAlpha -}}
+{{- if regexMatch "^(app\\.kubernetes\\.io/(name|instance|component)$|ray\\.io/)" $label -}}
+{{- fail (printf "%s.podLabels: by %s Services and policies find their pods; choose another name" $component $label) -}}
+{{- end -}}
+{{- end -}}
+{{- range $part.extraEnv -}}
+{{- if regexMatch "^(BATON_CLUSTER_SECRET|POD_IP|RAY_AUTH_.*|RAY_health_check_.*)$" .name -}}
+{{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- range $role := list "prefill" "decode" -}}
+{{- $part := index $.Values $role -}}
+{{- $least := int (include "baton.leastReplicas" (dict "root" $ "role" $role)) -}}
+{{- with $part.podDisruptionBudget -}}
+{{- if and .enabled (not (kindIs "invalid" .minAvailable)) (gt (int .minAvailable) 0) (ge (int .minAvailable) $least) -}}
+{{- fail (printf "%s.podDisruptionBudget.minAvailable (%d) must be below the %d workers that there are at least, or no node of theirs could be drained" $role (int .minAvailable) $least) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* (dict "value" NAME "port" PORT "taken" PORTS): Ray has ports of its own in a pod, and 10002 to 19999 are for its workers. */}}
+{{- define "baton.checkPort" -}}
+{{- $port := int .port -}}
+{{- $isTaken := and (ge $port 10002) (le $port 19999) -}}
+{{- range .taken -}}{{- if eq $port (int .) -}}{{- $isTaken = true -}}{{- end -}}{{- end -}}
+{{- if $isTaken -}}
+{{- fail (printf "%s (%d) is a port that Ray takes in the same pod; choose another one, such as %d" .value $port (eq .value "metrics.port" | ternary 9400 6390)) -}}
 {{- end -}}
 {{- end }}

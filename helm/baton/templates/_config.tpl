@@ -119,6 +119,12 @@ gateway.allow_plaintext: "security.tls.mode: none"
 {{- toYaml (set $config "cluster" (omit $config.cluster "prefill" "decode")) -}}
 {{- end }}
 
+{{/* Where Ray's head keeps a fleet in Redis: another fleet, which another image makes too, has a place of its own. */}}
+{{- define "baton.storeName" -}}
+{{- $fleet := printf "%s %s" (include "baton.image" .) (include "baton.fleetIdentity" .) | sha256sum | trunc 16 -}}
+{{- printf "%s.%s.%s" .Release.Namespace (include "baton.fullname" .) $fleet -}}
+{{- end }}
+
 {{/* A gateway's file. Everything else it hears from the fleet. */}}
 {{- define "baton.gatewayConfig" -}}
 {{- $own := include "baton.gatewayKeys" . | fromYaml -}}

@@ -72,7 +72,8 @@ spec:
 
 {{/* A native sidecar: it is started again when it ends, which KubeRay forbids containers where Ray's autoscaler runs, and it
 outlives Ray's own container when the pod ends. It has no readiness of its own, since workers reach Ray only through a head
-that is ready, and the controller is ready only when it has workers. */}}
+that is ready, and the controller is ready only when it has workers. Nor has it a liveness probe: a connection that says nothing
+counts as a stranger at the door, and the kernel would answer for a process that hangs; one that ends is started again. */}}
 {{- define "baton.fleetContainer" -}}
 - name: fleet
   restartPolicy: Always

@@ -14,8 +14,19 @@ said. At the first install, and for whoever renders without a cluster, there is 
 {{- end -}}
 {{- end }}
 
-{{/* (dict "root" $ "role" ROLE "least" COUNT "most" COUNT): how many pods of a role. With autoscaling, as many as there are by
-now, since Ray's autoscaler, which has changed that number, would be overruled. */}}
+{{/* (dict "root" $ "role" ROLE): how many pods of a role there are at least, and at most. */}}
+{{- define "baton.leastReplicas" -}}
+{{- $scaling := .root.Values.autoscaling.workers -}}
+{{- $scaling.enabled | ternary (index $scaling (printf "min%s" (title .role))) (index .root.Values .role).replicas -}}
+{{- end }}
+
+{{- define "baton.mostReplicas" -}}
+{{- $scaling := .root.Values.autoscaling.workers -}}
+{{- $scaling.enabled | ternary (index $scaling (printf "max%s" (title .role))) (index .root.Values .role).replicas -}}
+{{- end }}
+
+{{/* The same: how many there are to be. With autoscaling, as many as there are by now, since Ray's autoscaler, which has
+changed that number, would be overruled. */}}
 {{- define "baton.groupReplicas" -}}
 {{- $replicas := (index .root.Values .role).replicas -}}
 {{- if and .root.Values.autoscaling.workers.enabled (.root.Capabilities.APIVersions.Has "ray.io/v1") -}}
@@ -24,5 +35,5 @@ now, since Ray's autoscaler, which has changed that number, would be overruled. 
 {{- if eq .groupName $.role -}}{{- $replicas = .replicas | default 0 -}}{{- end -}}
 {{- end -}}
 {{- end -}}
-{{- max (int .least) (min (int .most) (int $replicas)) -}}
+{{- max (include "baton.leastReplicas" . | int) (min (include "baton.mostReplicas" . | int) (int $replicas)) -}}
 {{- end }}
