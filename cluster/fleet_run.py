@@ -10,8 +10,10 @@ from pathlib import Path
 from baton.config import BatonConfig
 from baton.curve import PlaneKeys, derive_fleet_keys
 from baton.worker import WorkerEndpoint
+from cluster.fleet.control import ControllerCalls
+from cluster.fleet.desired import worker_names
 from cluster.fleet_counts import follow_counts
-from cluster.fleet_door.server import FleetDoor
+from cluster.fleet_door.server import FIRST_VIEW_S, FleetDoor
 from cluster.owned_fleet import (
     Fleet,
     check_owner,
@@ -76,10 +78,19 @@ async def _run(
 
     async def start_and_serve() -> None:
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
+
+            async def let_in(control: ControllerCalls) -> None:
+                endpoints = (await door.serve(control)).endpoints
+                if (num_missing := len(worker_names(config)) - len(endpoints)) > 0:
+                    stage.note(
+                        f"{workers_text(endpoints)} serve at {door.address}; {num_missing} more to come"
+                    )
+
             control = await fleet.start(
-                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
+                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
+                let_in,
             )
-            view = await door.serve(control)
+            view = await control.next_view("", -1, FIRST_VIEW_S)
             stage(workers_text(view.endpoints))
         await _either(
             while_open(OpenDoor(door.address, view.endpoints)),

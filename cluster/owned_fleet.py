@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from baton.worker import WorkerRole
 from cluster.fleet.control import ControllerCalls
 from cluster.fleet.desired import worker_names
-from cluster.fleet.first_start import OnProgress
+from cluster.fleet.first_start import OnProgress, OnServing
 from cluster.screen import Screen
 from engine.loading.pretrained import default_cache_dir, resolve
 
@@ -21,8 +21,12 @@ from engine.loading.pretrained import default_cache_dir, resolve
 class Fleet(Protocol):
     """Workers and their controller. `end` is right whatever `start` did."""
 
-    async def start(self, on_progress: OnProgress) -> ControllerCalls:
-        """Returns once every worker serves; raises BatonError if that cannot be."""
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControllerCalls:
+        """Returns once every worker serves; raises BatonError if that cannot be.
+
+        `on_serving` is called before, as soon as workers of each role serve; then others may be missing in the end, as
+        `first_start` has it.
+        """
         ...
 
     async def end(self, hurry: asyncio.Event) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from baton.clock import SystemClock
@@ -11,7 +12,7 @@ from baton.curve import ClusterSecret
 from cluster.child_processes import with_path
 from cluster.fleet.controller import Controller
 from cluster.fleet.desired import Memory
-from cluster.fleet.first_start import OnProgress, first_start
+from cluster.fleet.first_start import OnProgress, OnServing, first_start
 from cluster.process_launcher import ProcessLauncher
 from cluster.signals import unless
 
@@ -28,11 +29,17 @@ class ProcessFleet:
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
         self._has_started = False
 
-    async def start(self, on_progress: OnProgress) -> Controller:
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> Controller:
         await self.controller.start()
-        await first_start(self.controller, self._start_timeout_s, "no worker could be started", on_progress)
+        shortage = "no worker could be started"
+        on_enough = on_serving and partial(self._on_enough, on_serving)
+        await first_start(self.controller, self._start_timeout_s, shortage, on_progress, on_enough)
         self._has_started = True
         return self.controller
+
+    async def _on_enough(self, on_serving: OnServing) -> None:
+        self._has_started = True
+        await on_serving(self.controller)
 
     async def end(self, hurry: asyncio.Event) -> None:
         try:

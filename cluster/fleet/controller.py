@@ -36,6 +36,8 @@ class StartReport:
     """Workers that have found no room yet."""
     unready: tuple[tuple[str, str], ...]
     """Workers that do not serve, and what ended their last life, if anything did."""
+    lacking: tuple[WorkerRole, ...]
+    """Roles of which there are to be workers, and none serves."""
     failure: BatonError | None
     """What no further try would change."""
 
@@ -119,6 +121,7 @@ class Controller:
             tuple((keeper.slot.name, keeper.progress) for keeper in keepers if keeper.progress),
             tuple(keeper.slot.name for keeper in keepers if keeper.slot.state is SlotState.PLACING),
             tuple((k.slot.name, k.slot.last_failure) for k in keepers if not k.is_serving),
+            tuple({k.slot.role for k in keepers} - {k.slot.role for k in keepers if k.is_serving}),
             self._failure,
         )
 

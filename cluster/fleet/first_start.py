@@ -1,17 +1,27 @@
 """Waiting for a fleet that starts for the first time: all of it serves, or its owner is told why not."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from baton.errors import ClusterError
 from baton.worker import StartProgress
+from cluster.fleet.control import ControllerCalls
 from cluster.fleet.controller import StartReport
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 
 OnProgress = Callable[[str, StartProgress], None]
 """Of which worker, and how far it is."""
+
+OnEnough = Callable[[], Awaitable[None]]
+"""Workers of each role serve."""
+
+OnServing = Callable[[ControllerCalls], Awaitable[None]]
+"""The same of a fleet, with its controller."""
 
 
 class StartSource(Protocol):
@@ -20,23 +30,39 @@ class StartSource(Protocol):
     async def next_start(self, version: int, timeout_s: float) -> StartReport: ...
 
 
-async def first_start(source: StartSource, timeout_s: float, no_room: str, on_progress: OnProgress) -> None:
-    """Returns once every worker serves.
+async def first_start(
+    source: StartSource,
+    timeout_s: float,
+    no_room: str,
+    on_progress: OnProgress,
+    on_enough: OnEnough | None = None,
+) -> None:
+    """Returns once every worker serves. With `on_enough`, which is called first, also when the time is over: whoever is
+    still missing then is no error, and its controller goes on trying.
 
     Raises what no further try would change, and ClusterError once the time is over: `no_room` if some worker found
     none, else which ones are not ready.
     """
     report = await source.next_start(-1, timeout_s)  # at once, but a controller's process has to start, too
-    try:
-        async with asyncio.timeout(timeout_s):
-            while report.unready and report.failure is None:
-                for name, progress in report.progress:
-                    on_progress(name, progress)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    is_enough = False
+    while report.failure is None:
+        if on_enough is not None and not is_enough and not report.lacking:
+            is_enough = True
+            await on_enough()
+        if not report.unready:
+            return
+        for name, progress in report.progress:
+            on_progress(name, progress)
+        try:
+            async with asyncio.timeout_at(deadline):
                 report = await source.next_start(report.version, _POLL_S)
-    except TimeoutError:
-        raise ClusterError(_why(report, timeout_s, no_room)) from None
-    if report.failure is not None:
-        raise report.failure
+        except TimeoutError:
+            if not is_enough:
+                raise ClusterError(_why(report, timeout_s, no_room)) from None
+            logger.warning("the fleet serves, but not all of it: %s", _why(report, timeout_s, no_room))
+            return
+    raise report.failure
 
 
 def _why(report: StartReport, timeout_s: float, no_room: str) -> str:

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import ClusterError
 from cluster.fleet.desired import worker_names
-from cluster.fleet.first_start import OnProgress, first_start
+from cluster.fleet.first_start import OnProgress, OnServing, first_start
 from cluster.fleet_counts import scale_to
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
@@ -31,7 +32,7 @@ class RayFleet:
         self._handle: ControllerHandle | None = None
         self._has_started = False
 
-    async def start(self, on_progress: OnProgress) -> ControllerHandle:
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControllerHandle:
         """Takes up a fleet of this name that was left alone, and scales it to what is asked for now; or begins one."""
         handle = await find_fleet(self._config, self._keys, self._model_path)
         if handle is None:
@@ -41,13 +42,21 @@ class RayFleet:
             # As it would be said now, before there are workers.
             shortage = no_room(bundles) + labels_text(self._config)
             self._handle = handle = begin_fleet(self._config, self._keys, self._model_path)
-            await first_start(handle, self._config.cluster.start_timeout_s, shortage, on_progress)
+            timeout_s = self._config.cluster.start_timeout_s
+            on_enough = on_serving and partial(self._on_enough, handle, on_serving)
+            await first_start(handle, timeout_s, shortage, on_progress, on_enough)
         else:
             begun_as, _ = await handle.configuration()
             await scale_to(self._config, begun_as, handle)
-        self._handle = handle
+            self._handle = handle
+            if on_serving is not None:
+                await on_serving(handle)
         self._has_started = True
         return handle
+
+    async def _on_enough(self, handle: ControllerHandle, on_serving: OnServing) -> None:
+        self._has_started = True
+        await on_serving(handle)
 
     async def end(self, hurry: asyncio.Event) -> None:
         if (handle := self._handle) is None:

@@ -81,9 +81,21 @@ async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve
         await state_becomes(tested, "w1", "crash_loop")
         assert set(await tested.all_serve(2)) == {"w0", "w2"}
         report = await tested.controller.next_start(-1, 1.0)
-        assert (report.failure, dict(report.unready)) == (None, {"w1": "no"})
+        assert (report.failure, dict(report.unready), report.lacking) == (None, {"w1": "no"}, ())
         launcher.prepare = lambda _: None
         await tested.all_serve(3)
+
+
+@in_loop
+async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
+    def broken(life: FakeLife) -> None:
+        if life.name == "w0":
+            life.start_error = ClusterError("no")
+
+    async with fleet(fleet_config(prefill=1), FakeLauncher(broken)) as tested:
+        assert (await tested.controller.next_start(-1, 1.0)).lacking != ()
+        assert "w0" not in await tested.all_serve(2)
+        assert (await tested.controller.next_start(-1, 1.0)).lacking == (WorkerRole.PREFILL,)
 
 
 @in_loop
