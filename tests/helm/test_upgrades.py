@@ -9,7 +9,10 @@ from tests.factories.kubernetes_api import render_over
 
 pytestmark = needs_helm
 
-KEPT: dict[str, Any] = {"security": {"tls": {"mode": "none"}}}
+KEPT: dict[str, Any] = {
+    "security": {"tls": {"mode": "none"}},
+    "rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}},
+}
 
 
 def rolled(changes: dict[str, Any]) -> set[str]:
@@ -90,17 +93,14 @@ def test_an_autoscaler_is_not_overruled_by_an_upgrade() -> None:
     assert scaled.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
 
 
-REDIS: Object = {"rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}}}
-
-
 def store(values: Object) -> str:
-    """Where Ray's head looks for what it was."""
-    name: str = render(merged(REDIS, values)).ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
+    """Where in Redis Ray's head looks for what it was."""
+    name: str = render(merged(KEPT, values)).ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
     return name
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_fleet_does_not_meet_the_last_ones_controller_in_redis(change: str) -> None:
+def test_another_fleet_does_not_meet_the_controller_of_the_last_one(change: str) -> None:
     """The next head of the same fleet does, and takes it up."""
     values, expected = CHANGES[change]
     is_another = change == "the image" or "head" in expected
@@ -109,7 +109,7 @@ def test_another_fleet_does_not_meet_the_last_ones_controller_in_redis(change: s
 
 def test_two_releases_share_no_store() -> None:
     names = {
-        render(REDIS, name=name, namespace=namespace)
+        render(KEPT, name=name, namespace=namespace)
         .ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
         .rpartition(".")[0]
         for name in ("blue", "green")
