@@ -82,7 +82,7 @@ class Played:
         gateway.start("gateway")
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             self._timeline[f"gateway {probe}"] = gateway.wait_for("gateway", probe)
-        for pod in self._pods.values():  # workers only now: none is ready before all have their places
+        for pod in self._pods.values():  # no earlier: workers come when their pods are there, in any order
             if "ray-worker" in pod.containers:
                 self._timeline[f"{pod.name} ready"] = pod.wait_for("ray-worker", "readinessProbe")
 
