@@ -25,7 +25,7 @@ class TtftParts:
     """On the worker that computed the prompt, until its first step."""
     transfer_exposed_s: float
     """Waiting for a KV transfer: nothing where the worker that computed the prompt tells the first token, as it does
-    unless it or its word is lost."""
+    unless it or its word is lost, or comes later than that of the worker that goes on."""
     prefill_s: float
     """From the prompt's first step to the first token."""
 
@@ -103,11 +103,15 @@ class FirstTokenClock:
 def _who_computed(
     placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
 ) -> tuple[StageTimes, float]:
-    """The times of the worker that computed the prompt, and how long another one waited for it to arrive."""
+    """The times of the worker that computed the prompt, and how long another one waited for it when it was computed.
+
+    That one has waited all along, from before the prompt's first step.
+    """
     bringer = stages.get(brought_by, StageTimes())
     if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
         return bringer, bringer.transfer_s
-    return stages.get(placement.prefill, StageTimes()), bringer.transfer_s
+    computed = stages.get(placement.prefill, StageTimes())
+    return computed, max(0.0, bringer.transfer_s - computed.queue_s - computed.prefill_s)
 
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:

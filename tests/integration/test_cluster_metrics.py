@@ -61,7 +61,9 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
                 }
                 assert sum(parts.values()) == pytest.approx(answer.completion.timing["ttft_s"], abs=1e-3)
                 assert min(parts["prefill"], parts["gateway"]) > 0.0
-                assert parts["failed_attempts"] == parts["transfer_exposed"] == 0.0
+                assert parts["failed_attempts"] == 0.0
+                # The decode worker may be the first to tell of the token, behind its transfer.
+                assert mode == "disaggregated" or parts["transfer_exposed"] == 0.0
                 before = now
             assert now("handover_part_seconds_sum") == pytest.approx(
                 now("handover_gap_seconds_sum"), abs=1e-3

@@ -59,7 +59,13 @@ def test_the_prefill_workers_word_is_lost_and_the_decode_worker_tells() -> None:
         "d0": StageTimes(queue_s=1.0, transfer_s=14.0, transfer_bytes=1),
     }
     parts = parts_of(PAIR, "d0", told)
-    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (2.0, 9.0, 6.0)
+    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (2.0, 9.0, 3.0)
+    assert parts.gateway_s == pytest.approx(1.0 + 2.0)
+
+
+def test_a_decode_worker_whose_prefill_worker_told_nothing_has_waited_for_all_of_it() -> None:
+    parts = parts_of(PAIR, "d0", {"d0": StageTimes(transfer_s=14.0, transfer_bytes=1)})
+    assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (0.0, 0.0, 14.0)
 
 
 def test_the_prompt_does_not_arrive_and_the_decode_worker_computes_it() -> None:
