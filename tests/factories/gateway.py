@@ -31,7 +31,10 @@ from gateway.fleet_control import FleetControl
 from gateway.requests.journey import LoadFailurePolicy
 from tests.factories.security import KEYS
 
-NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=3.0)
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
+"""So patient that a busy machine is never the reason."""
+IMPATIENT = NETWORK.model_copy(update={"peer_timeout_s": 2.0})
+"""For those who want to see what becomes of who is silent."""
 
 Script = Callable[[EngineRequest], list[RequestOutput]]
 """What a worker says at once when it is given a leg."""
@@ -91,12 +94,12 @@ class ScriptedWorker:
             self._server.send(self._clients[request.request_id], outputs)
 
     async def next_leg(self) -> EngineRequest:
-        heard = await asyncio.to_thread(self.heard.get, True, 10)
+        heard = await asyncio.to_thread(self.heard.get, True, 30)
         assert isinstance(heard, EngineRequest), f"expected a leg, got an abort of {heard}"
         return heard
 
     async def next_abort(self) -> str:
-        heard = await asyncio.to_thread(self.heard.get, True, 10)
+        heard = await asyncio.to_thread(self.heard.get, True, 30)
         assert isinstance(heard, str), f"expected an abort, got {heard}"
         return heard
 

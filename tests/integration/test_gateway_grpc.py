@@ -17,7 +17,7 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from gateway import GatewayError
 from gateway.client import Event
 from tests.factories.gateway import (
-    NETWORK,
+    IMPATIENT,
     GatewayUnderTest,
     answering,
     failing,
@@ -321,9 +321,9 @@ def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
 
 def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-            time.sleep(1.5 * NETWORK.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
-            await asyncio.sleep(2 * NETWORK.heartbeat_interval_s)
+        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=IMPATIENT) as under_test:
+            time.sleep(1.5 * IMPATIENT.peer_timeout_s)  # noqa: ASYNC251 - as after SIGSTOP
+            await asyncio.sleep(2 * IMPATIENT.heartbeat_interval_s)
             assert under_test.gateway.num_ready == 1
             assert (await ask(under_test))[-1].completion is not None
 
@@ -332,7 +332,9 @@ def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(folder: P
 
 def test_a_worker_that_is_heard_again_gets_requests_again_and_forgets_what_it_had(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
+        async with gateway_with(
+            folder, {}, {"d0": silent}, network=IMPATIENT, placement_timeout_s=0.5
+        ) as under_test:
             worker = under_test.workers["d0"]
             call = asyncio.create_task(refusal(under_test))
             leg = await worker.next_leg()
