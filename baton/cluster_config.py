@@ -92,6 +92,11 @@ class ClusterConfig(Section):
                 "fleet; set one of them"
             )
         if self.ray_address in ("none", "local") and self.fleet_address is None:
+            if self.ray_timeout_s:
+                raise ValueError(
+                    f"ray_timeout_s ({self.ray_timeout_s:g}) is for a Ray cluster that is joined, and ray_address is "
+                    f"'{self.ray_address}'; leave it out, or give that cluster's address"
+                )
             for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
                 if value := getattr(self, key):
                     raise ValueError(

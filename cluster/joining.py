@@ -162,6 +162,7 @@ def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
     network = theirs.network.model_copy(update={"secret_file": config.network.secret_file})
     ours = {
         "ray_address",
+        "ray_timeout_s",
         "fleet_address",
         "start_timeout_s",
         "drain_timeout_s",

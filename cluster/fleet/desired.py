@@ -25,7 +25,7 @@ _OF_ONE_COMMAND = {
 """How patient a gateway is, and where something is as seen from its machine: several places hold the same model."""
 
 
-_WAYS = {("cluster", key) for key in ("ray_address", "fleet_address", "fleet_port")}
+_WAYS = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "fleet_address", "fleet_port")}
 """Several lead to the same fleet."""
 
 _COUNTS = {("cluster", role.value) for role in WorkerRole}

@@ -85,7 +85,7 @@
 {{- if or (include "baton.hasModelVolume" $) (not (hasPrefix "/" .path)) -}}
 {{- fail (printf "model.inImage: model.path (%s) must be a folder, beginning with /, and there is no claim or download beside it" .path) -}}
 {{- end -}}
-{{- else if not (or (include "baton.hasModelVolume" $) (has .path (list "smollm2"))) -}}
+{{- else if not (or (include "baton.hasModelVolume" $) (eq .path "smollm2")) -}}
 {{- fail (printf "model.path (%s) is nowhere: set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; the only model with a name is smollm2" .path) -}}
 {{- end -}}
 {{- end -}}

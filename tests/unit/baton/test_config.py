@@ -222,6 +222,11 @@ def test_autoscaling_that_cannot_work_is_refused(autoscaling: dict[str, Any], co
             r"decode_resources .* is for nodes of a Ray cluster that is joined",
         ),
         (
+            {"ray_timeout_s": 60.0},
+            r"ray_timeout_s \(60\) is for a Ray cluster that is joined, and ray_address is 'local'",
+        ),
+        ({"ray_address": "none", "ray_timeout_s": 60.0}, r"ray_timeout_s .* ray_address is 'none'"),
+        (
             {"ray_address": "auto", "decode_labels": {"a": "in(x"}},
             r"decode_labels: got .*'in\(x'; a label's value",
         ),

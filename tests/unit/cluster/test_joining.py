@@ -110,7 +110,12 @@ def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[Found
 def test_the_fleet_decides_but_for_the_gateways_own_part_and_this_machines() -> None:
     ours = BatonConfig.from_mapping(
         {
-            "cluster": {"name": "blue", "ray_address": "head:6379", "start_timeout_s": 9.0},
+            "cluster": {
+                "name": "blue",
+                "ray_address": "head:6379",
+                "ray_timeout_s": 7.0,
+                "start_timeout_s": 9.0,
+            },
             "gateway": {"max_in_flight": 2},
         }
     )
@@ -119,7 +124,8 @@ def test_the_fleet_decides_but_for_the_gateways_own_part_and_this_machines() -> 
     assert merged.scheduler == THEIRS.scheduler
     assert (merged.network.secret_file, merged.network.peer_timeout_s) == (None, 2.0)
     cluster = merged.cluster
-    assert (cluster.ray_address, cluster.start_timeout_s, cluster.drain_timeout_s) == ("head:6379", 9.0, 3.0)
+    assert (cluster.ray_address, cluster.ray_timeout_s) == ("head:6379", 7.0)
+    assert (cluster.start_timeout_s, cluster.drain_timeout_s) == (9.0, 3.0)
 
 
 def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) -> None:

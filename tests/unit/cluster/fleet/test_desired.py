@@ -63,7 +63,7 @@ def test_a_gateway_is_contradicted_only_by_what_it_was_told() -> None:
         {
             "model": {"path": "/here"},
             "network": {"secret_file": "/here/secret"},
-            "cluster": {"name": "blue", "ray_address": "head:6379"},
+            "cluster": {"name": "blue", "ray_address": "head:6379", "ray_timeout_s": 60.0},
             "gateway": {"max_in_flight": 7},
         }
     )
