@@ -53,7 +53,7 @@ class Door:
         gateway = self._gateway
         await gateway.start()
         follower = Follower(self._control, gateway)
-        endpoints = await self._until_some_decode(follower)
+        endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
         scaling = self._config.autoscaling

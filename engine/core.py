@@ -223,6 +223,8 @@ class EngineCore:
         for grammar in self._grammars.take_news():
             ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)
             self._end_between_steps(ended, outputs)
+        if self._grammars.is_full:
+            self._grammars.evict(self._scheduler.grammars_in_use())
 
     def _submit(self, plan: SchedulerOutput) -> None:
         self._connector.send_orders(plan.kv_connector_metadata)

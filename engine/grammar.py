@@ -1,28 +1,29 @@
 """Structured output: grammars are compiled on a thread of their own, then each guides one request token by token.
 
-Knows llguidance, and nobody else does; knows no scheduler and no logits.
+A gateway compiles every grammar in a process of its own before a worker sees it (`gateway/grammars/`), within less
+time, memory and stack than there is here. Knows no scheduler and no logits.
 """
 
-import json
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from baton.sampling import GrammarKind, StructuredOutput
+from baton.sampling import StructuredOutput
+from engine.compile_grammar import GrammarLibrary, in_one_line, thread_with_stack
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPLAINT_CHARACTERS = 300
 MAX_GRAMMARS = 256
-"""Compiled grammars that are kept, the latest used: clients tend to repeat theirs, and many may wait for their turn."""
+"""Compiled grammars that are kept beside those in use, the latest used: clients tend to repeat theirs."""
+STACK_BYTES = 256 * 2**20
+"""Of the thread that compiles, eight times what a gateway allows. The system provides what is touched of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +35,33 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """One request's way through its grammar."""
+    """One request's way through its grammar. A defect of the library fails this request, not the worker."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._num_consumed = 0
+        self._defect: str | None = None
 
     def consume(self, token_id: int) -> str | None:
         """Moves on by one sampled token; why that is not possible, or None if it was."""
         self._num_consumed += 1
-        return None if self._matcher.consume_token(token_id) else self._error(token_id)
+        if self._defect is None:
+            try:
+                return None if self._matcher.consume_token(token_id) else self._error(token_id)
+            except BaseException as error:  # a panic of the library is no Exception
+                self._note(error)
+        return f"the structured output cannot go on: {self._defect}"
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[vocab_size]: which tokens may come next. Once the grammar is complete, only end-of-sequence."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.frombuffer(self._mask(), np.uint8)
         allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
         return np.pad(allowed, (0, self._vocab_size - len(allowed)))
 
     def allowed_words(self) -> npt.NDArray[np.int32]:
         """The same as bits: bit b of word w is token 32 w + b. What lies behind the vocabulary means nothing."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.frombuffer(self._mask(), np.uint8)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         num_bytes = min(len(mask), words.nbytes)
         words.view(np.uint8)[:num_bytes] = mask[:num_bytes]
@@ -66,15 +73,30 @@ class Matcher:
             self._matcher.rollback(self._num_consumed - num_tokens)
             self._num_consumed = num_tokens
 
+    def _mask(self) -> bytes:
+        """All tokens after a defect: the next one fails the request."""
+        if self._defect is None:
+            try:
+                return bytes(self._matcher.compute_bitmask())
+            except BaseException as error:  # as above
+                self._note(error)
+        return b"\xff" * -(-self._vocab_size // 8)
+
+    def _note(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        logger.error("matching a grammar failed", exc_info=error)
+        self._defect = in_one_line(str(error)) or type(error).__name__
+
     def _error(self, token_id: int) -> str:
-        return f"the structured output cannot go on with token {token_id}: {_in_one_line(self._matcher.get_error())}"
+        return f"the structured output cannot go on with token {token_id}: {in_one_line(self._matcher.get_error())}"
 
 
 class GrammarCompiler:
-    """Compiles grammars, each once, whoever asks for it; knows no request.
+    """Compiles grammars, each once however many requests share it; knows no request.
 
-    The engine's thread orders them and hears of them, a thread of its own compiles, the device's thread asks for
-    matchers.
+    The engine's thread orders them and learns of them, a thread of its own compiles, the device's thread asks for
+    matchers and never compiles.
     """
 
     def __init__(
@@ -85,19 +107,18 @@ class GrammarCompiler:
         on_news: Callable[[], None],
     ) -> None:
         """Thread and tokenizer wait for the first grammar; `on_news` is called from the compiler's thread."""
-        self._tokenizer_file = model_path / "tokenizer.json"
         self.vocab_size = vocab_size
         """Of the model."""
-        self._eos_token_ids = eos_token_ids
+        self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
         self._on_news = on_news
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wanted: frozenset[StructuredOutput] = frozenset()
         self._is_closing = False
         self._lock = threading.Lock()
-        """Guards the two below."""
+        """Guards the next one."""
         self._compiled: dict[StructuredOutput, Any] = {}
-        self._tokenizer: Any = None
+        """The latest used comes last."""
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -110,13 +131,12 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput) -> None:
         """Returns at once; `take_news` names the grammar when it is done."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
-            self._thread.start()
+            self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
         self._wanted |= {output}
         self._jobs.put(output)
 
     def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
-        """Nobody waits for any other grammar any more: those that were ordered are passed over."""
+        """No request waits for any other grammar any more: the others are not compiled."""
         self._wanted = wanted
 
     def take_news(self) -> list[CompiledGrammar]:
@@ -128,9 +148,22 @@ class GrammarCompiler:
             self._wanted -= {grammar.output for grammar in news}
         return news
 
-    def matcher(self, output: StructuredOutput) -> Matcher:
-        """At the start of a grammar that was named as compiled; compiles it again if it was not kept."""
-        return Matcher(self._compile(output).deep_copy(), self.vocab_size)
+    @property
+    def is_full(self) -> bool:
+        """Whether more grammars are kept than MAX_GRAMMARS, until `evict` is called."""
+        return len(self._compiled) > MAX_GRAMMARS
+
+    def evict(self, in_use: Set[StructuredOutput]) -> None:
+        """Keeps the grammars that unfinished requests use, and of the others the latest MAX_GRAMMARS."""
+        with self._lock:
+            unused = [output for output in self._compiled if output not in in_use]
+            for output in unused[: max(0, len(unused) - MAX_GRAMMARS)]:
+                del self._compiled[output]
+
+    def matcher(self, output: StructuredOutput) -> Matcher | None:
+        """At the start of a grammar that was named as compiled; None once all requests that use it have ended."""
+        compiled = self._find(output)
+        return None if compiled is None else Matcher(compiled.deep_copy(), self.vocab_size)
 
     def _run(self) -> None:
         while (output := self._jobs.get()) is not None and not self._is_closing:
@@ -143,57 +176,22 @@ class GrammarCompiler:
             self._compile(output)
         except ValueError as error:
             return f"structured_output: {error}"
-        except Exception as error:  # the edge to a foreign library: one grammar must not end them all
+        except BaseException as error:  # the edge to a foreign library, whose panics are no Exceptions
             logger.exception("compiling a grammar failed")
-            return f"structured_output: {error}"
+            return f"structured_output: {in_one_line(str(error))}"
         return None
 
-    def _compile(self, output: StructuredOutput) -> Any:
-        """A matcher that is only ever copied. Raises ValueError with the library's complaint about the grammar."""
+    def _compile(self, output: StructuredOutput) -> None:
+        """Raises ValueError with the library's complaint about the grammar."""
+        if self._find(output) is None:
+            compiled = self._library.compile(output)
+            with self._lock:
+                self._compiled[output] = compiled
+
+    def _find(self, output: StructuredOutput) -> Any:
+        """A matcher that is only ever copied, or None; it is the latest used from now on."""
         with self._lock:
             compiled = self._compiled.pop(output, None)
-            tokenizer = self._load_tokenizer()
-        if compiled is None:
-            compiled = llguidance.LLMatcher(tokenizer, _to_grammar(output), log_level=0)
-            if compiled.is_error():
-                raise ValueError(_in_one_line(compiled.get_error()))
-        with self._lock:
-            self._compiled[output] = compiled  # last in the dict: used most recently
-            while len(self._compiled) > MAX_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
+            if compiled is not None:
+                self._compiled[output] = compiled
         return compiled
-
-    def _load_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            if not self._eos_token_ids:
-                raise ValueError("this model has no end-of-sequence token, which ends a structured output")
-            try:
-                tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
-            self._tokenizer = llguidance.LLTokenizer(
-                tokenizer, n_vocab=self.vocab_size, eos_token=list(self._eos_token_ids)
-            )
-        return self._tokenizer
-
-
-def _to_grammar(output: StructuredOutput) -> str:
-    """llguidance's own serialisation; ValueError for JSON that is none."""
-    match output.kind:
-        case GrammarKind.JSON_SCHEMA:
-            try:
-                schema = json.loads(output.source)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"the schema is not JSON: {error}") from error
-            if not isinstance(schema, dict):
-                raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-            return str(llguidance.LLMatcher.grammar_from_json_schema(schema))
-        case GrammarKind.REGEX:
-            return str(llguidance.LLMatcher.grammar_from_regex(output.source))
-        case GrammarKind.LARK:
-            return str(llguidance.LLMatcher.grammar_from_lark(output.source))
-
-
-def _in_one_line(message: str) -> str:
-    """The library's complaints draw pictures over several lines."""
-    return " ".join(message.split())[:MAX_COMPLAINT_CHARACTERS]

@@ -94,7 +94,9 @@ class ModelRunner:
             if output is not None and self._samples:
                 assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
-                request.matcher = self._grammars.matcher(output)
+                request.matcher = self._grammars.matcher(
+                    output
+                )  # None: it has ended since the step was planned
                 for token_id in new.output_token_ids:
                     step.match(request, token_id)
 

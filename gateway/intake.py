@@ -13,6 +13,7 @@ from hashlib import blake2b
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams
 from gateway.callers import ANYBODY, Caller
+from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request_id import WELL_FORMED, is_well_formed
 from gateway.requests.run import Generation
@@ -35,9 +36,12 @@ MAX_SALT_CHARACTERS = 1_024
 class Intake:
     """One instance serves all doors of a gateway."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ServedModel, *, log_prompts: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model: ServedModel, grammars: GrammarCheck, *, log_prompts: bool = False
+    ) -> None:
         """`log_prompts`: what users write goes to the log."""
         self._log_prompts = log_prompts
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._model = model
         self.pool = TokenizerPool(tokenizer, model.max_model_len)
@@ -87,6 +91,9 @@ class Intake:
         params = sampling(room)
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        if params.structured_output is not None:
+            left_s = _left(timeout_s, now() - began)
+            await self._grammars.check(params.structured_output, caller.name, left_s)
         return Generation(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -95,7 +102,7 @@ class Intake:
             priority=_priority_for(caller, priority),
             cache_salt=cache_salt,
             mode=mode,
-            timeout_s=None if timeout_s is None else max(0.0, timeout_s - (now() - began)),
+            timeout_s=_left(timeout_s, now() - began),
             caller=caller,
             intake_s=now() - began,
             door=door,
@@ -161,6 +168,10 @@ class Intake:
             raise InvalidRequest(
                 field, f"{max(token_ids)} is not among the model's {self._model.vocab_size} tokens"
             )
+
+
+def _left(timeout_s: float | None, gone_s: float) -> float | None:
+    return None if timeout_s is None else max(0.0, timeout_s - gone_s)
 
 
 def _priority_for(caller: Caller, asked: int) -> int:

@@ -17,6 +17,7 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from gateway.access.certificates import watched_certificates
 from gateway.access.doorkeeper import Doorkeeper
 from gateway.fleet_control import FleetControl
+from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.grpc_api.cluster_service import ClusterService
 from gateway.grpc_api.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from gateway.grpc_api.generation_service import GenerationService
@@ -96,7 +97,10 @@ class Gateway:
         )
         self._metrics.collect_too(Standing(self._dispatcher, model.name).collect)
         doorkeeper = Doorkeeper(config, clock)
-        self._intake = intake = Intake(tokenizer, model, log_prompts=log_prompts)
+        self._grammars = GrammarCheck(
+            partial(CompileProcess, process_arguments(tokenizer.folder, model)), self._metrics.grammar_checked
+        )
+        self._intake = intake = Intake(tokenizer, model, self._grammars, log_prompts=log_prompts)
         self._cluster = ClusterService(self._dispatcher, model, fleet_control)
         generation = GenerationService(self._dispatcher, intake, model)
         engine = VllmEngine(self._dispatcher, intake, model, self._not_ready, clock)
@@ -145,6 +149,10 @@ class Gateway:
         if self._http is not None:
             await self._http.start()
         self._loop_lag.start()
+
+    async def warm_up(self) -> None:
+        """Does now what the first request of a kind would wait for."""
+        await self._grammars.warm_up()
 
     @property
     def grpc_port(self) -> int:
@@ -202,6 +210,7 @@ class Gateway:
         if self._tracing is not None:
             await self._tracing.stop()
         self._loop_lag.stop()
+        await self._grammars.stop()
         self._intake.pool.close()
 
     def _call_failed(self, error: CallError) -> None:

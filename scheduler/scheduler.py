@@ -129,6 +129,11 @@ class Scheduler:
         """Grammars that requests wait for."""
         return self._admission.wanted_grammars()
 
+    def grammars_in_use(self) -> frozenset[StructuredOutput]:
+        """Of all unfinished requests. Looks at each of them."""
+        outputs = (request.sampling_params.structured_output for request in self._requests.values())
+        return frozenset(filter(None, outputs))
+
     def grammar_compiled(
         self, output: StructuredOutput, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
@@ -173,10 +178,7 @@ class Scheduler:
         return outputs.by_client()
 
     def finish_requests(
-        self,
-        request_ids: Iterable[str],
-        status: RequestStatus,
-        error: str | None = None,
+        self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
         """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated.
 
@@ -390,8 +392,7 @@ class Scheduler:
 
     def _unqueue(self, request: Request) -> None:
         """Takes a request out of the queue it waits in, if it does."""
-        is_queued = request.status in _QUEUED
-        if is_queued and not self._remote.withdraw_received(request):
+        if request.status in _QUEUED and not self._remote.withdraw_received(request):
             self._admission.remove(request)
 
     def _drop_finished_from_running(self) -> None:

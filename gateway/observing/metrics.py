@@ -22,6 +22,7 @@ from baton.errors import DeadlinePassed, DeadlineTooClose, Overloaded, WorkerUna
 from baton.histogram import Histogram as PlainHistogram
 from baton.request import FinishReason
 from baton.transfer import TransferEventKind
+from gateway.grammars.check import VERDICTS
 from gateway.observing import buckets
 from gateway.observing.call_error import INTERNAL_ERROR, CallError
 from gateway.requests.client_request import Finish, SeenTransfer, Timing
@@ -95,6 +96,10 @@ class GatewayMetrics:
     def connection_refused(self, error: str) -> None:
         """Of a connection over HTTP that did not get as far as a call. Not logged: strangers could fill a disk."""
         self._call_errors.labels("http", error, "").inc()
+
+    def grammar_checked(self, verdict: str) -> None:
+        """One of those that GrammarCheck names."""
+        self._grammars.labels(verdict).inc()
 
     def loop_was_late(self, seconds: float) -> None:
         self._loop_lag.observe(seconds)
@@ -229,6 +234,11 @@ class GatewayMetrics:
         self._call_errors = self._counter(
             "call_errors", "Calls answered with an error, by what was wrong", "door", "error", "caller"
         )
+        self._grammars = self._counter(
+            "grammar_checks", "Clients' grammars that were checked before a worker sees them", "verdict"
+        )
+        for verdict in VERDICTS:
+            self._grammars.labels(verdict)
         for door in ("grpc", "http"):  # or an alert would miss the first one
             self._call_errors.labels(door, INTERNAL_ERROR, "")
 

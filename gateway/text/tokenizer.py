@@ -28,6 +28,7 @@ class Tokenizer:
         """Takes seconds, since it imports transformers: call it off the event loop."""
         from transformers import AutoTokenizer
 
+        self.folder = folder.absolute()
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:

@@ -16,8 +16,9 @@ from baton.config import ModelConfig
 from baton.errors import InvalidRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
+from engine.compile_grammar import GrammarLibrary
 from engine.core import EngineCore
-from engine.grammar import MAX_GRAMMARS, GrammarCompiler
+from engine.grammar import MAX_GRAMMARS, GrammarCompiler, Matcher
 from engine.kv_cache import KVPool
 from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
@@ -67,6 +68,7 @@ def compiler(model_dir: Path) -> Iterator[Compiler]:
 def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compiler: Compiler) -> None:
     assert compiler.error_of(YES_OR_NO) is None
     matcher = compiler.compiler.matcher(YES_OR_NO)
+    assert matcher is not None
     tokenizer = make_tokenizer()
     first = {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]}
     assert first
@@ -82,6 +84,7 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
     assert {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]} == first
     assert "cannot go on with token" in (matcher.consume(EOS_TOKEN_ID) or "")
     another = compiler.compiler.matcher(YES_OR_NO)
+    assert another is not None
     assert {tokenizer.decode([int(i)]) for i in another.allowed().nonzero()[0]} == first, "each at its start"
 
 
@@ -112,13 +115,64 @@ def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(model_dir: 
         compiler.compiler.close()
 
 
-def test_only_so_many_compiled_grammars_are_kept_and_the_others_compiled_again(compiler: Compiler) -> None:
-    outputs = [StructuredOutput(GrammarKind.REGEX, f"no{number}") for number in range(MAX_GRAMMARS + 1)]
+def test_only_so_many_unused_grammars_are_kept_and_those_in_use_besides(compiler: Compiler) -> None:
+    outputs = [StructuredOutput(GrammarKind.REGEX, f"no{number}") for number in range(MAX_GRAMMARS + 3)]
     for output in outputs:
         assert compiler.error_of(output) is None
-    assert len(compiler.compiler._compiled) == MAX_GRAMMARS
-    assert outputs[0] not in compiler.compiler._compiled
-    assert compiler.compiler.matcher(outputs[0]).allowed().any()
+    assert compiler.compiler.is_full
+    compiler.compiler.evict(in_use={outputs[0], outputs[-1]})
+    assert compiler.compiler.matcher(outputs[0]) is not None
+    assert compiler.compiler.matcher(outputs[1]) is None, "the device's thread never compiles"
+    assert compiler.compiler.matcher(outputs[2]) is not None
+    assert compiler.error_of(outputs[1]) is None
+    assert compiler.compiler.matcher(outputs[1]) is not None
+
+
+class PanicError(BaseException):
+    """As PyO3 raises a panic of Rust code: it is no Exception."""
+
+
+class Panicking:
+    """A matcher of a library with a defect."""
+
+    def consume_token(self, token_id: int) -> bool:
+        raise PanicError("index out of bounds")
+
+    def compute_bitmask(self) -> bytes:
+        raise PanicError("index out of bounds")
+
+
+def test_c13_a_panic_of_the_library_fails_the_request_that_it_concerns() -> None:
+    matcher = Matcher(Panicking(), 12)
+    assert matcher.allowed().all()
+    assert "cannot go on: index out of bounds" in (matcher.consume(1) or "")
+    assert "cannot go on: index out of bounds" in (Matcher(Panicking(), 12).consume(1) or "")
+
+
+def test_c13_a_panic_of_the_library_ends_one_grammar_and_not_the_thread(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object) -> None:
+        raise PanicError("unreachable code")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarLibrary, "compile", panic)
+        assert compiler.error_of(YES_OR_NO) == "structured_output: unreachable code"
+    assert compiler.error_of(YES_OR_NO) is None
+
+
+def chain(num_rules: int) -> StructuredOutput:
+    rules = "".join(f"a{number}: a{number + 1}\n" for number in range(num_rules))
+    return StructuredOutput(GrammarKind.LARK, f'start: a0\n{rules}a{num_rules}: "no"')
+
+
+def test_a_chain_of_rules_that_ends_a_usual_stack_compiles_and_matches(compiler: Compiler) -> None:
+    assert compiler.error_of(chain(6_000)) is None
+    matcher = compiler.compiler.matcher(chain(6_000))
+    assert matcher is not None
+    for token_id in make_tokenizer().encode("no").ids:
+        assert matcher.allowed()[token_id]
+        assert matcher.consume(token_id) is None
 
 
 class SlowCompiler(GrammarCompiler):
@@ -129,10 +183,9 @@ class SlowCompiler(GrammarCompiler):
         self.may_compile = threading.Event()
         self.compiled: list[str] = []
 
-    def _compile(self, output: StructuredOutput) -> object:
+    def _compile(self, output: StructuredOutput) -> None:
         assert self.may_compile.wait(20)
         self.compiled.append(output.source)
-        return None
 
 
 def regex(source: str) -> StructuredOutput:

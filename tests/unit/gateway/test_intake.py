@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import pytest
 
 from baton.errors import DeadlinePassed, InvalidRequest
 from baton.sampling import SamplingParams
+from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.intake import Intake, Prompt
 from gateway.model import ServedModel
 from gateway.requests.run import Generation
@@ -23,7 +25,9 @@ MAX_MODEL_LEN = 100
 @pytest.fixture(scope="module")
 def intake(tmp_path_factory: pytest.TempPathFactory) -> Intake:
     folder: Path = make_model_dir(tmp_path_factory.mktemp("model"))
-    return Intake(Tokenizer(folder), ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,)))
+    model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,))
+    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)))
+    return Intake(Tokenizer(folder), model, grammars)
 
 
 def take_in(intake: Intake, prompt: Prompt, params: SamplingParams | None = None) -> Generation:

@@ -1,0 +1,55 @@
+"""What a gateway and the process that tries its grammars say to each other, and how it travels through their pipes."""
+
+from dataclasses import dataclass
+
+from baton.sampling import StructuredOutput
+from baton.wire import Codec
+
+HEADER_BYTES = 4
+"""In front of each message: its length, big-endian."""
+
+CPU_LIMIT_S = 1.0
+"""For compiling one grammar, and once more for following it. Ordinary ones take a hundredth of it at most."""
+MEMORY_LIMIT_BYTES = 512 * 2**20
+"""What a compiling process may map beside what it was born with."""
+STACK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TryGrammar:
+    """Compile this grammar. Numbers count up from 1."""
+
+    number: int
+    output: StructuredOutput
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTried:
+    """It compiled, or `error` says why it never will."""
+
+    number: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarEndedProcess:
+    """The compiling process ended with this signal while it worked on the grammar; another one takes its place."""
+
+    number: int
+    signal: int
+
+
+Message = TryGrammar | GrammarTried | GrammarEndedProcess
+
+_CODEC = Codec[Message](TryGrammar, GrammarTried, GrammarEndedProcess, max_bytes=2**20)
+
+
+def pack(message: Message) -> bytes:
+    """With its header."""
+    data = _CODEC.encode(message)
+    return len(data).to_bytes(HEADER_BYTES, "big") + data
+
+
+def unpack(data: bytes) -> Message:
+    """Without its header; WireError if it is none of these."""
+    return _CODEC.decode(data)

@@ -1,0 +1,82 @@
+"""GrammarLibrary: a model's tokenizer and a grammar become a matcher; the only user of llguidance.
+
+A hostile grammar may end the process that compiles it: the library recurses once for each link from rule to rule, and
+the end of the stack is the end of the process. So gateways try each grammar in a process that costs nothing.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llguidance
+
+from baton.sampling import GrammarKind, StructuredOutput
+
+MAX_COMPLAINT_CHARACTERS = 300
+
+
+class GrammarLibrary:
+    """For one thread at a time."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """The file is read with the first grammar, or by `load_tokenizer`."""
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer: Any = None
+
+    def load_tokenizer(self) -> Any:
+        """llguidance's own, made once. Raises ValueError where this model cannot have structured outputs."""
+        if self._tokenizer is None:
+            if not self._eos_token_ids:
+                raise ValueError("this model has no end-of-sequence token, which ends a structured output")
+            try:
+                tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
+            self._tokenizer = llguidance.LLTokenizer(
+                tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+            )
+        return self._tokenizer
+
+    def compile(self, output: StructuredOutput) -> Any:
+        """An llguidance.LLMatcher at its start. Raises ValueError with the library's complaint about the grammar."""
+        matcher = llguidance.LLMatcher(self.load_tokenizer(), _to_grammar(output), log_level=0)
+        if matcher.is_error():
+            raise ValueError(in_one_line(matcher.get_error()))
+        return matcher
+
+
+def thread_with_stack(stack_bytes: int, run: Callable[[], None], name: str) -> threading.Thread:
+    """A running daemon thread. Threads that start elsewhere at this very moment may have such a stack, too."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    former = threading.stack_size(stack_bytes)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(former)
+    return thread
+
+
+def in_one_line(message: str) -> str:
+    """The library's complaints draw pictures over several lines."""
+    return " ".join(message.split())[:MAX_COMPLAINT_CHARACTERS]
+
+
+def _to_grammar(output: StructuredOutput) -> str:
+    """llguidance's own serialisation; ValueError for JSON that is none."""
+    match output.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                schema = json.loads(output.source)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"the schema is not JSON: {error}") from error
+            if not isinstance(schema, dict):
+                raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
+            return str(llguidance.LLMatcher.grammar_from_json_schema(schema))
+        case GrammarKind.REGEX:
+            return str(llguidance.LLMatcher.grammar_from_regex(output.source))
+        case GrammarKind.LARK:
+            return str(llguidance.LLMatcher.grammar_from_lark(output.source))

@@ -1,0 +1,6 @@
+"""Clients' grammars, tried before a worker sees them: how deep they go, and in another process whether they compile."""
+
+from gateway.grammars.check import GrammarCheck
+from gateway.grammars.process import CompileProcess, process_arguments
+
+__all__ = ["CompileProcess", "GrammarCheck", "process_arguments"]

@@ -1,0 +1,260 @@
+"""GrammarCheck: no grammar reaches a worker that did not compile here first, in a process that costs nothing to lose.
+
+    known text         its former verdict, at once
+    too deep           refused before it is compiled
+    everything else    compiled, one at a time, by callers in turn: whose texts take long comes later
+
+A text that ended the process, or took too long, is refused from then on. The latest verdicts are kept.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError
+from baton.grammar_check import (
+    CPU_LIMIT_S,
+    MEMORY_LIMIT_BYTES,
+    STACK_BYTES,
+    GrammarEndedProcess,
+    GrammarTried,
+    Message,
+    TryGrammar,
+)
+from baton.sampling import StructuredOutput
+from gateway.grammars.depth import check_depth
+from gateway.grammars.process import CompileProcess
+from gateway.requests.fair_line import FairLine
+
+logger = logging.getLogger(__name__)
+
+VERDICTS = ("compiled", "invalid", "killed", "known")
+MAX_VERDICTS = 8_192
+MAX_WAITING = 256
+MAX_INLINE_CHARACTERS = 5_000
+"""How deep a longer text goes is found out on a thread."""
+MAX_WAIT_S = 30.0
+TRY_TIMEOUT_S = 30.0
+"""For one grammar, whose process has CPU_LIMIT_S of CPU time and may have to share a busy machine."""
+RETRY_AFTER_S = 1.0
+
+Digest = bytes
+
+
+@dataclass(eq=False, slots=True)
+class Trial:
+    """A grammar that waits to be compiled. See gateway.requests.fair_line.Waiting."""
+
+    number: int
+    caller: str
+    num_tokens: int
+    """What it is expected to cost its caller: the milliseconds that the caller's last grammar took."""
+    output: StructuredOutput
+    verdict: "asyncio.Future[RequestError | None]"
+    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be found out."""
+    priority: int = 0
+    is_resumed: bool = False
+    digest: Digest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = digest_of(self.output)
+
+
+class GrammarCheck:
+    """Belongs to one event loop. Its process starts with the first grammar, or with `warm_up`."""
+
+    def __init__(
+        self,
+        make_process: Callable[[Callable[[Message], None], Callable[[], None]], CompileProcess],
+        on_verdict: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_verdict` hears one of VERDICTS for every grammar that was checked; `killed` may follow `compiled`."""
+        self._make_process = make_process
+        self._on_verdict = on_verdict
+        self._process: CompileProcess | None = None
+        self._verdicts: dict[Digest, str | None] = {}
+        """Why a text is refused, or None; the latest used comes last."""
+        self._line = FairLine[Trial]()
+        self._costs_ms: dict[str, int] = {}
+        """Of the last grammar of each caller that has been dear."""
+        self._number = 0
+        self._sent: deque[Trial] = deque(maxlen=2)
+        """The last ones that the process was given: it may end with one after it has said that it compiles."""
+        self._running: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._is_stopped = False
+
+    async def check(self, output: StructuredOutput, caller: str, timeout_s: float | None) -> None:
+        """Returns if it compiles. InvalidRequest says why it does not; Overloaded if too many grammars wait.
+
+        `timeout_s` is what the request has left; DeadlinePassed if that is not enough.
+        """
+        error: RequestError | None
+        if (digest := digest_of(output)) in self._verdicts:
+            self._on_verdict("known")
+            error = self._known_verdict(digest)
+        else:
+            if len(output.source) <= MAX_INLINE_CHARACTERS:
+                check_depth(output)
+            else:
+                await asyncio.to_thread(check_depth, output)
+            error = await self._wait_in_line(output, caller, timeout_s)
+        if error is not None:
+            raise error
+
+    async def warm_up(self) -> None:
+        """Starts the process, so that the first grammar does not wait for that; one that cannot start is tried again
+        with that grammar."""
+        with contextlib.suppress(OSError):
+            await self._running_process()
+
+    async def stop(self) -> None:
+        """What waits is refused."""
+        self._is_stopped = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for trial in list(self._line):
+            self._give_up(trial, "this gateway is stopping")
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _wait_in_line(
+        self, output: StructuredOutput, caller: str, timeout_s: float | None
+    ) -> RequestError | None:
+        trial = self._add(output, caller)
+        waits_s = MAX_WAIT_S if timeout_s is None else min(timeout_s, MAX_WAIT_S)
+        try:
+            async with asyncio.timeout(waits_s):
+                return await asyncio.shield(trial.verdict)
+        except TimeoutError:
+            if waits_s == timeout_s:
+                raise DeadlinePassed(
+                    "the request's deadline passed before its grammar was compiled"
+                ) from None
+            raise Overloaded(
+                f"{len(self._line)} grammars wait to be compiled, for more than {MAX_WAIT_S:g} s",
+                RETRY_AFTER_S,
+            ) from None
+        finally:
+            if trial in self._line:
+                self._line.remove(trial)
+
+    def _add(self, output: StructuredOutput, caller: str) -> Trial:
+        """The caller with most of them waiting is refused where there is no room."""
+        if self._is_stopped:
+            raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
+        self._number += 1
+        verdict = asyncio.get_running_loop().create_future()
+        trial = Trial(self._number, caller, self._costs_ms.get(caller, 1), output, verdict)
+        self._line.add(trial)
+        if len(self._line) > MAX_WAITING and (last := self._line.last_of_largest()) is not None:
+            self._line.remove(last)
+            self._give_up(last, f"{MAX_WAITING} grammars wait to be compiled, which is the limit")
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        return trial
+
+    async def _run(self) -> None:
+        """Takes the next one, tries it, tells: until no grammar waits."""
+        while (trial := next(iter(self._line), None)) is not None:
+            self._line.serve(trial)
+            if trial.digest in self._verdicts:  # another one had the same text
+                trial.verdict.set_result(self._known_verdict(trial.digest))
+                continue
+            began = asyncio.get_running_loop().time()
+            await self._try(trial)
+            self._charge(trial.caller, asyncio.get_running_loop().time() - began)
+
+    async def _try(self, trial: Trial) -> None:
+        try:
+            process = await self._running_process()
+        except OSError as error:
+            logger.error("the process that compiles grammars cannot be started: %s", error)
+            self._give_up(trial, "grammars cannot be compiled at present")
+            return
+        self._sent.append(trial)
+        await process.send(TryGrammar(trial.number, trial.output))
+        await asyncio.wait([trial.verdict], timeout=TRY_TIMEOUT_S)
+        if not trial.verdict.done():
+            process.kill()
+            self._give_up(trial, f"its grammar could not be compiled within {TRY_TIMEOUT_S:g} s")
+
+    async def _running_process(self) -> CompileProcess:
+        async with self._starting:
+            if self._process is None or not self._process.is_running:
+                self._process = self._make_process(self._heard, self._ended)
+                await self._process.start()
+            return self._process
+
+    def _heard(self, message: Message) -> None:
+        trial = next((trial for trial in self._sent if trial.number == message.number), None)
+        if trial is None:
+            return  # of one that was given up long ago
+        match message:
+            case GrammarTried(error=error):
+                self._conclude(trial, error, "compiled" if error is None else "invalid")
+            case GrammarEndedProcess(signal=number):
+                logger.warning(
+                    "a grammar of caller '%s' with %d characters ended its compiler with %s: it is refused from now on",
+                    trial.caller,
+                    len(trial.output.source),
+                    signal.Signals(number).name,
+                )
+                self._conclude(trial, _reason(number), "killed")
+
+    def _conclude(self, trial: Trial, error: str | None, result: str) -> None:
+        """A process that ended after its answer takes that back: others will not get it."""
+        self._verdicts.pop(trial.digest, None)
+        self._verdicts[trial.digest] = error
+        if len(self._verdicts) > MAX_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+        self._on_verdict(result)
+        if not trial.verdict.done():
+            trial.verdict.set_result(self._known_verdict(trial.digest))
+
+    def _ended(self) -> None:
+        """The process as a whole, which no grammar does."""
+        for trial in self._sent:
+            self._give_up(trial, "the process that compiles grammars ended; try again")
+        if not self._is_stopped:
+            logger.error("the process that compiles grammars ended; the next grammar starts another one")
+
+    def _give_up(self, trial: Trial, reason: str) -> None:
+        if not trial.verdict.done():
+            trial.verdict.set_result(Overloaded(reason, RETRY_AFTER_S))
+
+    def _charge(self, caller: str, took_s: float) -> None:
+        """What the caller's next one is expected to cost."""
+        cost_ms = int(took_s * 1000.0)
+        self._costs_ms.pop(caller, None)
+        if cost_ms > 1:
+            self._costs_ms[caller] = cost_ms
+            if len(self._costs_ms) > MAX_WAITING:
+                del self._costs_ms[next(iter(self._costs_ms))]
+
+    def _known_verdict(self, digest: Digest) -> InvalidRequest | None:
+        error = self._verdicts.pop(digest)
+        self._verdicts[digest] = error  # the latest used
+        return None if error is None else InvalidRequest("structured_output", error)
+
+
+def digest_of(output: StructuredOutput) -> Digest:
+    """By which a text is known again."""
+    return blake2b(
+        f"{output.kind.value}\n{output.source}".encode(errors="surrogatepass"), digest_size=16
+    ).digest()
+
+
+def _reason(number: int) -> str:
+    if number == signal.SIGPROF:
+        return f"it is too complex: compiling it takes more than {CPU_LIMIT_S:g} s"
+    return (
+        f"it is too complex: compiling it takes more than {STACK_BYTES >> 20} MiB of stack or "
+        f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"
+    )

@@ -1,0 +1,128 @@
+"""How deep a grammar goes: brackets within brackets, and rules that refer to rules.
+
+The library that compiles grammars recurses once a level. A bound turns most of the texts that would end it into an
+error that says what to change; what passes nevertheless meets `gateway/grammars/check.py`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from baton.errors import InvalidRequest
+from baton.sampling import GrammarKind, StructuredOutput
+
+MAX_DEPTH = 500
+
+T = TypeVar("T")
+
+# None of these goes back over what it has read, so each takes time in proportion to the text.
+_LARK_TOKEN = re.compile(
+    r"""
+      "(?:\\[\s\S]|[^"\\])*+"?                # a string
+    | /(?![/\ ])(?:\\.|[^/\\\n])*+/?           # a regular expression
+    | (?://|\#)[^\n]*+                         # a comment
+    | ^[ \t]*+[?!]?(?P<rule>[a-zA-Z_][\w-]*+)[^:\n]{0,80}+:
+    | (?P<reference>[a-zA-Z_][\w-]*+)
+    | (?P<open>[(\[{])
+    | (?P<close>[)\]}])
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+_REGEX_TOKEN = re.compile(r"\\[\s\S]|\[(?:\\[\s\S]|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))")
+_JSON_TOKEN = re.compile(r'"(?:\\[\s\S]|[^"\\])*+"?|(?P<open>[\[{])|(?P<close>[\]}])')
+
+
+def check_depth(output: StructuredOutput) -> None:
+    """InvalidRequest if a grammar is more than MAX_DEPTH levels deep. What is no grammar at all passes."""
+    match output.kind:
+        case GrammarKind.JSON_SCHEMA:
+            depth, what = _schema_depth(output.source), "its schemas nest and refer to each other"
+        case GrammarKind.REGEX:
+            depth, what = _bracket_depth(_REGEX_TOKEN.finditer(output.source)), "its brackets nest"
+        case GrammarKind.LARK:
+            depth, what = _lark_depth(output.source), "its rules nest and refer to each other"
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(
+            "structured_output", f"{what} {depth} levels deep, at most {MAX_DEPTH} are allowed"
+        )
+
+
+def _schema_depth(source: str) -> int:
+    if source.count("{") + source.count("[") + source.count('"$ref"') <= MAX_DEPTH:
+        return 0  # it cannot be deeper; ordinary schemas are not parsed for this
+    try:
+        schema = json.loads(source)
+    except ValueError:
+        return 0
+    except RecursionError:
+        return _bracket_depth(_JSON_TOKEN.finditer(source))
+
+    def below(value: Any) -> Iterable[Any]:
+        if isinstance(value, dict):
+            target = _resolved(schema, value.get("$ref"))
+            rest = [part for key, part in value.items() if key not in ("$defs", "definitions")]
+            return [*([] if target is None else [target]), *rest]
+        return value if isinstance(value, list) else ()
+
+    return _longest_way(schema, below, id)
+
+
+def _resolved(schema: Any, reference: object) -> Any:
+    """What a reference within the document means; None if it means nothing here."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    value = schema
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def _lark_depth(source: str) -> int:
+    """Links from rule to rule, with the brackets of each."""
+    references: dict[str, list[str]] = {}
+    brackets: dict[str, list[re.Match[str]]] = {}
+    name = ""
+    for token in _LARK_TOKEN.finditer(source):
+        if token["rule"]:
+            name = token["rule"]
+        elif token["reference"]:
+            references.setdefault(name, []).append(token["reference"])
+        elif token["open"] or token["close"]:
+            brackets.setdefault(name, []).append(token)
+    deepest = max(map(_bracket_depth, brackets.values()), default=0)
+    return _longest_way("start", lambda rule: references.get(rule, ()), lambda rule: rule) + deepest - 1
+
+
+def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
+    """Brackets that are open at once, at most."""
+    depth = deepest = 0
+    for token in tokens:
+        if token["open"]:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token["close"]:
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _longest_way(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
+    """Nodes on the longest way down that a search through the graph takes which enters each node once, in order."""
+    entered = {key(start)}
+    way: list[Iterator[T]] = [iter(below(start))]
+    deepest = 1
+    while way:
+        node = next(way[-1], None)
+        if node is None:
+            way.pop()
+        elif key(node) not in entered:
+            entered.add(key(node))
+            way.append(iter(below(node)))
+            deepest = max(deepest, len(way))
+    return deepest

@@ -1,0 +1,104 @@
+"""CompileProcess: the gateway's end of the process that compiles grammars, which is engine/compile_process.py."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.errors import WireError
+from baton.grammar_check import HEADER_BYTES, Message, TryGrammar, pack, unpack
+from gateway.model import ServedModel
+
+STOP_TIMEOUT_S = 2.0
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""The process forks, and a fork has none of its parent's threads."""
+
+
+class CompileProcess:
+    """One process from its start to its end. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        arguments: list[str],
+        on_message: Callable[[Message], None],
+        on_end: Callable[[], None],
+        module: str = "engine.compile_process",
+    ) -> None:
+        """`on_message` is called with everything that the process says, `on_end` once when it has ended."""
+        self._command = [sys.executable, "-P", "-m", module, *arguments]
+        self._on_message = on_message
+        self._on_end = on_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """OSError if it cannot be."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(sys.path), **ONE_THREAD},
+            start_new_session=True,  # so that it and its forks can be killed together
+        )
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def is_running(self) -> bool:
+        return self._reading is not None and not self._reading.done()
+
+    async def send(self, message: TryGrammar) -> None:
+        """Returns once it is on its way; a process that has ended hears nothing, and `on_end` is called."""
+        assert self._process is not None, "it was not started"
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(pack(message))
+            await self._process.stdin.drain()
+
+    def kill(self) -> None:
+        """With its forks, whatever they do."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Ends it, and waits for that. `on_end` is called as ever."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            while True:
+                header = await self._process.stdout.readexactly(HEADER_BYTES)
+                data = await self._process.stdout.readexactly(int.from_bytes(header, "big"))
+                self._on_message(unpack(data))
+        except (asyncio.IncompleteReadError, WireError):
+            self.kill()  # its pipe is at its end, or it writes what it should not
+        finally:
+            self._on_end()
+
+
+def process_arguments(model_folder: Path, model: ServedModel) -> list[str]:
+    """Of its command, for a model's own tokenizer."""
+    eos_token_ids = ",".join(map(str, model.eos_token_ids))
+    return [str(model_folder / "tokenizer.json"), str(model.vocab_size), eos_token_ids]
