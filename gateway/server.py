@@ -98,7 +98,9 @@ class Gateway:
         self._metrics.collect_too(Standing(self._dispatcher, model.name).collect)
         doorkeeper = Doorkeeper(config, clock)
         self._grammars = GrammarCheck(
-            partial(CompileProcess, process_arguments(tokenizer.folder, model)), self._metrics.grammar_checked
+            partial(CompileProcess, process_arguments(tokenizer.folder, model)),
+            clock,
+            self._metrics.grammar_checked,
         )
         self._intake = intake = Intake(tokenizer, model, self._grammars, log_prompts=log_prompts)
         self._cluster = ClusterService(self._dispatcher, model, fleet_control)

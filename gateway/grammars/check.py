@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from baton.clock import Clock
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError
 from baton.grammar_check import (
     CPU_LIMIT_S,
@@ -71,10 +72,12 @@ class GrammarCheck:
     def __init__(
         self,
         make_process: Callable[[Callable[[Message], None], Callable[[], None]], CompileProcess],
+        clock: Clock,
         on_verdict: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`on_verdict` hears one of VERDICTS for every grammar that was checked; `killed` may follow `compiled`."""
         self._make_process = make_process
+        self._clock = clock
         self._on_verdict = on_verdict
         self._process: CompileProcess | None = None
         self._verdicts: dict[Digest, str | None] = {}
@@ -167,9 +170,9 @@ class GrammarCheck:
             if trial.digest in self._verdicts:  # another one had the same text
                 trial.verdict.set_result(self._known_verdict(trial.digest))
                 continue
-            began = asyncio.get_running_loop().time()
+            began = self._clock.now()
             await self._try(trial)
-            self._charge(trial.caller, asyncio.get_running_loop().time() - began)
+            self._charge(trial.caller, self._clock.now() - began)
 
     async def _try(self, trial: Trial) -> None:
         try:
@@ -182,8 +185,8 @@ class GrammarCheck:
         await process.send(TryGrammar(trial.number, trial.output))
         await asyncio.wait([trial.verdict], timeout=TRY_TIMEOUT_S)
         if not trial.verdict.done():
-            process.kill()
             self._give_up(trial, f"its grammar could not be compiled within {TRY_TIMEOUT_S:g} s")
+            process.kill()
 
     async def _running_process(self) -> CompileProcess:
         async with self._starting:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from baton.clock import SystemClock
 from baton.errors import DeadlinePassed, InvalidRequest
 from baton.sampling import SamplingParams
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
@@ -26,7 +27,7 @@ MAX_MODEL_LEN = 100
 def intake(tmp_path_factory: pytest.TempPathFactory) -> Intake:
     folder: Path = make_model_dir(tmp_path_factory.mktemp("model"))
     model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,))
-    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)))
+    grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
     return Intake(Tokenizer(folder), model, grammars)
 
 
