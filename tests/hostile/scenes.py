@@ -1,0 +1,109 @@
+"""The scenes that one served fleet goes through: grammars, whole answers, a gateway that stands still."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from baton.sampling import GrammarKind
+from gateway.client import GatewayClient
+from tests.factories.hostile_grammars import SHAPES
+from tests.hostile.bystanders import Bystanders, Town
+from tests.hostile.finding import Finding
+from tests.hostile.http import post, watched_health
+
+NUM_CALLERS = 4
+CALLS_EACH = 5
+STANDSTILL_S = 20.0
+
+FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+
+Scene = Callable[[Town, int], Awaitable[Finding]]
+
+
+async def grammars(town: Town, num_streams: int) -> Finding:
+    """Hostile grammars from several callers, all shapes in turn, at the size of the longest text that is allowed."""
+    finding = Finding(f"{NUM_CALLERS} callers send {CALLS_EACH} hostile grammars each")
+    shapes = itertools.cycle(SHAPES.items())
+    statuses: dict[int, int] = {}
+
+    async def caller() -> None:
+        for _ in range(CALLS_EACH):
+            name, shape = next(shapes)
+            body = {"structured_outputs": {FIELDS[shape.kind]: shape.of().source}, "max_tokens": 16}
+            began = time.monotonic()
+            status, answer = await post(town.http, "/v1/completions", _completion(town, body))
+            statuses[status] = statuses.get(status, 0) + 1
+            finding.seen[name] = f"{status} after {time.monotonic() - began:.2f} s {_problem(answer)}"
+            finding.expect(status in (200, 400), f"{name}: {status} {answer[:300]!r}")
+
+    with watched_health(town.http) as health:
+        async with Bystanders(town, finding, num_streams), asyncio.TaskGroup() as group:
+            for _ in range(NUM_CALLERS):
+                group.create_task(caller())
+    body = _completion(town, {"structured_outputs": {"regex": "(yes|no)+"}, "max_tokens": 16})
+    finding.expect(
+        (await post(town.http, "/v1/completions", body))[0] == 200, "an ordinary grammar afterwards"
+    )
+    finding.seen["answers"] = ", ".join(f"{count} x {status}" for status, count in statuses.items())
+    finding.seen["slowest /health"] = f"{health.worst_s:.2f} s"
+    return finding
+
+
+async def whole_answers(town: Town, num_streams: int) -> Finding:
+    """Everything that one call may ask for at once, unstreamed."""
+    finding = Finding("whole answers with 20 log probabilities a token")
+    with watched_health(town.http) as health:
+        async with Bystanders(town, finding, num_streams):
+            for n, max_tokens in ((128, 500), (32, 500), (16, 400)):
+                body = {
+                    "model": town.model,
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "n": n,
+                    "max_tokens": max_tokens,
+                    "ignore_eos": True,
+                    "logprobs": True,
+                    "top_logprobs": 20,
+                }
+                status, answer = await post(town.http, "/v1/chat/completions", body)
+                size = f"{len(answer) / 2**20:.1f} MiB" if status == 200 else _problem(answer)
+                finding.seen[f"{n} x {max_tokens} tokens"] = f"{status} {size}"
+                finding.expect(status in (200, 400), f"{n} x {max_tokens}: {status} {answer[:300]!r}")
+                if status == 200:
+                    finding.expect(len(json.loads(answer)["choices"]) == n, "answers are missing")
+    finding.seen["slowest /health"] = f"{health.worst_s:.2f} s"
+    return finding
+
+
+async def standstill(town: Town, num_streams: int) -> Finding:
+    """The gateway's process, which has its workers' supervisor in it, stands still for a while."""
+    finding = Finding(f"the gateway's process is stopped for {STANDSTILL_S:g} s, and goes on")
+    async with Bystanders(town, finding, num_streams):
+        await asyncio.sleep(1.0)  # streams are under way
+        os.kill(town.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(STANDSTILL_S)
+        finally:
+            os.kill(town.pid, signal.SIGCONT)
+        await asyncio.sleep(5.0)  # whoever takes that for a peer's silence says so soon
+    async with GatewayClient(town.target) as client:
+        finding.seen["moves counted"] = (await client.describe())["gateway"]["in_flight"]
+    return finding
+
+
+SCENES: dict[str, Scene] = {"grammars": grammars, "answers": whole_answers, "standstill": standstill}
+
+
+def _completion(town: Town, body: dict[str, Any]) -> dict[str, Any]:
+    return {"model": town.model, "prompt": [5, 6, 7], **body}
+
+
+def _problem(answer: bytes) -> str:
+    try:
+        return str(json.loads(answer)["error"]["message"])[:110]
+    except (ValueError, KeyError, TypeError):
+        return ""
