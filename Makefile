@@ -14,6 +14,7 @@ FUZZ_SECONDS ?= 600
 REQUESTS ?= 20000
 EXAMPLES ?= 500
 CHAOS ?=
+HOSTILE ?=
 CLIENTS ?=
 GPU_CHECK ?=
 # A folder with the KubeRay operator's definitions (ray.io_rayclusters.yaml), against which the chart's RayCluster is checked.
@@ -23,7 +24,7 @@ RELEASED_PROTOS := protos/released.binpb
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos fuzz-wire bad-clients fuzz-api gpu-check helm-test format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check helm-test format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -84,6 +85,9 @@ break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS ha
 
 chaos: $(INSTALLED) ## Five minutes of killing workers, nodes and the controller under load; CHAOS="--seconds 60 --seed 1"
 	$(PYTHON_IN_VENV) -m tests.chaos $(CHAOS)
+
+hostile: $(INSTALLED) ## Hostile callers beside streams that must not notice; HOSTILE="--scenes grammars"
+	$(PYTHON_IN_VENV) -m tests.hostile $(HOSTILE)
 
 bad-clients: $(INSTALLED) ## Clients that stop reading, vanish or cancel, 500 of each; CLIENTS="--each 50"
 	$(PYTHON_IN_VENV) -m tests.clients $(CLIENTS)
