@@ -38,7 +38,7 @@ def test_small_ones_of_every_shape_pass(name: str) -> None:
     check_depth(SHAPES[name].of(20))
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() - FLAT - HIDDEN)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in FLAT | HIDDEN])
 def test_what_is_too_deep_is_refused_with_the_limit(name: str) -> None:
     with pytest.raises(
         InvalidRequest, match=rf"structured_output: its .* \d+ levels deep, at most {MAX_DEPTH} are"
