@@ -1,7 +1,8 @@
 """GrammarLibrary: a model's tokenizer and a grammar become a matcher; the only user of llguidance.
 
 A hostile grammar may end the process that compiles it: the library recurses once for each link from rule to rule, and
-the end of the stack is the end of the process. So gateways try each grammar in a process that costs nothing.
+the end of the stack is the end of the process. So gateways try each grammar in a process that costs nothing. It is
+imported with the first grammar: a machine that serves none need not have it.
 """
 
 import json
@@ -9,8 +10,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import llguidance
 
 from baton.sampling import GrammarKind, StructuredOutput
 
@@ -36,6 +35,8 @@ class GrammarLibrary:
                 tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
             except OSError as error:
                 raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
+            import llguidance
+
             self._tokenizer = llguidance.LLTokenizer(
                 tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
             )
@@ -43,6 +44,8 @@ class GrammarLibrary:
 
     def compile(self, output: StructuredOutput) -> Any:
         """An llguidance.LLMatcher at its start. Raises ValueError with the library's complaint about the grammar."""
+        import llguidance
+
         matcher = llguidance.LLMatcher(self.load_tokenizer(), _to_grammar(output), log_level=0)
         if matcher.is_error():
             raise ValueError(in_one_line(matcher.get_error()))
@@ -67,6 +70,8 @@ def in_one_line(message: str) -> str:
 
 def _to_grammar(output: StructuredOutput) -> str:
     """llguidance's own serialisation; ValueError for JSON that is none."""
+    from llguidance import LLMatcher
+
     match output.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
@@ -75,8 +80,8 @@ def _to_grammar(output: StructuredOutput) -> str:
                 raise ValueError(f"the schema is not JSON: {error}") from error
             if not isinstance(schema, dict):
                 raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
-            return str(llguidance.LLMatcher.grammar_from_json_schema(schema))
+            return str(LLMatcher.grammar_from_json_schema(schema))
         case GrammarKind.REGEX:
-            return str(llguidance.LLMatcher.grammar_from_regex(output.source))
+            return str(LLMatcher.grammar_from_regex(output.source))
         case GrammarKind.LARK:
-            return str(llguidance.LLMatcher.grammar_from_lark(output.source))
+            return str(LLMatcher.grammar_from_lark(output.source))
