@@ -109,7 +109,9 @@ def test_what_a_library_adds_to_every_record_is_no_news() -> None:
 
 
 @pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "gateway.requests", "engine.core"])
-def test_an_error_without_end_is_written_a_few_times_and_counted_whichever_library_it_is_of(name: str) -> None:
+def test_an_error_without_end_is_written_a_few_times_and_counted_whichever_library_it_is_of(
+    name: str,
+) -> None:
     """The gateway's log once grew by 219 MB in 100 s, by one line of asyncio's."""
     stream, ours = lines_of(LoggingConfig(level="info"))
     for number in range(10_000):

@@ -17,7 +17,9 @@ def told(limit: RepeatLimit, now: float) -> list[str]:
 
 def test_a_line_without_end_is_written_a_few_times_a_minute_and_then_counted() -> None:
     limit = RepeatLimit()
-    written = [limit.admits(record("cannot accept: %s", number), now=number * 0.001) for number in range(12_000)]
+    written = [
+        limit.admits(record("cannot accept: %s", number), now=number * 0.001) for number in range(12_000)
+    ]
     assert written == [True] * MAX_PER_WINDOW + [False] * (12_000 - MAX_PER_WINDOW)
     assert told(limit, WINDOW_S - 0.001) == []
     (summary,) = limit.summaries(WINDOW_S)
@@ -31,8 +33,12 @@ def test_a_new_minute_begins_with_the_first_line_after_it() -> None:
     limit = RepeatLimit()
     for minute in range(3):
         now = minute * WINDOW_S
-        assert [limit.admits(record(), now) for _ in range(MAX_PER_WINDOW + 1)] == [True] * MAX_PER_WINDOW + [False]
-    assert [words.split(":")[0] for words in told(limit, 3 * WINDOW_S)] == ["suppressed 1 repetitions in 60 s"] * 3
+        assert [limit.admits(record(), now) for _ in range(MAX_PER_WINDOW + 1)] == [True] * MAX_PER_WINDOW + [
+            False
+        ]
+    assert [words.split(":")[0] for words in told(limit, 3 * WINDOW_S)] == [
+        "suppressed 1 repetitions in 60 s"
+    ] * 3
 
 
 def test_few_lines_are_all_written_and_not_summarised() -> None:
@@ -73,5 +79,7 @@ def test_what_was_left_out_is_told_at_the_end() -> None:
     limit = RepeatLimit()
     for _ in range(MAX_PER_WINDOW + 2):
         limit.admits(record("first"), 0.0)
-    assert [summary.getMessage() for summary in limit.close(3.0)] == ["suppressed 2 repetitions in 3 s: first"]
+    assert [summary.getMessage() for summary in limit.close(3.0)] == [
+        "suppressed 2 repetitions in 3 s: first"
+    ]
     assert limit.close(3.0) == []
