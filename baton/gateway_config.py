@@ -59,7 +59,8 @@ class GatewayConfig(Section):
     max_message_mib: int = Field(16, ge=1)
     """A larger request is refused at either door, and gRPC sends no larger answer."""
     max_connections: int = Field(2048, ge=1)
-    """Connections at each door, in use or not; one more is refused."""
+    """Connections at each door, in use or not, from the moment they are accepted; one more is refused. Over HTTPS it
+    replaces the oldest one whose TLS handshake is under way, if there is one."""
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client that takes nothing for so long, while there is something for it, loses its call; over HTTP, its
     connection."""

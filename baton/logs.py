@@ -15,6 +15,7 @@ from typing import TextIO
 
 from baton.log_writer import LogWriter
 from baton.logging_config import LoggingConfig
+from baton.repeat_limit import RepeatLimit
 
 PACKAGES = (
     "baton",
@@ -54,11 +55,11 @@ class JsonFormatter(logging.Formatter):
 
 def write_logs(config: LoggingConfig, stream: TextIO | None = None, **process: str) -> None:
     """From now on the whole process logs so, to `stream` (None: stderr), on a thread of its own; what was set up before
-    is replaced.
+    is replaced. A warning or error that is repeated without end, whichever library's, is written a few times a minute.
 
     `process` names it on every line: `component` is what it is, `fleet` and `worker` which one, `rank` which part.
     """
-    writer = LogWriter(stream or sys.stderr)
+    writer = LogWriter(stream or sys.stderr, limit=RepeatLimit())
     writer.setFormatter(JsonFormatter(process) if config.format == "json" else _for_people(process))
     level = logging.getLevelNamesMapping()[config.level.upper()]
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[writer], force=True)

@@ -39,6 +39,8 @@ _DEMO: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
     options = build_parser().parse_args(arguments)
+    # gRPC reads this when it is first used. Otherwise it writes a line for each TLS handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return _COMMANDS[options.command](options)
     except ConfigError as error:

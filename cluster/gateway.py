@@ -10,15 +10,17 @@ from gateway import Gateway, Tokenizer
 from gateway.access.certificates import watched_certificates
 from gateway.access.doorkeeper import Doorkeeper
 from gateway.fleet_control import FleetControl
+from gateway.open_files import check_open_files
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway could not use its API keys or certificates; asked before workers take minutes to
-    start."""
+    """ConfigError if the gateway could not use its API keys or certificates, or may open too few files; asked before
+    workers take minutes to start."""
     clock = SystemClock()
     Doorkeeper(config.gateway, clock)
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
+    check_open_files(config.gateway)
 
 
 def make_gateway(

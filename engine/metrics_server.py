@@ -18,6 +18,9 @@ PATIENCE_S = 2.0
 
 MAX_REQUEST_BYTES = 16 * 1024
 
+PAUSE_S = 1.0
+"""After a connection that could not be accepted, for lack of files as a rule."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,6 +31,7 @@ class MetricsServer:
         """`listener` is bound, and belongs to the server from now on. `render` is called on the server's thread."""
         self._listener = listener
         self._render = render
+        self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -36,17 +40,20 @@ class MetricsServer:
     def stop(self) -> None:
         """Closes the port. A reader that is being answered does not hold this up for longer than PATIENCE_S. May be
         called before `start`."""
+        self._is_stopping.set()
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._thread.join(PATIENCE_S)
         self._listener.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_stopping.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # the port is closed
-                return
+            except OSError as error:
+                if not self._is_stopping.wait(PAUSE_S):
+                    logger.error("cannot accept a reader of metrics, trying again: %s", error)
+                continue
             with connection:
                 try:
                     _Reader(connection, address, self._render)

@@ -46,6 +46,7 @@ from gateway.observing.loop_lag import LoopLag
 from gateway.observing.metrics import GatewayMetrics
 from gateway.observing.standing import Standing
 from gateway.observing.trace_export import tracing_for
+from gateway.open_files import raise_open_files
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.journey import LoadFailurePolicy
 from gateway.requests.latency_window import MAX_WINDOW_S
@@ -139,6 +140,7 @@ class Gateway:
                 counted,
                 config.host,
                 config.http_port,
+                clock,
                 certificates,
                 max_connections=config.max_connections,
                 write_timeout_s=config.write_timeout_s,
@@ -146,7 +148,8 @@ class Gateway:
             )
 
     async def start(self) -> None:
-        """Binds its ports and serves; ConfigError if one is taken."""
+        """Binds its ports and serves; ConfigError if one is taken, or the system allows too few open files."""
+        raise_open_files(self._config)
         await self._grpc.start()
         if self._http is not None:
             await self._http.start()

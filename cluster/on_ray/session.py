@@ -1,7 +1,8 @@
 """The connection to Ray: a private one for this command, or an existing cluster; knows no workers.
 
-A private Ray listens on loopback only and lives in a folder of its own. Its processes die with ours even on
-SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), hence `connect` belongs on the main one.
+A private Ray listens on loopback only and lives in a folder of its own, which other users cannot enter. Its processes
+die with ours even on SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), hence `connect`
+belongs on the main one.
 """
 
 import atexit
@@ -44,6 +45,10 @@ _PROBE_TIMEOUT_S = 5.0
 _TRY_AGAIN_S = 1.0
 
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
+
+_RAYS_OWN = "r"
+"""The folder that Ray is given, inside one that only we may enter: Ray lets everybody write to its own. A short name,
+since the names of sockets below it are long."""
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -95,8 +100,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     # ours runs after it.
     atexit.register(remove)
     try:
-        with _private(ray, folder, config, num_ranks, device):
-            yield folder / "session_latest" / "logs"
+        with _private(ray, folder / _RAYS_OWN, config, num_ranks, device):
+            yield folder / _RAYS_OWN / "session_latest" / "logs"
     except Exception:
         is_worth_keeping = True
         logger.warning("the logs of Ray and of the workers are kept in %s", folder)
@@ -176,8 +181,12 @@ def _probe(address: str) -> None:
 
 def _short_folder(folder: str) -> str:
     """The folder for temporary files, unless the sockets that Ray makes deep below it would get too long a name."""
-    longest = f"{folder}/baton-ray-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store"
-    return folder if len(longest) <= _MAX_SOCKET_PATH else "/tmp"
+    return folder if len(_longest_socket(folder)) <= _MAX_SOCKET_PATH else "/tmp"
+
+
+def _longest_socket(folder: str) -> str:
+    session = "session_2026-01-01_00-00-00_123456_1234567"
+    return f"{folder}/baton-ray-12345678/{_RAYS_OWN}/{session}/sockets/plasma_store"
 
 
 def _init(ray: ModuleType, address: str, **options: Any) -> None:

@@ -19,7 +19,11 @@ class Certificates:
     key_pem: bytes
     client_ca_pem: bytes | None
     context: ssl.SSLContext
-    """The same for Python's TLS."""
+    """The same for Python's TLS; for connections that begin while this version is the current one.
+
+    Sessions are kept in it, and the keys of tickets. So a session of an earlier version, whose client was verified by
+    an authority that may be gone, cannot be resumed here.
+    """
 
 
 def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
@@ -27,17 +31,6 @@ def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
     names = (tls.cert_file, tls.key_file, tls.client_ca_file)
     paths = [Path(name).expanduser() for name in names if name is not None]
     return Watched(paths, partial(_read_all, tls), clock)
-
-
-def context_of(certificates: Watched[Certificates]) -> ssl.SSLContext:
-    """For one listening socket: every connection begins with the certificates of its moment."""
-    context = certificates.current().context
-
-    def use_current(connection: ssl.SSLObject, _server_name: str, _context: ssl.SSLContext) -> None:
-        connection.context = certificates.current().context
-
-    context.sni_callback = use_current  # which OpenSSL calls for every connection, with or without a name
-    return context
 
 
 def _read_all(tls: Tls) -> Certificates:

@@ -36,28 +36,32 @@ class BoundedH11(H11Protocol):
     def __init__(
         self,
         *args: Any,
-        max_connections: int,
+        refusal: str | None,
         write_timeout_s: float,
         on_refused: Callable[[str], None],
         **options: Any,
     ) -> None:
-        """`on_refused` hears what was wrong with each request that does not become a call: TOO_MANY or NOT_HTTP."""
+        """`refusal`: there is no room for this connection, which ends with these words; None: there is. `on_refused`
+        hears NOT_HTTP for each request that cannot be read, and so does not become a call."""
         super().__init__(*args, **options)
         self._on_refused = on_refused
         self.logger = _uvicorns_logger
         self.is_over = asyncio.Event()
         """Set when the connection is closed."""
-        self._max_connections = max_connections
+        self._words_of_refusal = refusal
         self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        is_one_too_many = len(self.connections) >= self._max_connections
         super().connection_made(transport)
-        if is_one_too_many:
-            self._on_refused(TOO_MANY)
-            transport.write(_refusal(f"{self._max_connections} connections are open, which is the limit"))
+        if self._words_of_refusal is not None:
+            transport.write(_refusal(self._words_of_refusal))
             transport.close()
         self._watch()
+
+    @property
+    def is_established(self) -> bool:
+        """Or was: its handshake is over."""
+        return self.transport is not None
 
     def pause_writing(self) -> None:
         """The client reads more slowly than there is something for it."""

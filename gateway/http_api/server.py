@@ -1,20 +1,19 @@
 """HttpServer: runs an ASGI application on a port of its own, in the event loop that it is started in."""
 
 import asyncio
-import logging
-import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.watched import Watched
-from gateway.access.certificates import Certificates, context_of
+from gateway.access.certificates import Certificates
+from gateway.http_api.acceptor import Acceptor
 from gateway.http_api.protocol import KEEP_ALIVE_S, BoundedH11
 from gateway.http_api.request_limits import MAX_HEADER_BYTES
 
@@ -26,11 +25,6 @@ SEND_BUFFER_BYTES = 128 * 1024
 LAST_WORDS_S = 1.0
 """For what a stopping gateway still has to say, and for requests to notice that they are over."""
 
-OTHER_FILES = 1024
-"""What a gateway has open beside its HTTP connections, at most."""
-
-logger = logging.getLogger(__name__)
-
 
 class HttpServer:
     """One life: `start`, then `stop` once or more."""
@@ -40,23 +34,25 @@ class HttpServer:
         app: ASGIApp,
         host: str,
         port: int,
+        clock: Clock,
         certificates: Watched[Certificates] | None = None,
         *,
         max_connections: int,
         write_timeout_s: float,
         on_refused: Callable[[str], None],
     ) -> None:
-        """With `certificates` it speaks HTTPS, and nothing else. `on_refused`: see BoundedH11."""
-        tls = None if certificates is None else context_of(certificates)
+        """With `certificates` it speaks HTTPS, and nothing else. `on_refused`: see Acceptor and BoundedH11."""
         self._host = host
         self._port = port
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
         self._on_refused = on_refused
+        tls = None if certificates is None else lambda: certificates.current().context
+        acceptor = Acceptor(self._protocol, tls, max_connections, on_refused, clock)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=self._protocol,  # type: ignore[arg-type]  # it is only ever called
+                http="h11",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
@@ -64,8 +60,8 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                ssl_context_factory=None if tls is None else lambda _config, _default: tls,
-            )
+            ),
+            acceptor,
         )
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
@@ -81,7 +77,6 @@ class HttpServer:
                 f"gateway.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
             ) from error
         _set_up(listener, self._write_timeout_s)
-        _allow_open_files(self._max_connections)
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
         started = asyncio.create_task(self._server.has_started.wait())
@@ -98,14 +93,16 @@ class HttpServer:
         self._server.should_exit = True
         await asyncio.shield(self._serving)
 
-    def _protocol(self, *args: Any, **options: Any) -> BoundedH11:
+    def _protocol(self, is_refused: bool) -> BoundedH11:
         """h11 bounds headers, which httptools does not."""
+        limit = f"{self._max_connections} connections are open, which is the limit"
         return BoundedH11(
-            *args,
-            max_connections=self._max_connections,
+            self._server.config,
+            self._server.server_state,
+            self._server.lifespan.state,
+            refusal=limit if is_refused else None,
             write_timeout_s=self._write_timeout_s,
             on_refused=self._on_refused,
-            **options,
         )
 
 
@@ -122,30 +119,15 @@ def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
         )
 
 
-def _allow_open_files(max_connections: int) -> None:
-    """Raises what the process may open, as far as it may by itself, so that connections are what runs out first."""
-    wanted = max_connections + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-        if allowed < wanted:
-            logger.warning(
-                "this process may open %d files, and gateway.max_connections (%d) may need %d; raise `ulimit -Hn`",
-                allowed,
-                max_connections,
-                wanted,
-            )
-
-
 class _Server(uvicorn.Server):
     """Leaves signals to the process that it is part of, and says when it listens."""
 
     grace_s = 0.0
     """What running requests have left once it is to stop."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, acceptor: Acceptor) -> None:
         super().__init__(config)
+        self.acceptor = acceptor
         self.has_started = asyncio.Event()
 
     @contextmanager
@@ -153,13 +135,16 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        """uvicorn itself accepts nothing: asyncio's server, which it uses, neither counts handshakes nor pauses where
+        files run out."""
+        await super().startup(sockets=[])
+        for listener in sockets or []:
+            self.acceptor.start(listener)
         self.has_started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's own looks for open connections ten times a second, and calls it an error if there are any left."""
-        for server in self.servers:
-            server.close()
+        self.acceptor.close()
         for listener in sockets or []:
             listener.close()
         for connection in self._connections:
@@ -172,6 +157,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
         for task in self.server_state.tasks:
             task.cancel()
+        await self.acceptor.join(LAST_WORDS_S)
 
     @property
     def _connections(self) -> list[BoundedH11]:

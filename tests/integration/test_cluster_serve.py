@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cluster.on_ray.session import _longest_socket
 from tests.factories.models import make_model_dir
 from tests.factories.serving import ServeProcess, baton, listening_addresses, serving
 
@@ -70,6 +71,21 @@ def test_everything_listens_on_loopback_only(shared: tuple[ServeProcess, dict[st
     assert all(host.is_loopback for host in hosts), hosts
     ports = {int(worker["request_address"].rpartition(":")[2]) for worker in ready["workers"]}
     assert ports <= {port for _, port in addresses}
+
+
+def test_other_users_cannot_enter_the_folder_of_a_private_ray(
+    shared: tuple[ServeProcess, dict[str, Any]],
+) -> None:
+    """Ray lets everybody write to the folder that it is given, so that lies in another one."""
+    serve, _ = shared
+    (folder,) = serve.temporary.glob("baton-ray-*")
+    assert folder.stat().st_mode & 0o7777 == 0o700
+    (logs,) = folder.glob("*/session_latest/logs")
+    serve.wait_for_text(str(logs))
+    assert logs.is_dir()
+    names = [str(path) for path in folder.rglob("*") if path.is_socket()]
+    assert names
+    assert max(map(len, names)) <= len(_longest_socket(str(serve.temporary)))
 
 
 def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:

@@ -60,7 +60,7 @@ def test_what_runs_may_end_and_an_idle_connection_holds_nobody_up(
 
 def listens(under_test: GatewayUnderTest) -> bool:
     assert under_test.gateway._http is not None
-    return any(server.is_serving() for server in under_test.gateway._http._server.servers)
+    return under_test.gateway._http._server.acceptor.is_listening
 
 
 def test_what_has_not_ended_in_time_is_refused_or_breaks_off(

@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from baton.clock import VirtualClock
 from baton.log_writer import LogWriter
+from baton.repeat_limit import MAX_PER_WINDOW, WINDOW_S, RepeatLimit
 
 
 class Pipe(io.StringIO):
@@ -85,3 +87,58 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     writer.close()
     assert stream.getvalue().endswith("after\n")
     assert "dropped" not in stream.getvalue(), "nothing was kept for later"
+
+
+def test_a_line_without_end_is_limited_and_counted_by_the_next_line_of_any_kind() -> None:
+    stream, clock = io.StringIO(), VirtualClock()
+    writer = LogWriter(stream, limit=RepeatLimit(), clock=clock)
+    for _ in range(100_000):
+        writer.handle(record("Too many open files"))
+    clock.advance(WINDOW_S)
+    request = logging.LogRecord("gateway", logging.INFO, "", 0, "a request", None, None)
+    writer.handle(request)
+    writer.close()
+    *lines, summary, last = stream.getvalue().splitlines()
+    assert lines == ["Too many open files"] * MAX_PER_WINDOW
+    assert summary == "suppressed 99,970 repetitions in 60 s: Too many open files"
+    assert last == "a request"
+
+
+class SteppingClock(VirtualClock):
+    """Is a window later each time that somebody asks, from `starts` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts = threading.Event()
+
+    def now(self) -> float:
+        if self.starts.is_set():
+            self.advance(WINDOW_S)
+        return super().now()
+
+
+class Awaited(io.StringIO):
+    """Says when it holds a summary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_summarised = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "suppressed" in text:
+            self.is_summarised.set()
+        return super().write(text)
+
+
+def test_the_count_comes_though_nothing_else_is_logged() -> None:
+    stream, clock = Awaited(), SteppingClock()
+    writer = LogWriter(stream, limit=RepeatLimit(), clock=clock)
+    for _ in range(MAX_PER_WINDOW + 3):
+        writer.handle(record("Too many open files"))
+    clock.starts.set()
+    writer.flush()
+    with writer._changed:
+        writer._changed.notify_all()  # in place of the minute that the thread waits
+    assert stream.is_summarised.wait(30)
+    writer.close()
+    assert "suppressed 3 repetitions in" in stream.getvalue()

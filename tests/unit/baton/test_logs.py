@@ -8,6 +8,7 @@ import pytest
 
 from baton.logging_config import LoggingConfig
 from baton.logs import PACKAGES, write_logs
+from baton.repeat_limit import MAX_PER_WINDOW
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +106,20 @@ def test_what_a_library_adds_to_every_record_is_no_news() -> None:
     told = json.loads(written(stream))
     assert told["request_id"] == "r1"
     assert "package" not in told
+
+
+@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "gateway.requests", "engine.core"])
+def test_an_error_without_end_is_written_a_few_times_and_counted_whichever_library_it_is_of(
+    name: str,
+) -> None:
+    """The gateway's log once grew by 219 MB in 100 s, by one line of asyncio's."""
+    stream, ours = lines_of(LoggingConfig(level="info"))
+    for number in range(10_000):
+        logging.getLogger(name).error("socket.accept() out of system resource\nsocket: %d", number)
+        ours.info("request %d", number)
+    for handler in logging.getLogger().handlers:
+        handler.close()
+    lines = stream.getvalue().splitlines()
+    assert sum(line.endswith("out of system resource") for line in lines) == MAX_PER_WINDOW + 1
+    assert sum(" INFO " in line for line in lines) == 10_000
+    assert "suppressed 9,970 repetitions" in lines[-1]

@@ -1,5 +1,6 @@
 """The command's edge: exit codes, messages, and what it does not import."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,15 @@ def test_clients_start_without_ray_torch_and_transformers(command: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_grpc_writes_no_line_for_each_handshake_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Strangers could fill a disk with these."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert main(["serve", "/no/such/file.yaml"]) == USAGE
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG", "a user who asks for more gets it"
+    monkeypatch.delenv("GRPC_VERBOSITY")
+    assert main(["serve", "/no/such/file.yaml"]) == USAGE
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"

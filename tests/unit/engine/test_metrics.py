@@ -1,5 +1,7 @@
 """A worker's metrics: what it tells of itself, over a real port; and a port that others cannot hold up for long."""
 
+import errno
+import os
 import socket
 import threading
 import urllib.request
@@ -134,6 +136,36 @@ def test_a_reader_that_says_nothing_leaves_or_finds_an_error_keeps_nobody_else_f
             urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             assert answer.read() == b"ok"
+
+
+class ShortOfFiles(socket.socket):
+    """Has no file for the first connection."""
+
+    has_failed = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_where_files_run_out_metrics_are_read_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It once ended the thread without a word."""
+    monkeypatch.setattr("engine.metrics_server.PAUSE_S", 0.01)
+    listener = ShortOfFiles()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    host, port = listener.getsockname()
+    server = MetricsServer(listener, lambda _accept: (b"ok", "text/plain"))
+    server.start()
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
+        assert answer.read() == b"ok"
+    server.stop()
+    assert listener.has_failed
+    assert "cannot accept a reader of metrics, trying again: [Errno 24] Too many open files" in caplog.text
 
 
 def test_a_reader_that_asks_a_byte_at_a_time_does_not_keep_others_from_reading(

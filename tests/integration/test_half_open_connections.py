@@ -1,0 +1,200 @@
+"""Connections whose TLS handshake is never completed: they count, they end, and they displace only each other."""
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.access_config import Tls
+from gateway import GatewayClient
+from gateway.http_api import acceptor
+from gateway.http_api.acceptor import Acceptor
+from tests.factories.certificates import CertificateFiles, make_certificates
+from tests.factories.gateway import GatewayUnderTest, gateway_with
+from tests.factories.models import make_model_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 100))
+
+
+def acceptor_of(under_test: GatewayUnderTest) -> Acceptor:
+    assert under_test.gateway._http is not None
+    return under_test.gateway._http._server.acceptor
+
+
+def https(port: int | None, files: CertificateFiles) -> httpx2.AsyncClient:
+    context = ssl.create_default_context(cafile=str(files.ca))
+    return httpx2.AsyncClient(base_url=f"https://localhost:{port}", verify=context, timeout=60.0)
+
+
+@contextmanager
+def strangers(port: int | None, number: int) -> Iterator[list[socket.socket]]:
+    """They connect, and never say a word."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0))
+            for _ in range(number)
+        ]
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_half_open_connections_count_and_displace_only_each_other(
+    folder: Path, files: CertificateFiles
+) -> None:
+    async def test() -> None:
+        async with gateway_with(
+            folder, {}, {}, max_connections=4, tls=Tls(**files.tls()), credentials=files.credentials()
+        ) as under_test:
+            port = under_test.gateway.http_port
+            async with https(port, files) as early, https(port, files) as late:
+                assert (await early.get("/health")).status_code == 200
+                with strangers(port, 40) as silent:
+                    await under_test.until(lambda: sum(map(is_closed, silent)) >= 37)
+                    assert acceptor_of(under_test).num_connections == 4
+                    assert [is_closed(each) for each in silent] == [True] * 37 + [False] * 3
+                    assert (await early.get("/health")).status_code == 200
+                    assert (await late.get("/health")).status_code == 200
+                    assert (await under_test.client.model_info())["model"] == "tiny"
+                    assert sum(map(is_closed, silent)) == 38, "the one that came made room for itself"
+                    metrics = (await late.get("/metrics")).text
+                    assert 'error="TooManyConnections"} 38.0' in metrics
+            await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
+
+    run(test())
+
+
+def test_a_handshake_has_its_time(
+    folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert acceptor.HANDSHAKE_TIMEOUT_S == 10.0
+    monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.2)
+
+    async def test() -> None:
+        async with gateway_with(
+            folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
+        ) as under_test:
+            with strangers(under_test.gateway.http_port, 3) as silent:
+                await under_test.until(lambda: all(map(is_closed, silent)))
+                await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
+
+    run(test())
+
+
+def test_where_all_are_established_one_more_is_told_so_but_not_without_end(
+    folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "MAX_REFUSALS", 1)
+    monkeypatch.setattr(acceptor, "REFUSAL_TIMEOUT_S", 0.5)
+
+    def refused(port: int | None) -> ssl.SSLSocket:
+        context = ssl.create_default_context(cafile=str(files.ca))
+        connection = socket.create_connection(("127.0.0.1", port), timeout=60.0)
+        return context.wrap_socket(connection, server_hostname="localhost")
+
+    async def test() -> None:
+        async with gateway_with(
+            folder, {}, {}, max_connections=1, tls=Tls(**files.tls()), credentials=files.credentials()
+        ) as under_test:
+            port = under_test.gateway.http_port
+            async with https(port, files) as only:
+                assert (await only.get("/health")).status_code == 200
+                with await asyncio.to_thread(refused, port) as connection:
+                    answer = await asyncio.to_thread(connection.recv, 1000)
+                    assert answer.startswith(b"HTTP/1.1 503 ")
+                    with strangers(port, 1) as (further,):  # while the other one does not take its leave
+                        await under_test.until(lambda: is_closed(further))
+                    await under_test.until(lambda: acceptor_of(under_test)._num_refusals == 0)
+                assert (await only.get("/health")).status_code == 200
+
+    run(test())
+
+
+def test_strangers_without_end_keep_nobody_out_where_files_are_few(
+    folder: Path, files: CertificateFiles
+) -> None:
+    """A gateway with 1,100 files at most, and more silent strangers than that: they took the last file, HTTPS and gRPC
+    stood, and the log grew by megabytes a second."""
+    own_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= own_limits[1] < 2000:
+        pytest.skip("this machine does not allow a client so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, own_limits[1]))
+    try:
+        with limited_gateway(folder, files) as (ports, errors):
+            with strangers(ports["http"], 1300):
+                run(ask_all(ports, files))
+            run(ask_all(ports, files))
+        assert "Too many open files" not in errors.read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own_limits)
+
+
+async def ask_all(ports: dict[str, int], files: CertificateFiles) -> None:
+    async with https(ports["http"], files) as client:
+        assert (await client.get("/health")).status_code == 200
+    async with GatewayClient(f"localhost:{ports['grpc']}", credentials=files.credentials()) as grpc_client:
+        assert (await grpc_client.model_info())["model"] == "tiny"
+
+
+@contextmanager
+def limited_gateway(folder: Path, files: CertificateFiles) -> Iterator[tuple[dict[str, int], Path]]:
+    """In a process that may open 64 files, and 1,100 if it asks; its ports, and where its log is."""
+    errors = files.folder / "limited_gateway.log"
+    with errors.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.factories.limited_gateway",
+                str(folder),
+                str(files.folder),
+                "64",
+                "1100",
+            ],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, errors.read_text()
+        yield json.loads(line), errors
+        process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()

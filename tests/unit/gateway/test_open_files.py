@@ -1,0 +1,80 @@
+"""How many files a gateway may open: as many as the system allows, and connections must fit."""
+
+import resource
+from dataclasses import dataclass
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.gateway_config import GatewayConfig
+from gateway.open_files import MAX_FILES, OTHER_FILES, check_open_files, raise_open_files
+
+
+@dataclass
+class Limits:
+    """Stands for the process' own. More than `most` the system refuses, whatever `hard` says, as macOS does."""
+
+    soft: int
+    hard: int
+    most: int = 2**40
+
+    def get(self, _which: int) -> tuple[int, int]:
+        return self.soft, self.hard
+
+    def set(self, _which: int, limits: tuple[int, int]) -> None:
+        if limits[0] > self.most:
+            raise ValueError("current limit exceeds maximum limit")
+        self.soft, self.hard = limits
+
+
+def raised(monkeypatch: pytest.MonkeyPatch, limits: Limits, **config: int | None) -> int:
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    monkeypatch.setattr(resource, "setrlimit", limits.set)
+    hard = limits.hard
+    raise_open_files(GatewayConfig.model_validate(config))
+    assert limits.hard == hard
+    return limits.soft
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 20_000, 20_000),
+        (20_000, 20_000, 20_000),
+        (1024, 2**30, MAX_FILES),
+        (1024, resource.RLIM_INFINITY, MAX_FILES),
+        (2**21, 2**30, 2**21),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_soft_limit_becomes_the_hard_one_within_reason(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: int
+) -> None:
+    assert raised(monkeypatch, Limits(soft, hard)) == expected
+
+
+def test_a_system_that_allows_less_than_it_says_is_asked_for_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(256, resource.RLIM_INFINITY, most=10_240)
+    assert raised(monkeypatch, limits, max_connections=64) == 2 * 64 + OTHER_FILES
+    assert "may not open 1048576 files" in caplog.text
+
+
+def test_connections_that_do_not_fit_are_an_error_that_says_what_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = Limits(1024, 4096)
+    with pytest.raises(
+        ConfigError, match=r"max_connections \(2048\) may need 5120 open files.*may open 4096"
+    ):
+        raised(monkeypatch, limits)
+    with pytest.raises(ConfigError, match="lower it to 1536, or raise the hard limit"):
+        check_open_files(GatewayConfig())
+    assert limits.soft == 1024
+    assert raised(monkeypatch, limits, max_connections=1536) == 4096
+    assert raised(monkeypatch, limits, max_connections=3072, http_port=None) == 4096
+    with pytest.raises(
+        ConfigError, match="for everything else, and this process may open 512; raise the hard"
+    ):
+        raised(monkeypatch, Limits(256, 512), max_connections=1)
