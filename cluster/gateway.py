@@ -10,7 +10,7 @@ from gateway import Gateway, Tokenizer
 from gateway.access.certificates import watched_certificates
 from gateway.access.doorkeeper import Doorkeeper
 from gateway.fleet_control import FleetControl
-from gateway.open_files import check_open_files
+from gateway.open_files import fitted_to_open_files
 
 
 def check_access(config: BatonConfig) -> None:
@@ -20,7 +20,7 @@ def check_access(config: BatonConfig) -> None:
     Doorkeeper(config.gateway, clock)
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
-    check_open_files(config.gateway)
+    fitted_to_open_files(config.gateway)
 
 
 def make_gateway(

@@ -15,24 +15,34 @@ MAX_FILES = 2**20
 logger = logging.getLogger(__name__)
 
 
-def check_open_files(config: GatewayConfig) -> None:
-    """ConfigError if `max_connections` do not fit into the hard limit of open files."""
+def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
+    """The same, with as many connections as fit into the hard limit of open files where the configuration does not say
+    how many. ConfigError if it says too many, or none fits."""
     num_ports, needed = _num_ports(config), _num_needed(config)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        num_fitting = (hard - OTHER_FILES) // num_ports
-        advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
-        raise ConfigError(
-            f"gateway.max_connections ({config.max_connections}) may need {needed} open files, as many as it says at "
-            f"each of {num_ports} port(s) and {OTHER_FILES} for everything else, and this process may open {hard}; "
-            f"{advice}raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        return config
+    num_fitting = (hard - OTHER_FILES) // num_ports
+    remedy = "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
+    if "max_connections" not in config.model_fields_set and num_fitting > 0:
+        logger.warning(
+            "gateway.max_connections is %d, not %d: this process may open %d files; for more, %s",
+            num_fitting,
+            config.max_connections,
+            hard,
+            remedy,
         )
+        return config.model_copy(update={"max_connections": num_fitting})
+    advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
+    raise ConfigError(
+        f"gateway.max_connections ({config.max_connections}) may need {needed} open files, as many as it says at "
+        f"each of {num_ports} port(s) and {OTHER_FILES} for everything else, and this process may open {hard}; "
+        f"{advice}{remedy}"
+    )
 
 
 def raise_open_files(config: GatewayConfig) -> None:
-    """Raises the soft limit to the hard one, or to MAX_FILES where that is less; lowers nothing. ConfigError as
-    `check_open_files`."""
-    check_open_files(config)
+    """Raises the soft limit to the hard one, or to MAX_FILES where that is less; lowers nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     for wanted in (most, _num_needed(config)):

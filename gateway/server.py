@@ -46,7 +46,7 @@ from gateway.observing.loop_lag import LoopLag
 from gateway.observing.metrics import GatewayMetrics
 from gateway.observing.standing import Standing
 from gateway.observing.trace_export import tracing_for
-from gateway.open_files import raise_open_files
+from gateway.open_files import fitted_to_open_files, raise_open_files
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.journey import LoadFailurePolicy
 from gateway.requests.latency_window import MAX_WINDOW_S
@@ -77,6 +77,7 @@ class Gateway:
         Operators' orders go to `fleet_control`; without one they are refused.
         """
         assert (keys is None) == (network.security == "none")
+        config = fitted_to_open_files(config)
         certificates = watched_certificates(config.tls, clock) if config.tls else None
         self._config = config
         self._model_name = model.name
@@ -148,7 +149,7 @@ class Gateway:
             )
 
     async def start(self) -> None:
-        """Binds its ports and serves; ConfigError if one is taken, or the system allows too few open files."""
+        """Binds its ports and serves; ConfigError if one is taken."""
         raise_open_files(self._config)
         await self._grpc.start()
         if self._http is not None:

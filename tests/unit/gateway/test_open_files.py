@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.gateway_config import GatewayConfig
-from gateway.open_files import MAX_FILES, OTHER_FILES, check_open_files, raise_open_files
+from gateway.open_files import MAX_FILES, OTHER_FILES, fitted_to_open_files, raise_open_files
 
 
 @dataclass
@@ -31,7 +31,7 @@ def raised(monkeypatch: pytest.MonkeyPatch, limits: Limits, **config: int | None
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     monkeypatch.setattr(resource, "setrlimit", limits.set)
     hard = limits.hard
-    raise_open_files(GatewayConfig.model_validate(config))
+    raise_open_files(fitted_to_open_files(GatewayConfig.model_validate(config)))
     assert limits.hard == hard
     return limits.soft
 
@@ -66,15 +66,25 @@ def test_connections_that_do_not_fit_are_an_error_that_says_what_would(
 ) -> None:
     limits = Limits(1024, 4096)
     with pytest.raises(
-        ConfigError, match=r"max_connections \(2048\) may need 5120 open files.*may open 4096"
+        ConfigError,
+        match=r"max_connections \(2048\) may need 5120 open files.*may open 4096; lower it to 1536, or raise",
     ):
-        raised(monkeypatch, limits)
-    with pytest.raises(ConfigError, match="lower it to 1536, or raise the hard limit"):
-        check_open_files(GatewayConfig())
+        raised(monkeypatch, limits, max_connections=2048)
     assert limits.soft == 1024
     assert raised(monkeypatch, limits, max_connections=1536) == 4096
     assert raised(monkeypatch, limits, max_connections=3072, http_port=None) == 4096
-    with pytest.raises(
-        ConfigError, match="for everything else, and this process may open 512; raise the hard"
-    ):
-        raised(monkeypatch, Limits(256, 512), max_connections=1)
+    for config in ({"max_connections": 1}, {}):
+        with pytest.raises(
+            ConfigError, match="for everything else, and this process may open 512; raise the hard"
+        ):
+            raised(monkeypatch, Limits(256, 512), **config)
+
+
+def test_connections_that_the_configuration_does_not_count_are_as_many_as_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", Limits(1024, 4096).get)
+    assert fitted_to_open_files(GatewayConfig()).max_connections == 1536
+    assert "gateway.max_connections is 1536, not 2048: this process may open 4096 files" in caplog.text
+    monkeypatch.setattr(resource, "getrlimit", Limits(1024, 20_000).get)
+    assert fitted_to_open_files(GatewayConfig()).max_connections == 2048
