@@ -14,7 +14,8 @@ MAX_VALUES = 2**20
 """Of one whole answer, over all of its choices: a token is a value, and so is each of the likeliest ones beside it.
 
 Chosen by memory: whatever tokens and log-probabilities they are, so many take 4 to 20 MiB while they are collected
-(benchmarks/whole_answers.py), and 15 more for their times. And a model's whole context fits: a million tokens, or eight answers of 128k.
+(benchmarks/whole_answers.py), and 15 more for their times. And a model's whole context fits: a million tokens, or eight
+answers of 128k.
 """
 
 PORTION_TOKENS = 128
