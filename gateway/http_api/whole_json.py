@@ -11,9 +11,9 @@ from gateway.requests.turn_budget import TurnBudget
 
 PIECE_CHARACTERS = 16 * 1024
 """Of a long text."""
-WRITE_CHARACTERS = 1024 * 1024
-"""Sent at once. Each write must be read within `gateway.write_timeout_s`, so that no slow reader keeps an answer for
-long."""
+WRITE_CHARACTERS = 256 * 1024
+"""Sent at once, which takes a millisecond. A client must read each write within `gateway.write_timeout_s`, so that none
+keeps an answer for as long as it likes."""
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
@@ -56,6 +56,7 @@ async def send_json(pieces: Iterable[str], send: Send) -> None:
             await send({"type": "http.response.body", "body": "".join(waiting).encode(), "more_body": True})
             waiting.clear()
             num_waiting = 0
+            await budget.pause_if_spent()
     body = "".join(waiting).encode()
     if not is_open:
         await _start(send, [(b"content-length", str(len(body)).encode())])
