@@ -1,5 +1,7 @@
 """vLLM's token-level messages <-> our own values. What cannot be honoured is refused by its field's name."""
 
+from collections.abc import Sequence
+
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, SamplingParams, StructuredOutput
@@ -120,27 +122,32 @@ def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.Gener
     return pb.GenerateResponse(chunk=chunk)
 
 
-def to_complete(
-    index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], finish: Finish
-) -> pb.GenerateResponse:
-    """The last response. Behind a stream it repeats the last chunk's tokens, as vLLM does; else it has them all."""
+def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse:
+    """The last response behind a stream. It repeats the last chunk's tokens, as vLLM does."""
+    complete = to_end(index, len(delta.token_ids), finish)
+    complete.output_ids.extend(delta.token_ids)
+    if (logprobs := logprobs_to_message(delta.logprobs)) is not None:
+        complete.output_logprobs.CopyFrom(logprobs)
+    return pb.GenerateResponse(complete=complete)
+
+
+def to_end(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
+    """What a last response says beside its tokens."""
     complete = pb.GenerateComplete(
-        output_ids=token_ids,
         finish_reason=finish.reason.value,
         prompt_tokens=finish.num_prompt_tokens,
-        completion_tokens=len(token_ids),
+        completion_tokens=num_tokens,
         cached_tokens=finish.num_cached_tokens,
-        output_logprobs=logprobs_to_message(logprobs),
         index=index,
     )
     if finish.matched_stop is not None:
         complete.matched_stop_str = finish.matched_stop
     elif finish.stop_token_id is not None:
         complete.matched_token_id = finish.stop_token_id
-    return pb.GenerateResponse(complete=complete)
+    return complete
 
 
-def logprobs_to_message(logprobs: tuple[TokenLogprobs, ...]) -> pb.OutputLogProbs | None:
+def logprobs_to_message(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
     if not logprobs:
         return None
     return pb.OutputLogProbs(

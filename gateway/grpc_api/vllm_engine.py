@@ -5,9 +5,9 @@ import hashlib
 import io
 import time
 import zipfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -17,7 +17,6 @@ import grpc.aio
 
 from baton.clock import Clock
 from baton.errors import Unsupported
-from baton.request import TokenLogprobs
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.callers import current_caller
 from gateway.grpc_api import vllm_convert as convert
@@ -25,16 +24,18 @@ from gateway.grpc_api.convert import ids_to_abort
 from gateway.grpc_api.generated import common_pb2, vllm_engine_pb2_grpc
 from gateway.grpc_api.generated import vllm_engine_pb2 as pb
 from gateway.grpc_api.guard import trace_of
+from gateway.grpc_api.vllm_whole import WholeResponse
 from gateway.intake import Intake
 from gateway.model import ServedModel
-from gateway.requests.choices import batches_of
-from gateway.requests.client_request import Delta
+from gateway.requests.choices import ChoiceDelta, batches_of
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
+from gateway.requests.whole_answer import check_whole_answer, in_turns
 
 CHUNK_BYTES = 64 * 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Batches = AsyncIterator[Sequence[ChoiceDelta]]
 
 
 class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -61,20 +62,13 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncIterator[Any]:
+        """An answer that is not streamed comes as bytes, serialised already; else GenerateResponses."""
         generations = await self._generations(request, context)
-        num_prompt_tokens = len(generations[0].prompt_token_ids)
-        whole = [_Whole() for _ in generations]
         async with aclosing(batches_of(self._dispatcher, generations)) as batches:
-            async for index, delta in (each async for batch in batches for each in batch):
-                if request.stream:
-                    whole[index] = _Whole()
-                    yield convert.delta_to_chunk(index, delta, num_prompt_tokens)
-                whole[index].take(delta)
-                if delta.finish is not None:
-                    yield convert.to_complete(
-                        index, tuple(whole[index].token_ids), tuple(whole[index].logprobs), delta.finish
-                    )
+            answer = _streamed(generations, batches) if request.stream else _whole(generations, batches)
+            async for response in answer:
+                yield response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
         for request_id in ids_to_abort(request.request_ids):
@@ -195,7 +189,28 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             trace=trace_of(context),
             door="vllm",
         )
-        return self._intake.samples(generation, max(1, params.n), keep_special_tokens)
+        generations = self._intake.samples(generation, max(1, params.n), keep_special_tokens)
+        if not request.stream:
+            check_whole_answer(generations)
+        return generations
+
+
+async def _streamed(
+    generations: Sequence[Generation], batches: Batches
+) -> AsyncIterator[pb.GenerateResponse]:
+    num_prompt_tokens = len(generations[0].prompt_token_ids)
+    async for index, delta in (each async for batch in batches for each in batch):
+        yield convert.delta_to_chunk(index, delta, num_prompt_tokens)
+        if delta.finish is not None:
+            yield convert.to_complete(index, delta, delta.finish)
+
+
+async def _whole(generations: Sequence[Generation], batches: Batches) -> AsyncIterator[bytes]:
+    answers = [WholeResponse(index) for index in range(len(generations))]
+    async for index, delta in in_turns(batches):
+        answers[index].take(delta)
+        if delta.finish is not None:
+            yield answers[index].serialised(delta.finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +228,3 @@ def _pack(contents: Mapping[str, bytes]) -> _Archive:
             files.writestr(name, content)
     data = archive.getvalue()
     return _Archive(data, hashlib.sha256(data).hexdigest())
-
-
-@dataclass(slots=True)
-class _Whole:
-    """What one answer's last response holds: all of it, or behind a stream what the last chunk had."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    def take(self, delta: Delta) -> None:
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs

@@ -6,6 +6,7 @@ already (`output_token_ids`); the state of its text stays here, so that a stop s
 on another.
 """
 
+from array import array
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -95,10 +96,11 @@ class ClientRequest:
     """What it took from its arrival to have tokens, and to stand in line."""
     placement: Placement | None = None
     num_attempts: int = 0
-    _delivered: list[int] = field(default_factory=list)
+    _delivered: "array[int]" = field(default_factory=lambda: array("I"))
+    """An answer may have a million tokens; as an array, and its times, they take 12 bytes each."""
     _early: dict[int, tuple[int, TokenLogprobs | None]] = field(default_factory=dict)
     """By position: tokens whose predecessors have not come yet."""
-    _delivered_at: list[float] = field(default_factory=list)
+    _delivered_at: "array[float]" = field(default_factory=lambda: array("d"))
     _num_cached_tokens: int = 0
     _stages: dict[str, StageTimes] = field(default_factory=dict)
     _attempt_began_s: float = 0.0
@@ -231,8 +233,8 @@ class ClientRequest:
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> Delta | None:
         num_counted, text = self.text.push(token_ids)
-        self._delivered += token_ids[:num_counted]
-        self._delivered_at += [now] * num_counted
+        self._delivered.extend(token_ids[:num_counted])
+        self._delivered_at.extend([now] * num_counted)
         finish = self._finish(now)
         if finish is None and not token_ids:
             return None

@@ -20,7 +20,10 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from gateway.grpc_api.convert import MAX_MESSAGES
+from gateway.grpc_api.generated import vllm_engine_pb2 as engine_pb
+from gateway.grpc_api.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.intake import MAX_SALT_CHARACTERS
+from gateway.requests import whole_answer
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -87,7 +90,63 @@ def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) ->
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-async def why_not(stub: "pb_grpc.GenerationServiceAsyncStub", message: pb.GenerateRequest) -> str:
+def test_an_answer_that_is_not_streamed_is_bounded_at_every_door(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 answers of 391 tokens with 20 log-probabilities each are too much; 390 are not. Streams are not bounded."""
+    monkeypatch.setattr(whole_answer, "MAX_VALUES", 2**20)
+
+    async def run() -> None:
+        async with (
+            gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
+            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as http,
+        ):
+            engine = VllmEngineStub(channel)
+
+            async def by_http(path: str, **body: Any) -> tuple[int, str, str]:
+                answer = await http.post(path, json={"model": "tiny", **body}, timeout=30)
+                if answer.status_code == 200:
+                    return 200, "", ""
+                error = answer.json()["error"]
+                return answer.status_code, error["param"], error["message"]
+
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
+            text = {"prompt": [[5, 6]] * 64, "n": 2, "logprobs": 20}
+            complaint = "are 1051008 values; an answer that is not streamed may hold 1048576. Set"
+            for path, body, name, logprobs in (
+                ("/v1/chat/completions", chat | {"n": 128}, "max_completion_tokens", "top_logprobs"),
+                ("/v1/chat/completions", chat | {"n": 128}, "max_tokens", "top_logprobs"),
+                ("/v1/completions", text, "max_tokens", "logprobs"),
+            ):
+                status, param, message = await by_http(path, **body, **{name: 391})
+                assert (status, param) == (400, name)
+                assert message == (
+                    f"{name}: 391 tokens x 21 values each (the token, 20 {logprobs}) x 128 answers {complaint} {name} "
+                    f"to at most 390, lower {logprobs} or n, or set stream: true"
+                )
+                assert await by_http(path, **body, **{name: 390}) == (200, "", "")
+                assert await by_http(path, **body, **{name: 391}, stream=True) == (200, "", "")
+            room = await by_http("/v1/chat/completions", **chat | {"n": 128})
+            assert room[:2] == (400, "max_completion_tokens"), "without a bound of its own the room counts"
+            assert await by_http("/v1/chat/completions", messages=chat["messages"], n=128) == (200, "", "")
+
+            def by_grpc(max_tokens: int, stream: bool) -> engine_pb.GenerateRequest:
+                params = engine_pb.SamplingParams(max_tokens=max_tokens, logprobs=20, n=128)
+                tokenized = engine_pb.TokenizedInput(input_ids=[5, 6])
+                return engine_pb.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=stream)
+
+            refused = await why_not(engine, by_grpc(391, stream=False))
+            assert refused.startswith(
+                f"max_tokens: 391 tokens x 21 values each (the token, 20 logprobs) x 128 answers {complaint}"
+            )
+            assert await why_not(engine, by_grpc(390, stream=False)) == ""
+            assert await why_not(engine, by_grpc(391, stream=True)) == ""
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def why_not(stub: Any, message: pb.GenerateRequest | engine_pb.GenerateRequest) -> str:
     """Empty if it was answered."""
     try:
         async for _ in stub.Generate(message):

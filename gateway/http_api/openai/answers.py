@@ -1,7 +1,6 @@
 """The shapes of OpenAI's answers, whole and in chunks; /openapi.json describes them from here.
 
-Whole answers and log-probabilities are made of these. Chunks are written by `events`, a few bytes at a time, and a test
-holds them against what is said here.
+Completions are written as JSON in pieces, by `whole` and `events`, and tests hold them against what is said here.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
 """ChatAnswer: one chat completion, whole or as a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from gateway.http_api.openai.answers import ChatChoice, ChatCompletion, ChatLogprobs, ChatMessageAnswer, Usage
+from gateway.http_api.openai.answers import Usage
 from gateway.http_api.openai.choices import Collected
 from gateway.http_api.openai.events import EventWriter, Head
-from gateway.http_api.openai.logprobs import chat_logprobs
+from gateway.http_api.openai.logprobs import ChatTokens, LogprobColumns
+from gateway.http_api.openai.whole import whole_answer
 from gateway.requests.client_request import Delta
-from gateway.text import Tokenizer
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 """Opens every choice of a stream."""
@@ -16,11 +16,11 @@ ROLE = '"delta":{"role":"assistant","content":""}'
 class ChatAnswer:
     """How one chat completion is written; see `respond.Answer`."""
 
-    def __init__(self, head: Head, num_choices: int, tokenizer: Tokenizer, has_logprobs: bool) -> None:
+    def __init__(self, head: Head, num_choices: int, tokens: ChatTokens | None) -> None:
+        """`tokens` writes log-probabilities, if they are asked for."""
         self._head = head
         self._num_choices = num_choices
-        self._tokenizer = tokenizer
-        self._has_logprobs = has_logprobs
+        self._tokens = tokens
 
     def events(self, says_usage: bool) -> EventWriter:
         return EventWriter(
@@ -28,25 +28,24 @@ class ChatAnswer:
             object="chat.completion.chunk",
             before_text='"delta":{"content":',
             after_text="}",
-            logprobs_of=self._logprobs if self._has_logprobs else None,
+            logprobs_of=None if self._tokens is None else self._logprobs,
             says_usage=says_usage,
         )
 
     def opening(self, events: EventWriter) -> bytes:
         return b"".join(events.opening(index, ROLE) for index in range(self._num_choices))
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> ChatCompletion:
-        head = self._head
-        choices = [
-            ChatChoice(
-                index,
-                ChatMessageAnswer("assistant", answer.text),
-                chat_logprobs(self._tokenizer, answer.logprobs) if self._has_logprobs else None,
-                answer.finish_reason,
-            )
-            for index, answer in enumerate(answers)
-        ]
-        return ChatCompletion(head.id, "chat.completion", head.created, head.model, choices, usage)
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        return whole_answer(self._head, "chat.completion", map(self._choice, answers), usage)
 
-    def _logprobs(self, index: int, delta: Delta) -> ChatLogprobs:  # noqa: ARG002 - EventWriter's signature
-        return chat_logprobs(self._tokenizer, delta.logprobs)
+    def _choice(self, answer: Collected) -> Iterator[str]:
+        """ChatChoice behind its index."""
+        yield '"message":{"role":"assistant","content":"'
+        yield from answer.text()
+        yield '","refusal":null},"logprobs":'
+        yield from ("null",) if self._tokens is None else self._tokens.write(answer.logprobs)
+        yield f',"finish_reason":"{answer.finish_reason}"}}'
+
+    def _logprobs(self, index: int, delta: Delta) -> Iterator[str]:  # noqa: ARG002 - EventWriter's signature
+        assert self._tokens is not None
+        return self._tokens.write(LogprobColumns(delta.logprobs))

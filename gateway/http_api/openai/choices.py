@@ -1,10 +1,13 @@
 """What all answers to one request of a client came to: their texts, and what they took."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import StringIO
 
 from baton.request import FinishReason as Reason
-from baton.request import TokenLogprobs
 from gateway.http_api.openai.answers import FinishReason, PromptTokensDetails, Usage
+from gateway.http_api.openai.logprobs import LogprobColumns
+from gateway.http_api.whole_json import string_pieces
 from gateway.requests.client_request import Delta, Finish
 
 
@@ -36,20 +39,20 @@ class UsageCount:
 
 @dataclass(slots=True)
 class Collected:
-    """One whole answer, from its deltas."""
+    """One whole answer, from its deltas; as compact as it can be had."""
 
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     finish: Finish | None = None
+    _text: StringIO = field(default_factory=StringIO)
 
     def take(self, delta: Delta) -> None:
-        self.pieces.append(delta.text)
+        self._text.write(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish
 
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
+    def text(self) -> Iterator[str]:
+        """As JSON without its quotes, in pieces."""
+        return string_pieces(self._text.getvalue())
 
     @property
     def finish_reason(self) -> FinishReason:

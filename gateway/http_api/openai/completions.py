@@ -1,12 +1,14 @@
 """CompletionAnswer: one completion of one prompt or several, whole or as a stream."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from gateway.http_api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
+from gateway.http_api.openai.answers import Usage
 from gateway.http_api.openai.choices import Collected
 from gateway.http_api.openai.events import EventWriter, Head
-from gateway.http_api.openai.logprobs import CompletionLogprobsStream
+from gateway.http_api.openai.logprobs import CompletionLogprobsStream, LogprobColumns
+from gateway.http_api.openai.whole import whole_answer
+from gateway.http_api.whole_json import string_pieces
 from gateway.requests.client_request import Delta
 
 
@@ -38,19 +40,19 @@ class CompletionAnswer:
             if echo
         )
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> Completion:
-        head = self._head
-        choices = [
-            CompletionChoice(
-                index,
-                self._echoes[index] + answer.text,
-                None if self._logprobs is None else self._logprobs[index].push(answer.logprobs),
-                answer.finish_reason,
-            )
-            for index, answer in enumerate(answers)
-        ]
-        return Completion(head.id, "text_completion", head.created, head.model, choices, usage)
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        choices = (self._choice(index, answer) for index, answer in enumerate(answers))
+        return whole_answer(self._head, "text_completion", choices, usage)
 
-    def _logprobs_of(self, index: int, delta: Delta) -> CompletionLogprobs:
+    def _choice(self, index: int, answer: Collected) -> Iterator[str]:
+        """CompletionChoice behind its index."""
+        yield '"text":"'
+        yield from string_pieces(self._echoes[index])
+        yield from answer.text()
+        yield '","logprobs":'
+        yield from ("null",) if self._logprobs is None else self._logprobs[index].write(answer.logprobs)
+        yield f',"finish_reason":"{answer.finish_reason}"}}'
+
+    def _logprobs_of(self, index: int, delta: Delta) -> Iterator[str]:
         assert self._logprobs is not None
-        return self._logprobs[index].push(delta.logprobs)
+        return self._logprobs[index].write(LogprobColumns(delta.logprobs))

@@ -5,21 +5,21 @@ JSON is ASCII here, as some clients split lines at U+2028 and its like.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from baton.request import FinishReason
-from gateway.http_api.openai.answers import ChatLogprobs, CompletionLogprobs, Usage
+from gateway.http_api.openai.answers import Usage
+from gateway.http_api.whole_json import in_ascii
 from gateway.requests.client_request import Delta
 
 DONE = b"data: [DONE]\n\n"
 
-AnyLogprobs = ChatLogprobs | CompletionLogprobs
-LogprobsOf = Callable[[int, Delta], AnyLogprobs]
-"""Of a choice's delta, in the shape of its API."""
+LogprobsOf = Callable[[int, Delta], Iterator[str]]
+"""Of a choice's delta, as JSON in the shape of its API."""
 
 FINISH_REASONS = {
     None: "null",
@@ -28,7 +28,6 @@ FINISH_REASONS = {
 }
 
 _text = json.JSONEncoder().encode
-_LOGPROBS: TypeAdapter[AnyLogprobs] = TypeAdapter(AnyLogprobs)
 _USAGE = TypeAdapter(Usage)
 
 
@@ -67,7 +66,7 @@ class EventWriter:
         """What is new of one choice."""
         logprobs = "null"
         if self.logprobs_of is not None:
-            logprobs = _LOGPROBS.dump_json(self.logprobs_of(index, delta), ensure_ascii=True).decode()
+            logprobs = in_ascii("".join(self.logprobs_of(index, delta)))
         reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
         return self._event(
             index, f"{self.before_text}{_text(delta.text)}{self.after_text}", logprobs, reason, usage
@@ -79,15 +78,19 @@ class EventWriter:
 
     def total(self, usage: Usage) -> bytes:
         """The event that has no choice."""
-        return f'{self._start}],"usage":{_USAGE.dump_json(usage).decode()}}}\n\n'.encode("ascii")
+        return f'{self._start}],"usage":{usage_json(usage)}}}\n\n'.encode("ascii")
 
     def _event(self, index: int, content: str, logprobs: str, reason: str, usage: Usage | None) -> bytes:
         end = ""
         if self.says_usage:
-            end = ',"usage":' + ("null" if usage is None else _USAGE.dump_json(usage).decode())
+            end = ',"usage":' + ("null" if usage is None else usage_json(usage))
         return (
             f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
         ).encode("ascii")
+
+
+def usage_json(usage: Usage) -> str:
+    return _USAGE.dump_json(usage).decode()
 
 
 def error_event(body: dict[str, Any]) -> bytes:

@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from pydantic import TypeAdapter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -15,17 +14,17 @@ from baton.errors import BatonError, DeadlinePassed, InvalidRequest
 from gateway.http_api.connection import while_connected
 from gateway.http_api.errors import INTERNAL, body_of, error_body
 from gateway.http_api.event_stream import EventStream, Write
-from gateway.http_api.openai.answers import ChatCompletion, Completion, Usage
+from gateway.http_api.openai.answers import Usage
 from gateway.http_api.openai.choices import Collected, UsageCount
 from gateway.http_api.openai.events import DONE, EventWriter, error_event
 from gateway.http_api.openai.fields import StreamOptions
+from gateway.http_api.whole_json import send_json
 from gateway.requests.choices import ChoiceDelta, batches_of
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
+from gateway.requests.whole_answer import in_turns
 
 logger = logging.getLogger(__name__)
-
-_WHOLE: TypeAdapter[ChatCompletion | Completion] = TypeAdapter(ChatCompletion | Completion)
 
 
 class Answer(Protocol):
@@ -37,8 +36,8 @@ class Answer(Protocol):
     def opening(self, events: EventWriter) -> bytes:
         """What a stream says before its first token; goes out with it."""
 
-    def whole(self, answers: Sequence[Collected], usage: Usage) -> ChatCompletion | Completion:
-        """All at once."""
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """All at once, as JSON in pieces, each of which is little work."""
 
 
 class Generated(Response):
@@ -69,19 +68,17 @@ class Generated(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream_options is None:
-            await while_connected(receive, self._send_whole(scope, receive, send))
+            await while_connected(receive, self._send_whole(send))
         else:
             await EventStream(partial(self._stream, self._stream_options))(scope, receive, send)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, send: Send) -> None:
         answers = [Collected() for _ in self._generations]
         async with self._deadline(), aclosing(self._batches()) as batches:
-            async for batch in batches:
-                for index, delta in batch:
-                    self._usage.take(index, delta)
-                    answers[index].take(delta)
-        body = _WHOLE.dump_json(self._answer.whole(answers, self._usage.usage))
-        await Response(body, media_type="application/json")(scope, receive, send)
+            async for index, delta in in_turns(batches):
+                self._usage.take(index, delta)
+                answers[index].take(delta)
+        await send_json(self._answer.whole(answers, self._usage.usage), send)
 
     async def _stream(self, options: StreamOptions, write: Write) -> None:
         """One event for each delta; those of all choices that are there at once go out at once."""

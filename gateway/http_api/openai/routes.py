@@ -27,7 +27,7 @@ from gateway.http_api.openai.completions import CompletionAnswer
 from gateway.http_api.openai.description import ERRORS, TIMEOUT_HEADER, answers_of
 from gateway.http_api.openai.events import Head
 from gateway.http_api.openai.fields import GenerationFields, StreamOptions
-from gateway.http_api.openai.logprobs import CompletionLogprobsStream
+from gateway.http_api.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http_api.openai.respond import Answer, Generated, in_terms_of
 from gateway.http_api.strict_json import JsonRoute
 from gateway.http_api.trace_headers import trace_of
@@ -36,6 +36,7 @@ from gateway.model import ServedModel
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
 from gateway.requests.trace_context import TraceContext
+from gateway.requests.whole_answer import check_whole_answer
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
@@ -88,13 +89,16 @@ class OpenAIRoutes:
         self._dispatcher = dispatcher
         self._intake = intake
         self._model = model
-        self._tokenizer = intake.pool.tokenizer
+        self._chat_tokens = ChatTokens(intake.pool.tokenizer)
+        self._completion_tokens = CompletionTokens(intake.pool.tokenizer)
 
     async def chat_completion(self, body: ChatCompletionRequest, call: Call) -> Generated:
         names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
+        if body.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
         generations = await self._generations(body, call, [body.chat], body.sampling, names)
         head = self._head("chatcmpl", call)
-        answer = ChatAnswer(head, len(generations), self._tokenizer, bool(body.logprobs))
+        answer = ChatAnswer(head, len(generations), self._chat_tokens if body.logprobs else None)
         return self._generated(body, generations, answer, names)
 
     async def completion(self, body: CompletionRequest, call: Call) -> Generated:
@@ -106,7 +110,7 @@ class OpenAIRoutes:
         if body.logprobs is not None:
             skips = not body.keep_special_tokens
             logprobs = [
-                CompletionLogprobsStream(self._tokenizer, skips, generation.prompt_token_ids)
+                CompletionLogprobsStream(self._completion_tokens, skips, generation.prompt_token_ids)
                 for generation in generations
             ]
         answer = CompletionAnswer(self._head("cmpl", call), echoes, logprobs)
@@ -145,6 +149,8 @@ class OpenAIRoutes:
                 own_id = f"{call.request_id}-p{number}"
                 generation = replace(generation, request_id=own_id, call_id=call.request_id)
             generations += self._intake.samples(generation, body.num_samples, body.keep_special_tokens)
+        if not body.stream:
+            check_whole_answer(generations, names)
         # Later prompts were tokenised while the first ones had theirs.
         return [replace(generation, timeout_s=call.time_left_s) for generation in generations]
 

@@ -1,0 +1,68 @@
+"""Whole JSON: an answer that is written while it is sent, so that neither takes long at once; knows no shape."""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+
+from pydantic_core import to_json
+from starlette.types import Send
+
+from gateway.requests.turn_budget import TurnBudget
+
+PIECE_CHARACTERS = 16 * 1024
+"""Of a long text."""
+WRITE_CHARACTERS = 256 * 1024
+"""Sent at once, which takes a millisecond. A client must read each write within `gateway.write_timeout_s`, so that none
+keeps an answer for as long as it likes."""
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+
+
+def json_string(text: str) -> str:
+    """With its quotes."""
+    return to_json(text).decode()
+
+
+def string_pieces(text: str) -> Iterator[str]:
+    """What is between the quotes."""
+    for begin in range(0, len(text), PIECE_CHARACTERS):
+        yield json_string(text[begin : begin + PIECE_CHARACTERS])[1:-1]
+
+
+def in_ascii(json: str) -> str:
+    """The same JSON: outside of strings all of it is ASCII."""
+    return json if json.isascii() else _NOT_ASCII.sub(_escaped, json)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+async def send_json(pieces: Iterable[str], send: Send) -> None:
+    """Joins the pieces, each of which is little work to make. An answer of one write has a content-length, a longer one
+    is sent in chunks."""
+    budget = TurnBudget(asyncio.get_running_loop().time)
+    waiting: list[str] = []
+    num_waiting, is_open = 0, False
+    for piece in pieces:
+        waiting.append(piece)
+        num_waiting += len(piece)
+        await budget.pause_if_spent()
+        if num_waiting >= WRITE_CHARACTERS:
+            if not is_open:
+                await _start(send, [])
+                is_open = True
+            await send({"type": "http.response.body", "body": "".join(waiting).encode(), "more_body": True})
+            waiting.clear()
+            num_waiting = 0
+            await budget.pause_if_spent()
+    body = "".join(waiting).encode()
+    if not is_open:
+        await _start(send, [(b"content-length", str(len(body)).encode())])
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _start(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    headers = [*headers, (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,0 +1,22 @@
+"""TurnBudget: how long one turn of the event loop works on something that takes many."""
+
+import asyncio
+from collections.abc import Callable
+
+TURN_S = 0.002
+"""A worker's heartbeat, a stream's token or a probe waits for as long as that and one more portion."""
+
+
+class TurnBudget:
+    """Of one task. Others run each time that it is spent."""
+
+    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
+        self._now = now
+        self._turn_s = turn_s
+        self._began_at = now()
+
+    async def pause_if_spent(self) -> None:
+        """To be called after every portion of work."""
+        if self._now() - self._began_at >= self._turn_s:
+            await asyncio.sleep(0)
+            self._began_at = self._now()

@@ -1,0 +1,88 @@
+"""Answers as the dispatcher gives them, of any length, without a request."""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from baton.request import FinishReason, TokenLogprobs
+from gateway.requests.client_request import Delta, Finish, Timing
+from gateway.routing.placement import Mode, Placement
+from gateway.text import Tokenizer
+
+T = TypeVar("T")
+
+LOGPROBS = (-1.5, -0.0, -1e-7, -12.345678901234567, -1e16, -math.inf, math.nan)
+"""Such as JSON writes in more than one way, or not at all."""
+
+
+def finish_of(reason: FinishReason = FinishReason.LENGTH, **fields: object) -> Finish:
+    timing = Timing(1.0, (), 0.0, 0.0, 0.0, 0, 0.0, 0.0, 1.0, 0.0, "")
+    finish = Finish(reason, None, None, 5, 0, 3, timing, Placement(Mode.LOCAL, None, "d0"), 1)
+    return replace(finish, **fields)  # type: ignore[arg-type]
+
+
+def long_answer(tokenizer: Tokenizer, num_tokens: int, num_top: int | None, tokens_each: int) -> list[Delta]:
+    """Of tokens of every kind, so many in each delta. `num_top` None: without log-probabilities."""
+    token_ids = [token_id % tokenizer.vocab_size for token_id in range(num_tokens)]
+    deltas = []
+    for begin in range(0, num_tokens, tokens_each):
+        part = tuple(token_ids[begin : begin + tokens_each])
+        logprobs = () if num_top is None else tuple(logprobs_of(token_id, num_top) for token_id in part)
+        deltas.append(Delta(part, tokenizer.decode(part, False), logprobs))
+    return [*deltas[:-1], replace(deltas[-1], finish=finish_of())]
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    def number(at: int) -> float:
+        return LOGPROBS[(token_id + at) % len(LOGPROBS)]
+
+    top = tuple(((token_id * 7 + at) % 300, number(at)) for at in range(num_top))
+    return TokenLogprobs(token_id, number(0), 1, top)
+
+
+class WorkClock(asyncio.SelectorEventLoop):
+    """An event loop whose time is the work that was noted, so that what one of its turns did can be told apart from how
+    fast the machine is."""
+
+    def __init__(self) -> None:
+        self._worked_s = 0.0
+        self._turn = 0
+        self._done: defaultdict[int, float] = defaultdict(float)
+        super().__init__()
+
+    def time(self) -> float:
+        return self._worked_s
+
+    def work(self, seconds: float) -> None:
+        """In this turn."""
+        self._worked_s += seconds
+        self._done[self._turn] += seconds
+
+    @property
+    def longest_turn_s(self) -> float:
+        return max(self._done.values())
+
+    def run(self, test: Coroutine[Any, Any, T]) -> T:
+        async def counted() -> T:
+            counting = asyncio.create_task(self._count())
+            try:
+                return await test
+            finally:
+                counting.cancel()
+
+        with asyncio.Runner(loop_factory=lambda: self) as runner:
+            return runner.run(counted())
+
+    async def _count(self) -> None:
+        while True:
+            self._turn += 1
+            await asyncio.sleep(0)
+
+
+async def batches_from(deltas: Sequence[Delta], index: int = 0) -> AsyncIterator[list[tuple[int, Delta]]]:
+    """Each as soon as it is wanted."""
+    for delta in deltas:
+        yield [(index, delta)]

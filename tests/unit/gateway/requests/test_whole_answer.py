@@ -1,0 +1,87 @@
+"""An answer that is not streamed: how much it may hold, and in which portions it is collected."""
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
+from gateway.requests.client_request import Delta
+from gateway.requests.run import Generation
+from gateway.requests.turn_budget import TURN_S
+from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
+from gateway.text import TextStream
+from tests.factories.answers import WorkClock, batches_from, finish_of
+from tests.factories.models import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def asked(num_answers: int, max_tokens: int, logprobs: int | None = None) -> list[Generation]:
+    generation = Generation(
+        request_id="r",
+        prompt_token_ids=(5,),
+        sampling_params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
+        text=TextStream(TOKENIZER, (), 0, True),
+    )
+    return [generation] * num_answers
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "logprobs"), [(1, None), (1, 0), (1, 20), (128, None), (128, 20), (7, 5)]
+)
+def test_as_much_as_fits_is_allowed_and_no_token_more(num_answers: int, logprobs: int | None) -> None:
+    fitting = MAX_VALUES // (num_answers * (1 + (logprobs or 0)))
+    check_whole_answer(asked(num_answers, fitting, logprobs))
+    with pytest.raises(InvalidRequest, match=f"max_tokens to at most {fitting},") as caught:
+        check_whole_answer(asked(num_answers, fitting + 1, logprobs))
+    assert caught.value.field == "max_tokens"
+
+
+def test_what_fills_a_long_context_is_allowed() -> None:
+    check_whole_answer(asked(1, 1_000_000))
+    check_whole_answer(asked(24, 131_072))
+    check_whole_answer(asked(1, 131_072, 20))
+
+
+def test_what_is_too_much_is_told_with_the_numbers_and_a_way_out_in_the_clients_words() -> None:
+    names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+    with pytest.raises(InvalidRequest) as caught:
+        check_whole_answer(asked(128, 1_500, 20), names)
+    assert str(caught.value) == (
+        "max_completion_tokens: 1500 tokens x 21 values each (the token, 20 top_logprobs) x 128 answers are 4032000 "
+        "values; an answer that is not streamed may hold 3145728. Set max_completion_tokens to at most 1170, lower "
+        "top_logprobs or n, or set stream: true"
+    )
+
+
+def test_answers_to_prompts_of_many_lengths_are_added_up() -> None:
+    check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 10))
+    with pytest.raises(InvalidRequest, match=f"are {MAX_VALUES + 1} values"):
+        check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 11))
+
+
+def test_a_long_delta_is_collected_in_portions_and_others_run_in_between() -> None:
+    token_ids = tuple(range(3 * PORTION_TOKENS + 5))
+    logprobs = tuple(TokenLogprobs(token_id, -0.5, 1, ()) for token_id in token_ids)
+    deltas = [Delta(token_ids, "some text", logprobs), *[Delta((1,), "a")] * PORTION_TOKENS]
+    deltas.append(Delta(token_ids, "the end", finish=finish_of()))
+    clock = WorkClock()
+
+    async def run() -> list[tuple[int, Delta]]:
+        taken = []
+        async for index, delta in in_turns(batches_from(deltas, 3)):
+            clock.work(len(delta.token_ids) * TURN_S / PORTION_TOKENS)
+            taken.append((index, delta))
+        return taken
+
+    taken = clock.run(run())
+    assert {index for index, _ in taken} == {3}
+    parts = [delta for _, delta in taken]
+    assert [token_id for part in parts for token_id in part.token_ids] == [
+        token_id for delta in deltas for token_id in delta.token_ids
+    ]
+    assert tuple(each for part in parts for each in part.logprobs) == logprobs
+    assert "".join(part.text for part in parts) == "some text" + "a" * PORTION_TOKENS + "the end"
+    assert [part.finish for part in parts] == [None] * (len(parts) - 1) + [deltas[-1].finish]
+    assert max(len(part.token_ids) for part in parts) == PORTION_TOKENS
+    assert clock.longest_turn_s < 2 * TURN_S
