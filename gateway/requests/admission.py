@@ -5,6 +5,7 @@ Who comes first it asks of gateway/requests/waiting.py, and where to go of the r
 
 import asyncio
 
+from baton.awake_timer import awake_timeout
 from baton.clock import Clock
 from baton.errors import DeadlinePassed, DeadlineTooClose, RequestAborted, RequestError
 from baton.gateway_config import GatewayConfig
@@ -79,9 +80,9 @@ class Admission:
         run.placed = placed
         may_seek_s = max(0.0, run.journey.seeking_since + self._config.placement_timeout_s - now)
         time_left_s = run.time_left(now)
-        wait_s = may_seek_s if time_left_s is None else min(may_seek_s, time_left_s)
         try:
-            async with asyncio.timeout(wait_s):
+            # The client's deadline goes by the clock; workers had no chance to offer room while this process stood still.
+            async with asyncio.timeout(time_left_s), awake_timeout(may_seek_s):
                 await placed
         except TimeoutError:
             if run.attempt is not None:  # in this moment
