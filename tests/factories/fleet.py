@@ -23,6 +23,7 @@ from baton.worker import (
 from cluster.fleet.controller import Controller
 from cluster.fleet.desired import Memory, Store
 from cluster.fleet.launcher import Found, OnStartProgress
+from tests.factories.virtual_loop import VirtualLoop
 
 QUICK = {
     "start_timeout_s": 2.0,
@@ -178,7 +179,9 @@ class FleetUnderTest:
     def __init__(self, config: BatonConfig, launcher: FakeLauncher, store: Store) -> None:
         self.launcher = launcher
         self.store = store
-        self.controller = Controller(config, launcher, store, SystemClock())
+        loop = asyncio.get_running_loop()
+        clock = loop if isinstance(loop, VirtualLoop) else SystemClock()
+        self.controller = Controller(config, launcher, store, clock)
         self.view = FleetView("", -1, ())
 
     async def until(
