@@ -32,7 +32,11 @@ class Leases:
             return
         key = message.key
         is_for_us = key.producer == self._process.incarnation
-        if (key.transfer_id, key.attempt) in self._heard_at and is_for_us and isinstance(message, Hold | Open):
+        if (
+            (key.transfer_id, key.attempt) in self._heard_at
+            and is_for_us
+            and isinstance(message, Hold | Open)
+        ):
             self._heard_at[key.transfer_id, key.attempt] = self._running()
 
     def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:

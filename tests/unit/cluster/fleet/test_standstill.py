@@ -19,8 +19,10 @@ UNRESPONSIVE_S = 2.0
 async def test_workers_live_on_and_are_watched_as_before() -> None:
     async with fleet(fleet_config(unresponsive_timeout_s=UNRESPONSIVE_S)) as tested:
         await tested.all_serve(3)
+        for life in tested.launcher.lives:
+            life.num_hops = 5
         for _ in range(3):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
             virtual_loop().stand_still(STOOD_S)
         await asyncio.sleep(2 * UNRESPONSIVE_S)
         assert set((await tested.states()).values()) == {"serving"}
