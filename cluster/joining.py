@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys, derive_fleet_keys, derive_keys
 from baton.errors import ClusterError, ConfigError
@@ -124,7 +125,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: Stage) -> S
     timeout_s = config.cluster.start_timeout_s
     reason = ""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with awake_timeout(timeout_s):
             while True:
                 try:
                     return await source.look()

@@ -32,6 +32,7 @@ from baton.messages import (
 )
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.session import WorkerSessions
+from baton.standstill import Standstill, pace_of
 from baton.wakeup import WakeUp
 from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import WorkerState, WorkerStatus
@@ -86,6 +87,7 @@ class RequestServer:
         self._status = status
         self._clock = clock
         self._sessions = WorkerSessions(incarnation)
+        self._standstill = Standstill(pace_of(network.peer_timeout_s, network.heartbeat_interval_s))
         self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]] | _KVNews] = queue.SimpleQueue()
         self._is_beat_due = threading.Event()
         self._wakeup = WakeUp()
@@ -198,7 +200,7 @@ class RequestServer:
     def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
-            if gap := self._sessions.hear(peer, message, self._clock.now()):
+            if gap := self._sessions.hear(peer, message, self._running_s()):
                 self._end_requests(peer, sink, gap)
             self._send_heartbeat(peer, self._status(), sink)
             return
@@ -227,11 +229,15 @@ class RequestServer:
         self._send_heartbeat(peer, self._status(), sink)
 
     def _beat(self, sink: RequestSink) -> None:
-        for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._clock.now()):
+        for peer in self._sessions.silent_for(self._network.peer_timeout_s, self._running_s()):
             self._forget(peer, sink, "silent for too long")
         status = self._status()
         for peer in self._sessions.peers:
             self._send_heartbeat(peer, status, sink)
+
+    def _running_s(self) -> float:
+        """What the silence of gateways is measured in: time in which this process stood still is not theirs."""
+        return self._standstill.running(self._clock.now())
 
     def _send_heartbeat(self, peer: bytes, status: WorkerStatus, sink: RequestSink) -> None:
         self._send(peer, TO_GATEWAY.encode(self._sessions.heartbeat(peer, status)), sink)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
+from baton.standstill import wait_awake
 from baton.step import KVConnectorOutput
 from baton.wakeup import WakeUp
 from kv_transfer.endpoint import Order, TransferEndpoint
@@ -93,7 +94,7 @@ class TransferAgent:
 
     def _check_taken_back(self, done: threading.Event) -> None:
         """The step that follows writes these blocks, so without an answer it must not run."""
-        if not done.wait(TURN_TIMEOUT_S) and self._failure is None:
+        if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
             raise RuntimeError(f"the transfer thread did not give blocks back within {TURN_TIMEOUT_S:g} s")
 
     def _check_alive(self) -> None:

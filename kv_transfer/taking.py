@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.kv import TransferRole
+from baton.standstill import Standstill
 from baton.step import FailedKV, ReceivedKV
 from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.landing import Arrival, Landing
@@ -32,6 +33,7 @@ from kv_transfer.protocol.effects import (
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
+from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.remote_pools import PoolKey, RemotePools
 from kv_transfer.timelines import Timelines
@@ -52,7 +54,6 @@ class _Read:
     pool: PoolKey
     message: Pieces
     wanted: WantedPieces
-    begun_at: float
 
 
 class TakingEnd:
@@ -81,6 +82,8 @@ class TakingEnd:
         self._pools = RemotePools(readers, clock)
         self._landing = Landing(pool)
         self._reads: dict[tuple[str, int], _Read] = {}
+        self._standstill = Standstill(READ_TIMEOUT_S / 4)
+        self._read_ends: Timers[tuple[str, int]] = Timers(self._standstill)
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
@@ -119,7 +122,7 @@ class TakingEnd:
 
     def on_time(self) -> None:
         now = self._clock.now()
-        late = [name for name, read in self._reads.items() if now >= read.begun_at + READ_TIMEOUT_S]
+        late = list(self._read_ends.pop_due(now))
         for name in late:
             self._pools.close_one(self._reads[name].pool)
         self.poll()
@@ -132,6 +135,7 @@ class TakingEnd:
     def poll(self) -> None:
         """Takes in reads, and copies of a device, that are over."""
         for transport, done in self._pools.poll():
+            self._read_ends.cancel((transport, done.number))
             read = self._reads.pop((transport, done.number), None)
             if read is None:  # it was given up, long after nothing wrote any more
                 continue
@@ -144,11 +148,10 @@ class TakingEnd:
         self._take_landed()
 
     def next_deadline(self) -> float | None:
-        times = [self._consumer.next_deadline(), self._pools.next_deadline()]
+        times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._read_ends.next()]
         if self._reads:
             intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
             times += [self._clock.now() + interval for interval in intervals if interval is not None]
-            times.append(min(read.begun_at for read in self._reads.values()) + READ_TIMEOUT_S)
         if self._landing.poll_interval_s is not None:
             times.append(self._clock.now() + self._landing.poll_interval_s)
         return min((time for time in times if time is not None), default=None)
@@ -223,7 +226,7 @@ class TakingEnd:
             self._landing.receive(self._arrival(message, wanted, transport), view, payload)
             self._take_landed()
             return
-        read = _Read(_pool_key(message.key, transport), message, wanted, now)
+        read = _Read(_pool_key(message.key, transport), message, wanted)
         try:
             peers = [message.piece_ids[position] for position in wanted.positions]
             runs = view.runs(peers, wanted.piece_ids)
@@ -232,6 +235,8 @@ class TakingEnd:
             self._unread(read, str(error))
             return
         self._reads[transport, number] = read
+        self._standstill.look(now)
+        self._read_ends.set((transport, number), now + READ_TIMEOUT_S)
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 

@@ -11,6 +11,7 @@ from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetError
 from baton.fleet import GatewayReport, SlotDescription
+from baton.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.fleet.observation import merge
 from cluster.fleet.planner import Decision, Planner, Reason, RoleChange, Scale
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _STALE_AFTER = 3.0
 """Intervals after which a gateway that is not heard of any more does not count."""
+_PACE = 2.0
+"""Intervals between two looks of ours beyond which we stood still."""
 _MAX_GATEWAYS = 1000
 _MAX_DECISIONS = 50
 
@@ -44,6 +47,7 @@ class Autoscaler:
         self._config: AutoscalingConfig = config.autoscaling
         self._fleet = fleet
         self._clock = clock
+        self._standstill = Standstill(_PACE * config.autoscaling.interval_s)
         is_alike = len({config.num_ranks(role) for role in WorkerRole}) == 1
         self._planner = Planner(
             config.autoscaling,
@@ -62,7 +66,7 @@ class Autoscaler:
     def report(self, report: GatewayReport) -> None:
         """A gateway's word; it counts for three intervals."""
         if report.gateway in self._reports or len(self._reports) < _MAX_GATEWAYS:
-            self._reports[report.gateway] = (self._clock.now(), report)
+            self._reports[report.gateway] = (self._running_s(), report)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -72,7 +76,7 @@ class Autoscaler:
 
     async def look(self) -> Decision:
         """Once: observe, decide, act. What is refused is told, and tried again when the load still asks for it."""
-        now = self._clock.now()
+        now = self._running_s()
         self._forget_stale(now)
         reports = [report for _, report in self._reports.values()]
         observation = merge(self._fleet.slots(), reports) if reports else None
@@ -85,6 +89,10 @@ class Autoscaler:
     def _forget_stale(self, now: float) -> None:
         oldest = now - _STALE_AFTER * self._config.interval_s
         self._reports = {name: entry for name, entry in self._reports.items() if entry[0] >= oldest}
+
+    def _running_s(self) -> float:
+        """Time in which this process stood still makes no report older, and no shortage longer."""
+        return self._standstill.running(self._clock.now())
 
     def _tell(self, decision: Decision) -> None:
         kind = (decision.reason, decision.role)
@@ -108,5 +116,5 @@ class Autoscaler:
                 await self._fleet.scale(change.role, count - 1)
             await self._fleet.set_role(change.worker, change.role)
         except (FleetError, ClusterError) as error:
-            self._planner.refused(change, self._clock.now())
+            self._planner.refused(change, self._running_s())
             self._note(f"that came to nothing: {error}")

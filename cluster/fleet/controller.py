@@ -9,10 +9,12 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from baton.awake_timer import awake_timeout
 from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ConfigError, FleetError, ModelError
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep, SlotDescription, SlotState
+from baton.standstill import Standstill, pace_of
 from baton.worker import StartProgress, WorkerRole
 from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.desired import DesiredFleet, DesiredSlot, Store
@@ -67,7 +69,8 @@ class Controller:
         self._leaving: set[asyncio.Task[None]] = set()
         self._failure: BatonError | None = None
         self._num_asking = 0
-        self._last_asked = clock.now()
+        self._standstill = Standstill(pace_of(config.cluster.orphan_timeout_s))
+        self._last_asked = self._running_s()
         self._owner_asked = asyncio.Event()
         self._rolling: str | None = None
         self._rollouts = Rollouts(self.rollout)
@@ -250,19 +253,20 @@ class Controller:
         """Whether an owner asks anew within the time."""
         self._owner_asked.clear()
         try:
-            async with asyncio.timeout(within_s):
+            async with awake_timeout(within_s):
                 await self._owner_asked.wait()
         except TimeoutError:
             return False
         return True
 
     async def orphaned(self, timeout_s: float) -> None:
-        """Returns once no gateway has asked for so long."""
+        """Returns once no gateway has asked for so long; time in which this process stood still is not theirs."""
+        look_every_s = pace_of(timeout_s) / 2
         while True:
-            left_s = self._last_asked + timeout_s - self._clock.now()
+            left_s = self._last_asked + timeout_s - self._running_s()
             if self._num_asking == 0 and left_s <= 0:
                 return
-            await asyncio.sleep(timeout_s if self._num_asking else left_s)
+            await asyncio.sleep(look_every_s if self._num_asking else min(left_s, look_every_s))
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends all workers at once, after they were drained if they may; then nothing of the fleet is left."""
@@ -294,7 +298,10 @@ class Controller:
             pass
         finally:
             self._num_asking -= 1
-            self._last_asked = self._clock.now()
+            self._last_asked = self._running_s()
+
+    def _running_s(self) -> float:
+        return self._standstill.running(self._clock.now())
 
     def _keep(self, desired: DesiredSlot, found: Found | None) -> None:
         cluster = self._config.cluster

@@ -1,10 +1,10 @@
 """Waiting for a fleet that starts for the first time: all of it serves, or its owner is told why not."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from baton.awake_timer import awake_timeout
 from baton.errors import ClusterError
 from baton.worker import StartProgress
 from cluster.fleet.control import ControllerCalls
@@ -44,8 +44,7 @@ async def first_start(
     none, else which ones are not ready.
     """
     report = await source.next_start(-1, timeout_s)  # at once, but a controller's process has to start, too
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    is_enough = False
+    left_s, is_enough = timeout_s, False
     while report.failure is None:
         if on_enough is not None and not is_enough and not report.lacking:
             is_enough = True
@@ -55,8 +54,9 @@ async def first_start(
         for name, progress in report.progress:
             on_progress(name, progress)
         try:
-            async with asyncio.timeout_at(deadline):
+            async with awake_timeout(left_s) as timer:
                 report = await source.next_start(report.version, _POLL_S)
+            left_s = timer.left_s
         except TimeoutError:
             if not is_enough:
                 raise ClusterError(_why(report, timeout_s, no_room)) from None

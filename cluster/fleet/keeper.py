@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from baton.awake_timer import awake_timeout
 from baton.clock import Clock
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import SlotState
@@ -136,7 +137,7 @@ class Keeper:
             if life is None or endpoint is None or not self.is_serving:
                 raise FleetError(f"worker {self.slot.name} {self._standing()}, so it cannot change its role")
             try:
-                async with asyncio.timeout(self._patience.drain_s + self._patience.leave_s):
+                async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
                     await life.set_role(role, self._patience.drain_s)
             except (TimeoutError, BatonError) as error:
                 reason = str(error) or "it did not answer in time"
@@ -182,7 +183,7 @@ class Keeper:
     async def _start_life(self, life: Life) -> WorkerEndpoint:
         timeout_s = self._patience.start_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with awake_timeout(timeout_s):
                 return await life.start(self._note_progress)
         except TimeoutError:
             raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
@@ -208,7 +209,7 @@ class Keeper:
         number = self._on_life(self.slot.name)
         life: Life | None = None
         try:
-            async with asyncio.timeout(self._patience.start_s):
+            async with awake_timeout(self._patience.start_s):
                 life = await self._launcher.place(self.slot.name, self.slot.role, number)
             self._ready = Found(life, await self._start_life(life))
         except (TimeoutError, BatonError) as error:
@@ -236,7 +237,7 @@ class Keeper:
         timeout_s = self._patience.unresponsive_s
         while True:
             try:
-                async with asyncio.timeout(PING_INTERVAL_S + timeout_s):
+                async with awake_timeout(PING_INTERVAL_S + timeout_s):
                     self.status = status = await life.status(PING_INTERVAL_S)
             except TimeoutError:
                 raise ClusterError(
@@ -255,7 +256,7 @@ class Keeper:
         self.slot.move(SlotState.DRAINING)
         self._notify()
         try:
-            async with asyncio.timeout(self._patience.drain_s + self._patience.leave_s):
+            async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
                 return await life.drain(self._patience.drain_s)
         except (TimeoutError, BatonError) as error:
             logger.warning("worker %s did not drain: %s", self.slot.name, error)
@@ -291,7 +292,7 @@ class Keeper:
     async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
         """That of another life than this one, once it serves; FleetError if it fails first, or takes too long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience.start_s):
+            async with awake_timeout(self._patience.start_s):
                 while self.is_serving and self.endpoint is None and not self._is_over:
                     self._changed.clear()  # it is being buried: that was not the failure of the next one
                     await self._changed.wait()

@@ -14,6 +14,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.addresses import connect
+from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig, NetworkConfig
 from baton.curve import FAILED_HANDSHAKES, ClusterKeys, PlaneKeys, secure_client
 from baton.errors import BatonError, ClusterError, FleetEnded, WireError
@@ -197,7 +198,7 @@ class FleetClient:
         answer: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            async with asyncio.timeout(timeout_s + _TRANSIT_S):
+            async with awake_timeout(timeout_s + _TRANSIT_S):
                 await self._send(frame)
                 value = await answer
         except TimeoutError:
@@ -219,7 +220,7 @@ class FleetClient:
 
     async def _until_connected(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(CONNECT_S):
+            async with awake_timeout(CONNECT_S):
                 await self._is_known.wait()
         if not self._is_connected:
             why = self.refusal or f"nobody has answered there for {CONNECT_S:g} s"

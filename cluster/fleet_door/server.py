@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
 from baton.curve import PlaneKeys
 from baton.errors import BatonError, ClusterError
@@ -110,7 +111,7 @@ class FleetDoor:
 
     async def _carry_out(self, peer: bytes, call: Call) -> None:
         try:
-            async with asyncio.timeout(call.timeout_s):
+            async with awake_timeout(call.timeout_s):
                 frame = self._desk.answer(peer, call.number, await self._ask(call.question))
         except TimeoutError:
             late = ClusterError(f"the fleet's controller did not answer within {call.timeout_s:g} s")

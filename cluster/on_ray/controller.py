@@ -15,6 +15,7 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from baton.awake_timer import awake_timeout
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
@@ -158,7 +159,7 @@ class ControllerHandle:
         """
         patience_s = timeout_s + self._times.unresponsive_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with awake_timeout(patience_s):
                 view: FleetView = await self._call(
                     timeout_s,
                     self._actor.next_view,
@@ -217,7 +218,7 @@ class ControllerHandle:
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends the workers. `end` does the rest. A controller that hangs is not waited for, but killed."""
         try:
-            async with asyncio.timeout(self._times.unresponsive_s):
+            async with awake_timeout(self._times.unresponsive_s):
                 await answer(self._actor.process.remote(), "the fleet's controller")
         except TimeoutError:
             await self._kill_process()
@@ -268,7 +269,7 @@ class ControllerHandle:
         """Ray itself repeats a call to an actor that it restarts, see `max_task_retries` below."""
         bound_s = timeout_s + _RESTART_S
         try:
-            async with asyncio.timeout(bound_s):
+            async with awake_timeout(bound_s):
                 value = await answer(method.remote(*arguments), "the fleet's controller")
         except TimeoutError:
             raise ClusterError(

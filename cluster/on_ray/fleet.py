@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import ClusterError
@@ -63,7 +64,7 @@ class RayFleet:
             return
         try:
             if not self._has_started or not await unless(hurry, handle.shutdown(may_drain=True)):
-                async with asyncio.timeout(self._forced_end_s(handle)):
+                async with awake_timeout(self._forced_end_s(handle)):
                     await handle.shutdown(may_drain=False)
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)

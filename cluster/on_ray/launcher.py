@@ -12,6 +12,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
 from baton.curve import ClusterKeys
 from baton.errors import ClusterError
@@ -117,7 +118,7 @@ class RayLauncher:
         except ValueError:
             return None
         try:
-            async with asyncio.timeout(patience_s):
+            async with awake_timeout(patience_s):
                 introduction = await life.introduce()
             if introduction.endpoint is not None:
                 self._lives[name] = life

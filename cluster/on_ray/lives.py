@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
 
+from baton.awake_timer import awake_timeout
 from baton.errors import BatonError, ClusterError
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.fleet.launcher import OnStartProgress
@@ -84,7 +85,7 @@ class RayLife:
     async def stop(self, timeout_s: float) -> None:
         if self._has_started and timeout_s > 0:
             with contextlib.suppress(TimeoutError, BatonError):
-                async with asyncio.timeout(timeout_s):
+                async with awake_timeout(timeout_s):
                     await self._answer(self._actor.stop.remote())
                 self._hangs = False
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
@@ -92,7 +93,7 @@ class RayLife:
         if self._hangs and self._pid is not None and self.node_id is not None:
             self._hangs = False
             with contextlib.suppress(TimeoutError, ClusterError):
-                async with asyncio.timeout(_REAP_TIMEOUT_S):
+                async with awake_timeout(_REAP_TIMEOUT_S):
                     await kill_process(self._pid, self.node_id)
         give_room_back(self.title)
         self.is_over = True

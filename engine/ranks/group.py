@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.errors import BatonError, ClusterError, ConfigError, ModelError, WireError
+from baton.standstill import wait_awake
 from baton.step import KVConnectorOutput
 from engine.ranks.channel import RankChannel, frame_of
 from engine.ranks.messages import (
@@ -192,9 +194,10 @@ class RankGroup:
 
     def _wait(self, is_done: Callable[[RankLink], bool], what: str, timeout_s: float) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or all(map(is_done, self._links)), timeout_s
+            is_over = partial(
+                self._changed.wait_for, lambda: self._failure is not None or all(map(is_done, self._links))
             )
+            wait_awake(is_over, timeout_s)
             late = [str(link.rank) for link in self._links if not is_done(link)]
         if self._failure is not None:
             raise self._failure

@@ -5,6 +5,7 @@ Who comes first it asks of gateway/requests/waiting.py, and where to go of the r
 
 import asyncio
 
+from baton.awake_timer import awake_timeout
 from baton.clock import Clock
 from baton.errors import DeadlinePassed, DeadlineTooClose, RequestAborted, RequestError
 from baton.gateway_config import GatewayConfig
@@ -78,15 +79,15 @@ class Admission:
         placed: asyncio.Future[Attempt | None] = asyncio.get_running_loop().create_future()
         run.placed = placed
         may_seek_s = max(0.0, run.journey.seeking_since + self._config.placement_timeout_s - now)
-        time_left_s = run.time_left(now)
-        wait_s = may_seek_s if time_left_s is None else min(may_seek_s, time_left_s)
+        deadline = asyncio.timeout(run.time_left(now))
         try:
-            async with asyncio.timeout(wait_s):
+            # A client's deadline goes by the clock. While this process stood still, no worker could offer room.
+            async with deadline, awake_timeout(may_seek_s):
                 await placed
         except TimeoutError:
             if run.attempt is not None:  # in this moment
                 return run.attempt
-            if time_left_s is not None and time_left_s <= may_seek_s:
+            if deadline.expired():
                 raise DeadlinePassed("the request's deadline passed while it waited") from None
             reason = seat.reason or NoRoom("others came first")
             retry_after_s = self._room.retry_after_s(seat)

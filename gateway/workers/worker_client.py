@@ -10,6 +10,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.addresses import connect
+from baton.awake_timer import AwakeTimer
 from baton.config import NetworkConfig
 from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
@@ -26,6 +27,7 @@ from baton.messages import (
 )
 from baton.request import EngineRequest, RequestOutput
 from baton.session import GatewaySession
+from baton.standstill import Standstill, pace_of
 from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
@@ -82,8 +84,11 @@ class WorkerClient:
         """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard."""
         self._is_connected = True
         """Or never was: then only silence tells."""
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace: AwakeTimer | None = None
         """Ends the time that a broken connection has to come back."""
+        self._standstill = Standstill(pace_of(network.peer_timeout_s))
+        self._heard_at = 0.0
+        """In the time in which this process ran."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -105,7 +110,11 @@ class WorkerClient:
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
-        tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch_connection())]
+        self._heard_at = self._running_s()
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._greet(), self._watch_connection(), self._watch_silence())
+        ]
         try:
             return await self._listen()
         finally:
@@ -168,7 +177,7 @@ class WorkerClient:
         """libzmq connects anew by itself, ten times a second. A process that was killed does not answer."""
         if self._grace is None:
             grace_s = self._network.reconnect_grace_s
-            self._grace = asyncio.get_running_loop().call_later(grace_s, self._note_disconnection)
+            self._grace = AwakeTimer(grace_s, self._note_disconnection)
 
     def _end_grace(self) -> None:
         if self._grace is not None:
@@ -182,13 +191,26 @@ class WorkerClient:
             grace_s = self._network.reconnect_grace_s
             self._fall_silent(f"its connection broke, and did not come back within {grace_s:g} s")
 
+    async def _watch_silence(self) -> None:
+        """Time in which this process stood still is not the worker's, and what came in then is read first."""
+        timeout_s = self._network.peer_timeout_s
+        look_every_s = pace_of(timeout_s) / 2
+        while True:
+            left_s = self._heard_at + timeout_s - self._running_s()
+            if left_s <= 0.0 and not self.is_silent and not await self._socket.poll(0):
+                self._fall_silent(f"silent for {timeout_s:g} s")
+            await asyncio.sleep(min(left_s, look_every_s) if left_s > 0.0 else look_every_s)
+
+    def _running_s(self) -> float:
+        return self._standstill.running(asyncio.get_running_loop().time())
+
     async def _listen(self) -> str:
         while True:
-            if not await self._has_news():
-                if not self.is_silent:
-                    self._fall_silent(f"silent for {self._network.peer_timeout_s:g} s")
-                continue
-            for frame in await self._frames():
+            await self._socket.poll()
+            frames = await self._frames()
+            if frames:
+                self._heard_at = self._running_s()
+            for frame in frames:
                 if reason := await self._take(frame):
                     return reason
 
@@ -239,16 +261,6 @@ class WorkerClient:
         self.is_silent = True
         self.first_sign.set()
         self._listener.lost(self.name, reason)
-
-    async def _has_news(self) -> bool:
-        """False if the worker was silent for `peer_timeout_s`. Takes no frame, so that none is lost to the timeout."""
-        try:
-            async with asyncio.timeout(self._network.peer_timeout_s):
-                await self._socket.poll()
-        except TimeoutError:
-            # If this process stood still, the timeout is ours: frames may have come in meanwhile.
-            return bool(await self._socket.poll(0))
-        return True
 
     async def _take_heartbeat(self, message: Heartbeat) -> str | None:
         """Why the worker is lost, if this heartbeat says so."""

@@ -69,7 +69,7 @@ class Consumer:
         self._silence = Silence(identity.heartbeat_s)
         self._ways = Ways(identity.reach.transports)
         self._beats: Timers[TransferKey] = Timers()
-        self._deadlines: Timers[TransferKey] = Timers()
+        self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
 
     # orders of this worker's engine
 
@@ -100,8 +100,9 @@ class Consumer:
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
         transfer.move_to(State.LOADING)
-        transfer.opened_at = now
-        self._deadlines.set(transfer.key, now + self._identity.load_timeout_s)
+        timeout_s = self._identity.load_timeout_s
+        transfer.opened_at, transfer.due_at = now, self._silence.standstill.running(now) + timeout_s
+        self._deadlines.set(transfer.key, now + timeout_s)
         return self._beat(transfer, now)
 
     def abort(self, leg: Leg, reason: str) -> list[Effect]:
@@ -250,7 +251,6 @@ class Consumer:
 
     def on_time(self, now: float) -> list[Effect]:
         """Repeats what was not answered, and gives up what took too long."""
-        self._silence.stay_awake(now)
         effects: list[Effect] = []
         for key in list(self._deadlines.pop_due(now)):
             reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
@@ -380,7 +380,7 @@ class Consumer:
     def _hold_again(self, transfer: Incoming, outcome: Failed, now: float) -> list[Effect]:
         """What is left of the time for the load goes on to run."""
         transfer.hold_again()
-        self._deadlines.set(transfer.key, transfer.opened_at + self._identity.load_timeout_s)
+        self._deadlines.set(transfer.key, now + transfer.due_at - self._silence.standstill.running(now))
         return [outcome, *self._beat(transfer, now)]
 
     def _can_load(self, transfer: Incoming) -> list[Effect]:

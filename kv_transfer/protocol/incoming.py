@@ -93,6 +93,8 @@ class Incoming:
     outcome: News | None = None
     """While DRAINING: what to say when nothing is being written any more."""
     opened_at: float = 0.0
+    due_at: float = 0.0
+    """When the load has to be over, in the time in which this rank ran."""
     first_piece_at: float | None = None
     is_postponed: bool = False
     """Its load was put off, and the room given back; while HOLDING."""

@@ -78,7 +78,7 @@ class Outgoing:
     is_postponed: bool = False
     """The consumer gave its room back, and waits to hear that the prompt is complete."""
     early_until: float = 0.0
-    """When EARLY ends, however alive the consumer is."""
+    """When EARLY ends, however alive the consumer is, in the time in which this rank ran."""
 
     def move_to(self, state: State) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"

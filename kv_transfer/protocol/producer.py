@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from baton.request import FirstToken
+from baton.standstill import Standstill
 from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (
@@ -73,7 +74,8 @@ class Producer:
         self._transfers: LegTable[Outgoing] = LegTable()
         self._num_early = 0
         self._is_starved = False
-        self._leases: Timers[TransferKey] = Timers()
+        self._standstill = Standstill(lease_s / 4)
+        self._leases: Timers[TransferKey] = Timers(self._standstill)
         self._farewells: dict[TransferKey, Aborted] = {}
         """The latest ends that a consumer may not have heard of."""
 
@@ -142,6 +144,7 @@ class Producer:
             return [Freed(leg, reason="another request has claimed this transfer")]
         if transfer.state is State.CANCELLED:
             return self._forget(transfer)
+        self._standstill.look(now)
         transfer.first_token, transfer.finished_at = first_token, now
         self._leases.set(transfer.key, now + self._lease_s)
         if transfer.is_postponed:
@@ -172,10 +175,11 @@ class Producer:
         transfer = self._transfers.get(key)
         if transfer is None:
             return self._on_unknown(peer, message, now)
+        running = self._standstill.running(now)
         if transfer.first_token is not None:
             self._leases.set(key, now + self._lease_s)
         elif transfer.state is State.EARLY:
-            self._leases.set(key, min(now + self._lease_s, transfer.early_until))
+            self._leases.set(key, now + min(self._lease_s, transfer.early_until - running))
         if transfer.state is State.CANCELLED:
             self._counters["kv_late_messages"] += 1
             return []
@@ -264,7 +268,7 @@ class Producer:
             return []
         if self._num_early >= MAX_EARLY:
             return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs are announced already"))]
-        early_until = now + MAX_EARLY_LEASES * self._lease_s
+        early_until = self._standstill.running(now) + MAX_EARLY_LEASES * self._lease_s
         early = Outgoing(key, State.EARLY, peer=peer, early_until=early_until)
         self._transfers.add(early)
         self._num_early += 1

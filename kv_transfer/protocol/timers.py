@@ -4,20 +4,29 @@ import heapq
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from baton.standstill import Standstill
+
 K = TypeVar("K")
 
 
 class Timers(Generic[K]):
-    """At most one deadline per key. One that is put off stays where it is in the heap until its old time has come."""
+    """At most one deadline per key. One that is put off stays where it is in the heap until its old time has come.
 
-    def __init__(self) -> None:
+    With a `standstill`, time in which this process stood still does not count: all deadlines are put off by it. Then
+    whoever sets a deadline has looked at this moment.
+    """
+
+    def __init__(self, standstill: Standstill | None = None) -> None:
+        self._standstill = standstill
         self._when: dict[K, float] = {}
         self._queued: dict[K, float] = {}
         """Where each key stands in the heap: at its deadline, or before it. Any other entry of it is stale."""
         self._heap: list[tuple[float, int, K]] = []
+        """As all times here, without what standstills have put them off by."""
         self._num_pushed = 0
 
     def set(self, key: K, when: float) -> None:
+        when -= self._put_off_s
         self._when[key] = when
         if key not in self._queued or when < self._queued[key]:
             self._push(key, when)
@@ -26,28 +35,40 @@ class Timers(Generic[K]):
         self._when.pop(key, None)
 
     def next(self) -> float | None:
-        """When the earliest deadline falls, or None."""
-        while self._heap:
-            queued, _, key = self._heap[0]
-            when = self._when.get(key)
-            if when == queued == self._queued.get(key):
-                return when
-            heapq.heappop(self._heap)
-            if queued == self._queued.get(key):
-                del self._queued[key]
-                if when is not None:  # it was put off
-                    self._push(key, when)
-        return None
+        """When to call `pop_due` at the latest, or None."""
+        when = self._earliest()
+        if when is None or self._standstill is None:
+            return when
+        return min(when, self._standstill.next_look)
 
     def pop_due(self, now: float) -> Iterator[K]:
         """Takes out every key whose deadline has come, earliest first."""
-        while (when := self.next()) is not None and when <= now:
+        if self._standstill is not None:
+            self._standstill.look(now)
+        while (when := self._earliest()) is not None and when <= now:
             key = heapq.heappop(self._heap)[2]
             del self._when[key], self._queued[key]
             yield key
 
     def __len__(self) -> int:
         return len(self._when)
+
+    @property
+    def _put_off_s(self) -> float:
+        return 0.0 if self._standstill is None else self._standstill.total_s
+
+    def _earliest(self) -> float | None:
+        while self._heap:
+            queued, _, key = self._heap[0]
+            when = self._when.get(key)
+            if when == queued == self._queued.get(key):
+                return when + self._put_off_s
+            heapq.heappop(self._heap)
+            if queued == self._queued.get(key):
+                del self._queued[key]
+                if when is not None:  # it was put off
+                    self._push(key, when)
+        return None
 
     def _push(self, key: K, when: float) -> None:
         self._queued[key] = when

@@ -23,6 +23,7 @@ from baton.worker import (
 from cluster.fleet.controller import Controller
 from cluster.fleet.desired import Memory, Store
 from cluster.fleet.launcher import Found, OnStartProgress
+from tests.factories.virtual_loop import VirtualLoop
 
 QUICK = {
     "start_timeout_s": 2.0,
@@ -56,6 +57,8 @@ class FakeLife:
         self.role = role
         self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_frozen = False
+        self.num_hops = 0
+        """Of 0.1 s each, which its status takes to get here."""
         self.start_error: Exception | None = None
         self.role_error: FleetError | None = None
         self.may_start = asyncio.Event()
@@ -90,6 +93,8 @@ class FakeLife:
             raise ClusterError(self.death.result())
         if self.is_frozen:
             await asyncio.Event().wait()
+        for _ in range(self.num_hops):
+            await asyncio.sleep(0.1)
         counts = RequestCounts(self.running, 0, 0)
         return WorkerStatus(
             self.endpoint.ref, self.role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {}
@@ -178,7 +183,9 @@ class FleetUnderTest:
     def __init__(self, config: BatonConfig, launcher: FakeLauncher, store: Store) -> None:
         self.launcher = launcher
         self.store = store
-        self.controller = Controller(config, launcher, store, SystemClock())
+        loop = asyncio.get_running_loop()
+        clock = loop if isinstance(loop, VirtualLoop) else SystemClock()
+        self.controller = Controller(config, launcher, store, clock)
         self.view = FleetView("", -1, ())
 
     async def until(

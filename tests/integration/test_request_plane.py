@@ -167,6 +167,33 @@ def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     assert sink.heard.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
+class LeapingClock(SystemClock):
+    """As a process that stood still finds it."""
+
+    def __init__(self) -> None:
+        self.leapt_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.leapt_s
+
+
+def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: RecordingSink) -> None:
+    clock = LeapingClock()
+    server = RequestServer(NETWORK, KEYS.request, "life-1", lambda: STATUS, clock)
+    server.start(sink)
+    with zmq.Context() as context:
+        gateway = GatewaySocket(context, server.address, b"\x01patient")
+        gateway.send(Hello("life-1", None, 0))
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+        clock.leapt_s += 100 * NETWORK.peer_timeout_s
+        for _ in range(4):
+            assert gateway.receive() == Heartbeat(STATUS, 1, 0)
+        assert sink.heard.empty(), "that was not its silence"
+        assert sink.heard.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
+        gateway.socket.close()
+    server.stop()
+
+
 def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x02gone")

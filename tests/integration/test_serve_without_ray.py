@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,22 @@ kv_transfer: {lease_s: 1.0}
 cluster: {ray_address: none, prefill: 1, decode: 2, unresponsive_timeout_s: 3.0, drain_timeout_s: 0.2}
 """
 TIMEOUT_S = 90.0
+STOOD_S = 6.0
+"""Longer than a worker may be silent towards its supervisor, and a gateway towards its workers."""
 
 
-async def ask(client: GatewayClient) -> list[int]:
+async def ask(
+    client: GatewayClient, num_tokens: int = 5, on_first: Callable[[], None] | None = None
+) -> list[int]:
+    """`on_first` is called when the first token is here."""
     tokens: list[int] = []
     async for event in client.generate(
-        token_ids=[5, 6, 7], sampling={"max_tokens": 5, "ignore_eos": True, "temperature": 0.0}
+        token_ids=[5, 6, 7], sampling={"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0}
     ):
+        if on_first is not None and not tokens:
+            on_first()
         tokens += event.token_ids
-    assert len(tokens) == 5
+    assert len(tokens) == num_tokens
     return tokens
 
 
@@ -69,6 +76,32 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
         serve.interrupt()  # as a terminal does, to the whole group; workers are in sessions of their own
         assert serve.wait_gone() == 0
         assert "ray" not in serve.stderr.lower()
+
+
+def test_a_command_that_stood_still_kills_no_worker_and_ends_no_request(tmp_path: Path) -> None:
+    make_model_dir(tmp_path / "tiny", max_position_embeddings=4096)
+    config = tmp_path / "baton.yaml"
+    config.write_text(CONFIG + "network: {peer_timeout_s: 2.0}\n")
+    with serving(str(config), "--model", str(tmp_path / "tiny")) as serve:
+        asyncio.run(stand_still(serve))
+
+
+async def stand_still(serve: ServeProcess) -> None:
+    async with client_of(serve) as client:
+        expected = await ask(client, 2000)
+        before = await serving_workers(client)
+        has_begun = asyncio.Event()
+        asking = [asyncio.create_task(ask(client, 2000, has_begun.set)) for _ in range(2)]
+        await has_begun.wait()
+        serve.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(STOOD_S)
+        serve.process.send_signal(signal.SIGCONT)
+        assert await asyncio.gather(*asking) == [expected] * 2
+        await asyncio.sleep(1.0)  # a supervisor that wanted to kill one would have
+        await renewed(client, before)
+        assert await ask(client, 5) == expected[:5]
+        assert "silent for too long" in serve.stderr, "it stood still for long enough to be missed"
+        assert "died" not in serve.stderr
 
 
 async def exercise(serve: ServeProcess) -> None:

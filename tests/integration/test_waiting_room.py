@@ -1,6 +1,7 @@
 """Requests that no worker has room for, or for which there is no worker at present: they wait in order."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,25 @@ def test_who_finds_no_room_in_time_is_told_to_come_back(folder: Path) -> None:
             await under_test.client.abort("first")
             await refusal(first)
             assert await counted(under_test) == (0, 0)
+
+    run(test())
+
+
+def test_time_in_which_the_gateway_stood_still_is_not_waited(folder: Path) -> None:
+    async def test() -> None:
+        workers = {"w0": silent}
+        async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=1.0) as under_test:
+            first = ask(under_test, "first")
+            await under_test.workers["w0"].next_leg()
+            second = ask(under_test, "second")
+            await until_queued(under_test, 1)
+            time.sleep(1.5)  # noqa: ASYNC251 - as after SIGSTOP
+            await under_test.client.abort("first")
+            await refusal(first)
+            await under_test.workers["w0"].next_abort()
+            await under_test.workers["w0"].next_leg()
+            await under_test.client.abort("second")
+            await refusal(second)
 
     run(test())
 

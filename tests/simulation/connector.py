@@ -26,6 +26,7 @@ from kv_transfer.orders import (
     WithdrawBlocks,
 )
 from kv_transfer.transport.base import Arrival
+from tests.simulation.leases import Leases
 from tests.simulation.network import SimChannel
 from tests.simulation.world import Process, World
 
@@ -53,6 +54,7 @@ class SimConnector:
         self._news = KVConnectorOutput()
         self._timer: float | None = None
         self.endpoint: TransferEndpoint
+        self._leases: Leases
         self.counts: Counter[str] = Counter()
         self.holds: dict[str, Hold] = {}
         self.max_order_delay_s = 0.0
@@ -60,6 +62,7 @@ class SimConnector:
     def attach(self, endpoint: TransferEndpoint, channel: SimChannel, counters: "Counter[str]") -> None:
         self.endpoint = endpoint
         self.counts = counters
+        self._leases = Leases(self._world, self._process, endpoint._giving._producer._lease_s)
         channel.take = self._on_arrival
 
     # the engine's calls, as engine/core.py makes them
@@ -93,9 +96,13 @@ class SimConnector:
 
     def turn(self) -> None:
         """After whatever happened: does what is due, and tells the news."""
+        num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
+        num_expired = self.counts["kv_lease_expiries"] - num_expired
         news = self.endpoint.take_news()
         if news:
+            freed = [self.holds[name].transfer for name in news.finished_sending if name in self.holds]
+            self._leases.check(num_expired, freed)
             self._end_holds(news)
             self._news += news
             self._wake()
@@ -107,6 +114,7 @@ class SimConnector:
 
     def _on_arrival(self, arrival: Arrival) -> None:
         self._world.log(self._name, f"<- {arrival.peer!r} {arrival.header[:8].hex()}")
+        self._leases.hear(arrival)
         self.endpoint.take(arrival)
         self.turn()
 
@@ -160,6 +168,7 @@ class SimConnector:
                 self.holds[request_id] = Hold("waiting", now, transfer)
             case FinishSend():
                 self._become(request_id, "leased")
+                self._leases.begin(self.holds[request_id].transfer)
             case AbortSend(is_held=is_held):
                 self._become(request_id, "leased" if is_held else None)
             case LoadBlocks():

@@ -67,8 +67,9 @@ class Fleet:
         worker, name = self.workers[fault.worker], fault.worker
         if worker.is_dead:
             return
-        worker.paused_until = self._world.now + fault.duration_s
-        worker.paused_s += fault.duration_s
+        until = max(worker.paused_until, self._world.now + fault.duration_s)
+        worker.paused_s += until - max(worker.paused_until, self._world.now)
+        worker.paused_until = until
         if fault.duration_s > self._peer_timeout_s:
             self._later(
                 self._peer_timeout_s, lambda: self._at_gateways(lambda links: links.note_silence(name))

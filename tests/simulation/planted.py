@@ -18,6 +18,7 @@ from baton import session
 from baton.messages import Heartbeat
 from baton.request import EngineRequest, FirstToken
 from baton.session import GatewaySession, WorkerSessions
+from baton.standstill import Standstill
 from gateway.requests.attempt import Attempt, legs
 from kv_transfer import KVConnectorScheduler, taking
 from kv_transfer.orders import WithdrawBlocks
@@ -242,6 +243,18 @@ def work_on_for_a_gateway_that_died() -> Patch:
     return patch.object(WorkerSessions, "end", end)
 
 
+def count_a_standstill_as_silence() -> Patch:
+    """A worker that was stopped takes the time for its readers' silence, and frees what they are about to read."""
+    original = Standstill.look
+
+    def look(self: Standstill, now: float) -> float:
+        original(self, now)
+        self.total_s = 0.0
+        return 0.0
+
+    return patch.object(Standstill, "look", look)
+
+
 PLANTED: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -267,6 +280,7 @@ PLANTED: dict[str, Plant] = {
         overlook_losses_while_it_moves,
         count_legs_of_ended_attempts,
         work_on_for_a_gateway_that_died,
+        count_a_standstill_as_silence,
     )
 }
 

@@ -168,6 +168,22 @@ def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_abo
     fabric.assert_at_rest()
 
 
+def test_c48_a_read_that_ended_while_this_rank_stood_still_has_not_failed() -> None:
+    fabric = FragileFabric()
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(prefill, decode, "r", SCATTERED)
+    fabric.deliver()
+    fabric.readers[1].is_silent = True
+    give(prefill, "r")
+    fabric.deliver()
+    fabric.clock.advance(10 * READ_TIMEOUT_S)
+    fabric.advance(0.0)
+    fabric.readers[1].is_silent = False
+    fabric.advance(1.0)
+    assert [received.request_id for received in decode.news().finished_recving] == ["r"]
+    assert fabric.readers[1].closed == []
+
+
 def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
     """Peers that have traffic all the time would otherwise never be read in this way again."""
     fabric = FragileFabric()

@@ -100,6 +100,17 @@ def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
     assert only.startswith("nothing is done: 1 prefill and 1 decode will do")
 
 
+def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(grow_after_s=15.0), fleet, clock)
+    look_often(autoscaler, fleet, clock, 1, **SLOW)
+    clock.advance(600.0)
+    decision = asyncio.run(autoscaler.look())
+    assert decision.reason is Reason.NOT_YET
+    look_often(autoscaler, fleet, clock, 3, **SLOW)
+    assert fleet.orders == [("scale", D, 2)]
+
+
 def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
     autoscaler = Autoscaler(autoscaling_config(), fleet, clock)

@@ -1,0 +1,62 @@
+"""An event loop on virtual time, which a test can let stand still; for code that waits for no socket and no thread."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+TURN_S = 1e-6
+"""What a turn of the loop takes at least."""
+MAX_S = 1000.0
+
+
+class _Selector(selectors.DefaultSelector):
+    """Instead of waiting, time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        assert ready or timeout is not None, "everybody waits for ever"
+        self.now += TURN_S if ready or timeout is None else max(TURN_S, timeout)
+        assert self.now < MAX_S, "it does not come to an end"
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time is a Clock's, too."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def now(self) -> float:
+        return self._virtual.now
+
+    def stand_still(self, seconds: float) -> None:
+        """As if the process had been stopped, or a callback had taken so long."""
+        self._virtual.now += seconds
+
+
+def virtual_loop() -> VirtualLoop:
+    """The one that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test on a loop of its own."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(*args, **kwargs))
+
+    return run
