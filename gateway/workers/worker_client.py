@@ -28,12 +28,15 @@ from baton.messages import (
 from baton.request import EngineRequest, RequestOutput
 from baton.session import GatewaySession
 from baton.standstill import Standstill, pace_of
+from baton.turn_budget import TurnBudget
 from baton.wire import MAX_MESSAGE_BYTES
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE = 32
+TURN_S = 0.01
+"""Of the event loop: frames with many log-probabilities take milliseconds each."""
 """Before anybody else gets a turn."""
 
 REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
@@ -210,9 +213,11 @@ class WorkerClient:
             frames = await self._frames()
             if frames:
                 self._heard_at = self._running_s()
+            budget = TurnBudget(asyncio.get_running_loop().time, TURN_S)
             for frame in frames:
                 if reason := await self._take(frame):
                     return reason
+                await budget.pause_if_spent()
 
     async def _frames(self) -> list[bytes]:
         """Those that are there. What they bring for one client goes out as one, so that a gateway that has much to do
