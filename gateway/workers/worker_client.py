@@ -35,9 +35,9 @@ from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE = 32
+"""Before anything else gets a turn."""
 TURN_S = 0.01
-"""Of the event loop: frames with many log-probabilities take milliseconds each."""
-"""Before anybody else gets a turn."""
+"""Of the event loop: frames with many log-probabilities take milliseconds each, and then fewer go before a turn."""
 
 REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
 
