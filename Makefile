@@ -69,6 +69,7 @@ bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over
 	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
 	$(PYTHON_IN_VENV) -m benchmarks.routing
 	$(PYTHON_IN_VENV) -m benchmarks.gateway
+	$(PYTHON_IN_VENV) -m benchmarks.grammars
 
 coverage: $(INSTALLED) ## Branches of scheduler/ that its own tests take; fails under 95 %
 	$(PYTHON_IN_VENV) -m coverage run -m pytest -q tests/unit/scheduler tests/property

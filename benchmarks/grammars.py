@@ -2,7 +2,7 @@
 
     python -m benchmarks.grammars [--model DIR] [--rounds 30] [--json FILE]
 
-Real worker processes, the real gateway, one host. Each round asks the same prompt three times, with one token to come:
+Real worker processes, the real gateway, one host. Each round asks the same question three times, for one token:
 
     free     no schema
     new      a schema that no process has seen: it is compiled at the gateway, then at the worker
@@ -27,7 +27,6 @@ from cluster.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
-PROMPT_TOKENS = 32
 NUM_WARM_UPS = 3
 
 
@@ -72,10 +71,10 @@ async def measure(config: BatonConfig, model_path: Path, num_rounds: int) -> Res
     rows: list[tuple[float, float, float]] = []
     async with child_processes(config, model_path) as cluster, GatewayClient(cluster.target) as client:
         for number in range(NUM_WARM_UPS + num_rounds):
-            prompt = [rng.randrange(1_000, 20_000) for _ in range(PROMPT_TOKENS)]
+            question = f"Describe person number {rng.randrange(1_000, 20_000)} as JSON, with everything that you know."
             schema = ordinary_schema(f"note_{number}")
-            row = [await first_token_ms(client, prompt, {})]
-            row += [await first_token_ms(client, prompt, {"json_schema": schema}) for _ in range(2)]
+            row = [await first_token_ms(client, question, {})]
+            row += [await first_token_ms(client, question, {"json_schema": schema}) for _ in range(2)]
             if number >= NUM_WARM_UPS:
                 rows.append((row[0], row[1], row[2]))
     return Result(
@@ -86,11 +85,11 @@ async def measure(config: BatonConfig, model_path: Path, num_rounds: int) -> Res
     )
 
 
-async def first_token_ms(client: GatewayClient, prompt: list[int], sampling: dict[str, Any]) -> float:
+async def first_token_ms(client: GatewayClient, question: str, sampling: dict[str, Any]) -> float:
     """From the request to its first token, at the client."""
     began = time.perf_counter()
     options = {"temperature": 0.0, "max_tokens": 1, **sampling}
-    async for _ in client.generate(token_ids=prompt, sampling=options, cache_salt=str(began)):
+    async for _ in client.generate(messages=[("user", question)], sampling=options, cache_salt=str(began)):
         return (time.perf_counter() - began) * 1e3
     raise AssertionError("no token came")
 

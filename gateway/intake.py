@@ -6,12 +6,13 @@ Every door goes through it, so that all of them mean the same by a prompt and re
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import blake2b
 
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
-from baton.sampling import MAX_SEED, SamplingParams
+from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.callers import ANYBODY, Caller
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
@@ -86,14 +87,14 @@ class Intake:
             logger.info("request %s asks: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
-        prompt_token_ids = await self._tokenise(prompt, timeout_s)
-        room = self._room(prompt_token_ids)
-        params = sampling(room)
-        self._check_token_ids("logit_bias", tuple(params.logit_bias))
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        if params.structured_output is not None:
-            left_s = _left(timeout_s, now() - began)
-            await self._grammars.check(params.structured_output, caller.name, left_s)
+        # Before any work: what is wrong with these in the largest room is wrong in every other.
+        output = sampling(self._model.max_model_len).structured_output
+        async with self._grammar_checked(output, caller, timeout_s):
+            prompt_token_ids = await self._tokenise(prompt, timeout_s)
+            room = self._room(prompt_token_ids)
+            params = sampling(room)
+            self._check_token_ids("logit_bias", tuple(params.logit_bias))
+            self._check_token_ids("stop_token_ids", params.stop_token_ids)
         return Generation(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -143,6 +144,22 @@ class Intake:
     ) -> TextStream:
         backend = self._tokenizer.backend
         return TextStream(backend, params.stop, params.min_tokens, not keep_special_tokens, prompt_token_ids)
+
+    @asynccontextmanager
+    async def _grammar_checked(
+        self, output: StructuredOutput | None, caller: Caller, timeout_s: float | None
+    ) -> AsyncIterator[None]:
+        """The grammar is checked while the block runs, and waited for at its end."""
+        if output is None:
+            yield
+            return
+        checking = asyncio.create_task(self._grammars.check(output, caller.name, timeout_s))
+        try:
+            yield
+            await checking
+        finally:
+            checking.cancel()
+            await asyncio.gather(checking, return_exceptions=True)
 
     async def _tokenise(self, prompt: Prompt, timeout_s: float | None) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
