@@ -1,14 +1,16 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
-    python -m tests.hostile [--scenes grammars answers standstill] [--streams 16] [--json FILE]
+    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder] [--streams 16]
+                            [--json FILE]
 
-Beside every attack streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on the
-same workers. Prints a row for each scene. Ends with 1 if anything of this did not hold.
+Beside the first three streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
+the same workers. Prints what each scene saw. Ends with 1 if anything was not as it should be.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -19,6 +21,7 @@ from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
 from tests.factories.serving import serving
 from tests.hostile.bystanders import settle_town
+from tests.hostile.edges import EDGES
 from tests.hostile.finding import Finding
 from tests.hostile.scenes import SCENES
 
@@ -26,45 +29,63 @@ CONFIG = """
 model: {{path: {model}, dtype: float32}}
 engine: {{kv_cache_memory_mib: 64, num_threads: 1}}
 cluster: {{ray_address: none, prefill: 1, decode: 2}}
-scheduler: {{max_num_seqs: 64}}
+scheduler: {{max_num_seqs: 256}}
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    findings = play(options.scenes, options.streams)
-    for finding in findings:
-        print(finding.text(), flush=True)
+    os.environ[SECRET_VARIABLE] = SECRET.text
+    with tempfile.TemporaryDirectory() as folder:
+        findings = play(options.scenes, options.streams, Path(folder))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     return 1 if any(finding.wrong for finding in findings) else 0
 
 
-def play(names: list[str], num_streams: int) -> list[Finding]:
-    """All scenes on one fleet, which has to end cleanly after them."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "baton.yaml"
-        model = make_model_dir(Path(folder) / "model", max_position_embeddings=4096)
-        config.write_text(CONFIG.format(model=model))
-        with serving(str(config), environment={SECRET_VARIABLE: SECRET.text}) as serve:
-            ready = serve.wait_ready()
-            findings = asyncio.run(
-                _scenes(names, ready["target"], ready["http"], serve.process.pid, num_streams)
-            )
-            serve.interrupt()
-            code = serve.wait_gone()
-            findings[-1].expect(code == 0, f"baton serve ended with {code}:\n{serve.stderr[-3000:]}")
+def play(names: list[str], num_streams: int, folder: Path) -> list[Finding]:
+    """Each scene's finding, printed as soon as it is there. Scenes of a town share one fleet."""
+    model = make_model_dir(folder / "model", max_position_embeddings=4096)
+    findings = []
+    if in_town := [name for name in names if name in SCENES]:
+        findings += play_in_town(in_town, num_streams, model, folder)
+    for name in names:
+        if name in EDGES:
+            scratch = folder / name
+            scratch.mkdir()
+            findings.append(EDGES[name](model, scratch))
+            print(findings[-1].text(), flush=True)
+    return findings
+
+
+def play_in_town(names: list[str], num_streams: int, model: Path, folder: Path) -> list[Finding]:
+    """On one fleet, which has to end cleanly after them."""
+    config = folder / "baton.yaml"
+    config.write_text(CONFIG.format(model=model))
+    with serving(str(config)) as serve:
+        ready = serve.wait_ready()
+        scenes = _scenes(names, ready["target"], ready["http"], serve.process.pid, num_streams)
+        findings = asyncio.run(scenes)
+        serve.interrupt()
+        code = serve.wait_gone()
+        findings[-1].expect(code == 0, f"baton serve ended with {code}:\n{serve.stderr[-3000:]}")
     return findings
 
 
 async def _scenes(names: list[str], target: str, http: str, pid: int, num_streams: int) -> list[Finding]:
     town = await settle_town(target, http, pid, seed=1)
-    return [await SCENES[name](town, num_streams) for name in names]
+    findings = []
+    for name in names:
+        findings.append(await SCENES[name](town, num_streams))
+        print(findings[-1].text(), flush=True)
+    return findings
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__.splitlines()[0])
-    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES), help="default: all")
+    parser.add_argument(
+        "--scenes", nargs="+", choices=[*SCENES, *EDGES], default=[*SCENES, *EDGES], help="default: all"
+    )
     parser.add_argument("--streams", type=int, default=16, help="beside each attack, default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     return parser

@@ -3,15 +3,17 @@
 import asyncio
 import http.client
 import json
-import threading
+import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 CALL_TIMEOUT_S = 120.0
 LOOK_INTERVAL_S = 0.02
+SPAWN = multiprocessing.get_context("spawn")
 
 
 async def post(address: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -31,36 +33,41 @@ def _post(address: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
 
 @dataclass(slots=True)
 class Health:
-    """How /health was answered."""
+    """How /health was answered, once it is over."""
 
     worst_s: float = 0.0
-    num_calls: int = 0
     num_failed: int = 0
 
 
 @contextmanager
 def watched_health(address: str) -> Iterator[Health]:
-    """Asks /health all the time, from a thread of its own."""
-    health, is_over = Health(), threading.Event()
-    thread = threading.Thread(target=_watch, args=(address, health, is_over))
-    thread.start()
+    """Asks /health all the time, from a process of its own, so that what stands still here does not count."""
+    health = Health()
+    ours, theirs = SPAWN.Pipe()
+    watcher = SPAWN.Process(target=_watch, args=(address, theirs))
+    watcher.start()
     try:
+        assert ours.recv() == "begun"
         yield health
     finally:
-        is_over.set()
-        thread.join()
+        ours.send("over")
+        seen: Health = ours.recv()
+        watcher.join()
+        health.worst_s, health.num_failed = seen.worst_s, seen.num_failed
 
 
-def _watch(address: str, health: Health, is_over: threading.Event) -> None:
+def _watch(address: str, pipe: "Connection[Any, Any]") -> None:
     connection = http.client.HTTPConnection(address, timeout=CALL_TIMEOUT_S)
-    while not is_over.wait(LOOK_INTERVAL_S):
+    health = Health()
+    pipe.send("begun")
+    while not pipe.poll(LOOK_INTERVAL_S):
         began = time.monotonic()
         try:
             connection.request("GET", "/health")
             connection.getresponse().read()
-            health.num_calls += 1
         except OSError:
             health.num_failed += 1
             connection.close()
         health.worst_s = max(health.worst_s, time.monotonic() - began)
     connection.close()
+    pipe.send(health)

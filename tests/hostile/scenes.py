@@ -59,7 +59,7 @@ async def whole_answers(town: Town, num_streams: int) -> Finding:
     finding = Finding("whole answers with 20 log probabilities a token")
     with watched_health(town.http) as health:
         async with Bystanders(town, finding, num_streams):
-            for n, max_tokens in ((128, 500), (32, 500), (16, 400)):
+            for n, max_tokens in ((128, 1_500), (128, 1_000), (32, 500)):
                 body = {
                     "model": town.model,
                     "messages": [{"role": "user", "content": "hi"}],
@@ -73,8 +73,8 @@ async def whole_answers(town: Town, num_streams: int) -> Finding:
                 size = f"{len(answer) / 2**20:.1f} MiB" if status == 200 else _problem(answer)
                 finding.seen[f"{n} x {max_tokens} tokens"] = f"{status} {size}"
                 finding.expect(status in (200, 400), f"{n} x {max_tokens}: {status} {answer[:300]!r}")
-                if status == 200:
-                    finding.expect(len(json.loads(answer)["choices"]) == n, "answers are missing")
+                if status == 200:  # to parse so much would hold up the streams, which run in this process
+                    finding.expect(answer.count(b'"finish_reason":"length"') == n, "answers are missing")
     finding.seen["slowest /health"] = f"{health.worst_s:.2f} s"
     return finding
 
