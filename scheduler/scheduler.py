@@ -182,8 +182,7 @@ class Scheduler:
     ) -> dict[str, EngineCoreOutputs]:
         """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated.
 
-        What steps under way sample for them is not told any more: whoever goes on with a request that was given back
-        samples the same tokens.
+        What steps under way sample for them is dropped: where a given-back request goes on, the same is sampled again.
         """
         outputs = OutputsByClient()
         self._finish(request_ids, status, outputs, error)

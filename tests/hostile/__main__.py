@@ -1,7 +1,7 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
     python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder] [--streams 16]
-                            [--json FILE]
+                            [--calls 5] [--json FILE]
 
 Beside the first three streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
 the same workers. Prints what each scene saw. Ends with 1 if anything was not as it should be.
@@ -37,19 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ[SECRET_VARIABLE] = SECRET.text
     with tempfile.TemporaryDirectory() as folder:
-        findings = play(options.scenes, options.streams, Path(folder))
+        findings = play(options, Path(folder))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     return 1 if any(finding.wrong for finding in findings) else 0
 
 
-def play(names: list[str], num_streams: int, folder: Path) -> list[Finding]:
+def play(options: argparse.Namespace, folder: Path) -> list[Finding]:
     """Each scene's finding, printed as soon as it is there. Scenes of a town share one fleet."""
     model = make_model_dir(folder / "model", max_position_embeddings=4096)
     findings = []
-    if in_town := [name for name in names if name in SCENES]:
-        findings += play_in_town(in_town, num_streams, model, folder)
-    for name in names:
+    if any(name in SCENES for name in options.scenes):
+        findings += play_in_town(options, model, folder)
+    for name in options.scenes:
         if name in EDGES:
             scratch = folder / name
             scratch.mkdir()
@@ -58,13 +58,13 @@ def play(names: list[str], num_streams: int, folder: Path) -> list[Finding]:
     return findings
 
 
-def play_in_town(names: list[str], num_streams: int, model: Path, folder: Path) -> list[Finding]:
+def play_in_town(options: argparse.Namespace, model: Path, folder: Path) -> list[Finding]:
     """On one fleet, which has to end cleanly after them."""
     config = folder / "baton.yaml"
     config.write_text(CONFIG.format(model=model))
     with serving(str(config)) as serve:
         ready = serve.wait_ready()
-        scenes = _scenes(names, ready["target"], ready["http"], serve.process.pid, num_streams)
+        scenes = _scenes(options, ready["target"], ready["http"], serve.process.pid)
         findings = asyncio.run(scenes)
         serve.interrupt()
         code = serve.wait_gone()
@@ -72,12 +72,13 @@ def play_in_town(names: list[str], num_streams: int, model: Path, folder: Path) 
     return findings
 
 
-async def _scenes(names: list[str], target: str, http: str, pid: int, num_streams: int) -> list[Finding]:
+async def _scenes(options: argparse.Namespace, target: str, http: str, pid: int) -> list[Finding]:
     town = await settle_town(target, http, pid, seed=1)
     findings = []
-    for name in names:
-        findings.append(await SCENES[name](town, num_streams))
-        print(findings[-1].text(), flush=True)
+    for name in options.scenes:
+        if name in SCENES:
+            findings.append(await SCENES[name](town, options.streams, options.calls))
+            print(findings[-1].text(), flush=True)
     return findings
 
 
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scenes", nargs="+", choices=[*SCENES, *EDGES], default=[*SCENES, *EDGES], help="default: all"
     )
     parser.add_argument("--streams", type=int, default=16, help="beside each attack, default %(default)s")
+    parser.add_argument("--calls", type=int, default=5, help="of each hostile caller, default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     return parser
 

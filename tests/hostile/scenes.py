@@ -17,22 +17,22 @@ from tests.hostile.finding import Finding
 from tests.hostile.http import post, watched_health
 
 NUM_CALLERS = 4
-CALLS_EACH = 5
 STANDSTILL_S = 20.0
 
 FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 
-Scene = Callable[[Town, int], Awaitable[Finding]]
+Scene = Callable[[Town, int, int], Awaitable[Finding]]
+"""A town, how many streams run beside it, and how many calls each hostile caller makes."""
 
 
-async def grammars(town: Town, num_streams: int) -> Finding:
+async def grammars(town: Town, num_streams: int, num_calls: int) -> Finding:
     """Hostile grammars from several callers, all shapes in turn, at the size of the longest text that is allowed."""
-    finding = Finding(f"{NUM_CALLERS} callers send {CALLS_EACH} hostile grammars each")
+    finding = Finding(f"{NUM_CALLERS} callers send {num_calls} hostile grammars each")
     shapes = itertools.cycle(SHAPES.items())
     statuses: dict[int, int] = {}
 
     async def caller() -> None:
-        for _ in range(CALLS_EACH):
+        for _ in range(num_calls):
             name, shape = next(shapes)
             body = {"structured_outputs": {FIELDS[shape.kind]: shape.of().source}, "max_tokens": 16}
             began = time.monotonic()
@@ -54,7 +54,7 @@ async def grammars(town: Town, num_streams: int) -> Finding:
     return finding
 
 
-async def whole_answers(town: Town, num_streams: int) -> Finding:
+async def whole_answers(town: Town, num_streams: int, _num_calls: int) -> Finding:
     """Everything that one call may ask for at once, unstreamed."""
     finding = Finding("whole answers with 20 log probabilities a token")
     with watched_health(town.http) as health:
@@ -79,7 +79,7 @@ async def whole_answers(town: Town, num_streams: int) -> Finding:
     return finding
 
 
-async def standstill(town: Town, num_streams: int) -> Finding:
+async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
     """The gateway's process, which has its workers' supervisor in it, stands still for a while."""
     finding = Finding(f"the gateway's process is stopped for {STANDSTILL_S:g} s, and goes on")
     async with Bystanders(town, finding, num_streams):
