@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.request import TokenLogprobs
-from baton.turn_budget import TURN_S
 from gateway.grpc_api.vllm_whole import WholeResponse
 from gateway.http_api.openai.answers import PromptTokensDetails, Usage
 from gateway.http_api.openai.chat import ChatAnswer
@@ -35,6 +34,7 @@ from gateway.http_api.openai.completions import CompletionAnswer
 from gateway.http_api.openai.events import Head
 from gateway.http_api.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.requests.client_request import Delta
+from gateway.requests.turn_budget import TURN_S
 from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS
 from gateway.text import Tokenizer
 from tests.factories.answers import finish_of

@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
-from baton.turn_budget import TurnBudget
 from gateway.requests.choices import ChoiceDelta
 from gateway.requests.client_request import Delta
 from gateway.requests.run import Generation
+from gateway.requests.turn_budget import TurnBudget
 
 MAX_VALUES = 3 * 2**20
 """Of one whole answer, over all of its choices: a token is a value, and so is each of the likeliest ones beside it.

@@ -10,7 +10,6 @@ from starlette.types import Message
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from baton.turn_budget import TURN_S
 from gateway.http_api.openai.answers import (
     MIN_LOGPROB,
     ChatChoice,
@@ -41,6 +40,7 @@ from gateway.http_api.openai.respond import Generated
 from gateway.http_api.whole_json import PIECE_CHARACTERS
 from gateway.requests.client_request import Delta
 from gateway.requests.run import Generation
+from gateway.requests.turn_budget import TURN_S
 from gateway.requests.whole_answer import PORTION_TOKENS
 from gateway.text import Detokenizer, TextStream, Tokenizer
 from tests.factories.answers import WorkClock, long_answer

@@ -7,7 +7,6 @@ import pytest
 from pydantic_core import to_json
 from starlette.types import Message
 
-from baton.turn_budget import TURN_S
 from gateway.http_api.whole_json import (
     PIECE_CHARACTERS,
     WRITE_CHARACTERS,
@@ -15,6 +14,7 @@ from gateway.http_api.whole_json import (
     send_json,
     string_pieces,
 )
+from gateway.requests.turn_budget import TURN_S
 from tests.factories.answers import WorkClock
 
 TEXT = 'é "\\\n\x00\x1f\x7f\u2028\U0001f600' * PIECE_CHARACTERS

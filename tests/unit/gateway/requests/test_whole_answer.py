@@ -5,9 +5,9 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from baton.turn_budget import TURN_S
 from gateway.requests.client_request import Delta
 from gateway.requests.run import Generation
+from gateway.requests.turn_budget import TURN_S
 from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
 from gateway.text import TextStream
 from tests.factories.answers import WorkClock, batches_from, finish_of
