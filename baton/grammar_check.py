@@ -9,7 +9,9 @@ HEADER_BYTES = 4
 """In front of each message: its length, big-endian."""
 
 CPU_LIMIT_S = 1.0
-"""For compiling one grammar, and once more for following it. Ordinary ones take a hundredth of it at most."""
+"""For compiling one grammar. Ordinary ones take a hundredth of it at most."""
+FOLLOW_LIMIT_S = 0.25
+"""For its first tokens, whose masks a worker computes between two steps. Ordinary ones take a hundredth of it, too."""
 MEMORY_LIMIT_BYTES = 512 * 2**20
 """What a compiling process may map beside what it was born with."""
 STACK_BYTES = 32 * 2**20
@@ -33,10 +35,11 @@ class GrammarTried:
 
 @dataclass(frozen=True, slots=True)
 class GrammarEndedProcess:
-    """The compiling process ended with this signal while it worked on the grammar; another one takes its place."""
+    """The compiling process ended while it worked on the grammar, which is not tried again; another one goes on."""
 
     number: int
     signal: int
+    """What ended it; 0: it exited."""
 
 
 Message = TryGrammar | GrammarTried | GrammarEndedProcess

@@ -5,18 +5,20 @@
     parent    loads the tokenizer once, forks, waits, says which grammar ended a child, forks again
     child     reads grammars from stdin, one at a time, and answers on stdout; its time, memory and stack are limited
 
-A fork has the tokenizer already, so a child that ended is replaced within milliseconds. After its answer a child
-follows the grammar for a few tokens: some compile quickly and cannot be matched within the limits. Knows no gateway;
-both end when stdin does.
+A fork has the tokenizer already, so a child that ended is replaced within milliseconds. A child also follows the
+grammar for a few tokens, under the same limits: some compile quickly and then take seconds and a gigabyte for a
+token. Knows no gateway; both end when stdin does.
 """
 
 import contextlib
+import ctypes
 import mmap
 import os
 import resource
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 
 from baton.grammar_check import (
     CPU_LIMIT_S,
+    FOLLOW_LIMIT_S,
     HEADER_BYTES,
     MEMORY_LIMIT_BYTES,
     STACK_BYTES,
@@ -37,9 +40,13 @@ from baton.sampling import StructuredOutput
 from engine.compile_grammar import GrammarLibrary, in_one_line, thread_with_stack
 
 NUM_FOLLOWED_TOKENS = 8
+ORDINARY_CHARACTERS = 4_000
+ORDINARY_CPU_S = 0.01
+"""To compile. What is smaller and quicker is cheap to match, so that its answer need not wait for the proof."""
 MAX_GRAMMARS_PER_CHILD = 1_000
 """Then another one takes its place, with the memory that the parent has."""
 
+PR_SET_PDEATHSIG = 1
 EXIT_NO_MORE_GRAMMARS = 0
 EXIT_REPLACE = 75
 
@@ -59,13 +66,12 @@ def main(arguments: list[str]) -> int:
         if child == 0:
             serve_grammars(library, under_way)
         _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            if os.WEXITSTATUS(status) == EXIT_REPLACE:
-                continue
-            return os.WEXITSTATUS(status)
-        if number := under_way.number:
+        code = os.waitstatus_to_exitcode(status)
+        if under_way.number:
+            write(pack(GrammarEndedProcess(under_way.number, max(0, -code))))
             under_way.number = 0
-            write(pack(GrammarEndedProcess(number, os.WTERMSIG(status))))
+        elif code >= 0 and code != EXIT_REPLACE:
+            return code
 
 
 class NumberUnderWay:
@@ -93,6 +99,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
         code = answer_grammars(library, under_way)
 
     try:
+        end_with_parent()
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), 2
         )  # clients must not fill a log with what a library says at its end
@@ -100,6 +107,12 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
         thread_with_stack(STACK_BYTES, run, "grammar").join()
     finally:
         os._exit(code)
+
+
+def end_with_parent() -> None:
+    """On Linux. Elsewhere a child whose parent was killed goes on, and is not replaced once it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_limits() -> None:
@@ -119,9 +132,15 @@ def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
         if job is None:
             return EXIT_NO_MORE_GRAMMARS
         under_way.number = job.number
+        began = time.process_time()
         matcher, error = compile_within_limits(library, job.output)
+        is_ordinary = (
+            len(job.output.source) <= ORDINARY_CHARACTERS and time.process_time() - began <= ORDINARY_CPU_S
+        )
+        if matcher is not None and not is_ordinary:
+            follow(matcher)
         write(pack(GrammarTried(job.number, error)))
-        if matcher is not None:
+        if matcher is not None and is_ordinary:
             follow(matcher)
         under_way.number = 0
     return EXIT_REPLACE
@@ -141,13 +160,16 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
 
 
 def follow(matcher: Any) -> None:
-    """Matches a few tokens, each the first that is allowed: within the limits it returns, otherwise it does not."""
-    limit_cpu_time()
-    with contextlib.suppress(Exception):
+    """Matches a few tokens, each the last that is allowed: the first may be the end. Beyond the limits it does not
+    return."""
+    limit_cpu_time(FOLLOW_LIMIT_S)
+    with contextlib.suppress(
+        Exception
+    ):  # a panic is none: it ends this process, and with it the grammar's chances
         for _ in range(NUM_FOLLOWED_TOKENS):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
-            if not len(allowed) or not matcher.consume_token(int(allowed[0])) or matcher.is_stopped():
+            if not len(allowed) or not matcher.consume_token(int(allowed[-1])) or matcher.is_stopped():
                 break
     limit_cpu_time(0.0)
 

@@ -2,7 +2,7 @@
 
     known text         its former verdict, at once
     too deep           refused before it is compiled
-    everything else    compiled, one at a time, by callers in turn: whose texts take long comes later
+    everything else    compiled, one at a time; callers take turns by the time that their texts took
 
 A text that ended the process, or took too long, is refused from then on. The latest verdicts are kept.
 """
@@ -20,6 +20,7 @@ from baton.clock import Clock
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError
 from baton.grammar_check import (
     CPU_LIMIT_S,
+    FOLLOW_LIMIT_S,
     MEMORY_LIMIT_BYTES,
     STACK_BYTES,
     GrammarEndedProcess,
@@ -30,7 +31,7 @@ from baton.grammar_check import (
 from baton.sampling import StructuredOutput
 from gateway.grammars.depth import check_depth
 from gateway.grammars.process import CompileProcess
-from gateway.requests.fair_line import FairLine
+from gateway.grammars.queue import CompileQueue
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +45,21 @@ TRY_TIMEOUT_S = 30.0
 """For one grammar, whose process has CPU_LIMIT_S of CPU time and may have to share a busy machine."""
 RETRY_AFTER_S = 1.0
 
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
+"""No limit of the compiling process ends it so: the system or an operator did."""
+
 Digest = bytes
 
 
 @dataclass(eq=False, slots=True)
 class Trial:
-    """A grammar that waits to be compiled. See gateway.requests.fair_line.Waiting."""
+    """A grammar that waits to be compiled."""
 
     number: int
     caller: str
-    num_tokens: int
-    """What it is expected to cost its caller: the milliseconds that the caller's last grammar took."""
     output: StructuredOutput
     verdict: "asyncio.Future[RequestError | None]"
     """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be found out."""
-    priority: int = 0
-    is_resumed: bool = False
     digest: Digest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,9 +82,7 @@ class GrammarCheck:
         self._process: CompileProcess | None = None
         self._verdicts: dict[Digest, str | None] = {}
         """Why a text is refused, or None; the latest used comes last."""
-        self._line = FairLine[Trial]()
-        self._costs_ms: dict[str, int] = {}
-        """Of the last grammar of each caller that has been dear."""
+        self._queue = CompileQueue[Trial]()
         self._number = 0
         self._sent: deque[Trial] = deque(maxlen=2)
         """The last ones that the process was given: it may end with one after it has said that it compiles."""
@@ -122,7 +120,7 @@ class GrammarCheck:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        for trial in list(self._line):
+        while (trial := self._queue.take()) is not None:
             self._give_up(trial, "this gateway is stopping")
         if self._process is not None:
             await self._process.stop()
@@ -141,12 +139,11 @@ class GrammarCheck:
                     "the request's deadline passed before its grammar was compiled"
                 ) from None
             raise Overloaded(
-                f"{len(self._line)} grammars wait to be compiled, for more than {MAX_WAIT_S:g} s",
+                f"{len(self._queue)} grammars wait to be compiled, for more than {MAX_WAIT_S:g} s",
                 RETRY_AFTER_S,
             ) from None
         finally:
-            if trial in self._line:
-                self._line.remove(trial)
+            self._queue.discard(trial)
 
     def _add(self, output: StructuredOutput, caller: str) -> Trial:
         """The caller with most of them waiting is refused where there is no room."""
@@ -154,10 +151,10 @@ class GrammarCheck:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1
         verdict = asyncio.get_running_loop().create_future()
-        trial = Trial(self._number, caller, self._costs_ms.get(caller, 1), output, verdict)
-        self._line.add(trial)
-        if len(self._line) > MAX_WAITING and (last := self._line.last_of_largest()) is not None:
-            self._line.remove(last)
+        trial = Trial(self._number, caller, output, verdict)
+        self._queue.add(trial)
+        if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
+            self._queue.discard(last)
             self._give_up(last, f"{MAX_WAITING} grammars wait to be compiled, which is the limit")
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
@@ -165,14 +162,13 @@ class GrammarCheck:
 
     async def _run(self) -> None:
         """Takes the next one, tries it, tells: until no grammar waits."""
-        while (trial := next(iter(self._line), None)) is not None:
-            self._line.serve(trial)
+        while (trial := self._queue.take()) is not None:
             if trial.digest in self._verdicts:  # another one had the same text
                 trial.verdict.set_result(self._known_verdict(trial.digest))
                 continue
             began = self._clock.now()
             await self._try(trial)
-            self._charge(trial.caller, self._clock.now() - began)
+            self._queue.charge(trial.caller, self._clock.now() - began)
 
     async def _try(self, trial: Trial) -> None:
         try:
@@ -182,8 +178,10 @@ class GrammarCheck:
             self._give_up(trial, "grammars cannot be compiled at present")
             return
         self._sent.append(trial)
-        await process.send(TryGrammar(trial.number, trial.output))
-        await asyncio.wait([trial.verdict], timeout=TRY_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TRY_TIMEOUT_S):  # a process that does not run does not read, either
+                await process.send(TryGrammar(trial.number, trial.output))
+                await asyncio.wait([trial.verdict])
         if not trial.verdict.done():
             self._give_up(trial, f"its grammar could not be compiled within {TRY_TIMEOUT_S:g} s")
             process.kill()
@@ -202,12 +200,15 @@ class GrammarCheck:
         match message:
             case GrammarTried(error=error):
                 self._conclude(trial, error, "compiled" if error is None else "invalid")
+            case GrammarEndedProcess(signal=number) if number in FROM_OUTSIDE:
+                self._give_up(trial, "the process that compiled its grammar was killed; try again")
             case GrammarEndedProcess(signal=number):
                 logger.warning(
-                    "a grammar of caller '%s' with %d characters ended its compiler with %s: it is refused from now on",
+                    "a grammar of caller '%s' with %d characters ended its compiler with signal %d: it is refused from "
+                    "now on",
                     trial.caller,
                     len(trial.output.source),
-                    signal.Signals(number).name,
+                    number,
                 )
                 self._conclude(trial, _reason(number), "killed")
 
@@ -232,15 +233,6 @@ class GrammarCheck:
         if not trial.verdict.done():
             trial.verdict.set_result(Overloaded(reason, RETRY_AFTER_S))
 
-    def _charge(self, caller: str, took_s: float) -> None:
-        """What the caller's next one is expected to cost."""
-        cost_ms = int(took_s * 1000.0)
-        self._costs_ms.pop(caller, None)
-        if cost_ms > 1:
-            self._costs_ms[caller] = cost_ms
-            if len(self._costs_ms) > MAX_WAITING:
-                del self._costs_ms[next(iter(self._costs_ms))]
-
     def _known_verdict(self, digest: Digest) -> InvalidRequest | None:
         error = self._verdicts.pop(digest)
         self._verdicts[digest] = error  # the latest used
@@ -256,7 +248,10 @@ def digest_of(output: StructuredOutput) -> Digest:
 
 def _reason(number: int) -> str:
     if number == signal.SIGPROF:
-        return f"it is too complex: compiling it takes more than {CPU_LIMIT_S:g} s"
+        return (
+            f"it is too complex: compiling it takes more than {CPU_LIMIT_S:g} s, or matching its first tokens more "
+            f"than {FOLLOW_LIMIT_S:g} s"
+        )
     return (
         f"it is too complex: compiling it takes more than {STACK_BYTES >> 20} MiB of stack or "
         f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"

@@ -30,6 +30,7 @@ _LARK_TOKEN = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 _REGEX_TOKEN = re.compile(r"\\[\s\S]|\[(?:\\[\s\S]|[^\]\\])*+\]?|(?P<open>\()|(?P<close>\))")
+_INDEX = re.compile(r"[0-9]{1,9}")
 _JSON_TOKEN = re.compile(r'"(?:\\[\s\S]|[^"\\])*+"?|(?P<open>[\[{])|(?P<close>[\]}])')
 
 
@@ -77,7 +78,7 @@ def _resolved(schema: Any, reference: object) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict) and key in value:
             value = value[key]
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
             value = value[int(key)]
         else:
             return None

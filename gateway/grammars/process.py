@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton.errors import WireError
@@ -46,7 +46,7 @@ class CompileProcess:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(sys.path), **ONE_THREAD},
+            env={**_kept(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **ONE_THREAD},
             start_new_session=True,  # so that it and its forks can be killed together
         )
         self._reading = asyncio.create_task(self._read())
@@ -96,6 +96,11 @@ class CompileProcess:
             self.kill()  # its pipe is at its end, or it writes what it should not
         finally:
             self._on_end()
+
+
+def _kept(environment: Mapping[str, str]) -> dict[str, str]:
+    """What an interpreter may need to start; secrets stay here."""
+    return {name: environment[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in environment}
 
 
 def process_arguments(model_folder: Path, model: ServedModel) -> list[str]:

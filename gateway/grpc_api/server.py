@@ -21,7 +21,7 @@ from gateway.observing.call_error import OnCallError
 KEEPALIVE_TIMEOUT_S = 20.0
 """A client that leaves a ping unanswered for so long is gone."""
 
-HANDSHAKE_TIMEOUT_S = 20.0
+HANDSHAKE_TIMEOUT_S = 10.0
 """For a connection to begin, TLS included. gRPC would give it two minutes, in each of which it is one of those that
 there may be, whoever opened it."""
 

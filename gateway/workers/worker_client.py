@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_FRAMES_AT_ONCE = 32
 """Before anything else gets a turn."""
 
+READING_S = 0.05
+"""Before a worker counts as silent: what it said may have come in just now."""
+
 REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
 
 
@@ -197,8 +200,10 @@ class WorkerClient:
         look_every_s = pace_of(timeout_s) / 2
         while True:
             left_s = self._heard_at + timeout_s - self._running_s()
-            if left_s <= 0.0 and not self.is_silent and not await self._socket.poll(0):
-                self._fall_silent(f"silent for {timeout_s:g} s")
+            if left_s <= 0.0 and not self.is_silent:
+                await asyncio.sleep(READING_S)
+                if self._heard_at + timeout_s <= self._running_s():
+                    self._fall_silent(f"silent for {timeout_s:g} s")
             await asyncio.sleep(min(left_s, look_every_s) if left_s > 0.0 else look_every_s)
 
     def _running_s(self) -> float:

@@ -3,11 +3,17 @@
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from baton.clock import SystemClock
+from baton.errors import InvalidRequest
+from baton.sampling import GrammarKind, StructuredOutput
 from gateway.client import GatewayError
+from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
+from gateway.model import ServedModel
 from tests.e2e.test_same_tokens import MODES, make_config
 from tests.factories.local_cluster import LocalCluster, local_cluster
 
@@ -62,3 +68,20 @@ async def check_answers_match(cluster: LocalCluster) -> None:
     )
     assert all(re.fullmatch(DATE, date.text) for date in dates)
     assert len({date.text for date in dates}) == 4, "a seed's date is the same in both modes"
+
+
+def test_what_compiles_quickly_and_cannot_be_matched_is_refused_the_first_time(smollm2: Path) -> None:
+    """Its first token alone would take a worker's device seconds, and a gigabyte."""
+    source = "zq" * 12 + "(" + "a?" * 20_000 + ")"
+
+    async def run() -> None:
+        model = ServedModel("smollm2", str(smollm2), 2048, 49_152, (2,))
+        grammars = GrammarCheck(partial(CompileProcess, process_arguments(smollm2, model)), SystemClock())
+        try:
+            with pytest.raises(InvalidRequest, match="too complex"):
+                await grammars.check(StructuredOutput(GrammarKind.REGEX, source), "mallory", None)
+            await grammars.check(StructuredOutput(GrammarKind.JSON_SCHEMA, SCHEMA), "alice", None)
+        finally:
+            await grammars.stop()
+
+    asyncio.run(run())

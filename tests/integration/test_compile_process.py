@@ -106,7 +106,7 @@ def test_killed_with_its_fork_it_is_replaced_and_at_the_end_nothing_is_left(fold
             former = grammars._process
             assert former is not None
             assert former._process is not None
-            os.killpg(former._process.pid, signal.SIGKILL)
+            os.kill(former._process.pid, signal.SIGKILL)  # the parent; its fork ends with it
             await former._process.wait()
             while former.is_running:
                 await asyncio.sleep(0)

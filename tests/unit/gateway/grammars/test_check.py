@@ -49,6 +49,10 @@ class ScriptedProcess(CompileProcess):
             self._on_message(GrammarEndedProcess(number, signal.SIGSEGV))
         elif source.startswith("endless"):
             self._on_message(GrammarEndedProcess(number, signal.SIGPROF))
+        elif source.startswith("unlucky"):
+            self._on_message(GrammarEndedProcess(number, signal.SIGKILL))
+        elif source.startswith("exits"):
+            self._on_message(GrammarEndedProcess(number, 0))
         elif source.startswith("ends all"):
             self.end()
         elif not source.startswith("silent"):
@@ -164,23 +168,40 @@ def test_a_process_that_says_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) 
     assert (world.num_killed, world.num_started) == (1, 2)
 
 
-def test_c57_a_caller_whose_grammars_take_long_gets_its_turn_and_no_more() -> None:
+def test_c57_a_burst_of_dear_grammars_makes_another_caller_wait_for_one_of_them() -> None:
     async def scene(world: World) -> None:
-        await world.check("slow 0", "mallory")
         held = asyncio.create_task(world.check("waits", "mallory"))
         while "waits" not in world.tried:
             await asyncio.sleep(0)
         async with asyncio.TaskGroup() as group:
-            for number in (1, 2, 3):
+            for number in range(5):
                 group.create_task(world.check(f"slow {number}", "mallory"))
             await asyncio.sleep(0)
-            for number in (1, 2, 3):
+            for number in range(3):
                 group.create_task(world.check(f"good {number}", "alice"))
             await asyncio.sleep(0)
             world.may_answer.set()
         await held
 
-    assert play(scene).tried[2:] == ["slow 1", "good 1", "good 2", "good 3", "slow 2", "slow 3"]
+    slow = [f"slow {number}" for number in range(5)]
+    assert play(scene).tried == ["waits", slow[0], "good 0", "good 1", "good 2", *slow[1:]]
+
+
+def test_a_process_that_is_killed_from_outside_condemns_no_text() -> None:
+    async def scene(world: World) -> None:
+        assert "was killed; try again" in await world.check("unlucky")
+        assert "was killed; try again" in await world.check("unlucky")
+
+    world = play(scene)
+    assert world.tried == ["unlucky", "unlucky"]
+    assert world.verdicts == []
+
+
+def test_a_text_whose_compiler_exits_is_refused_from_then_on() -> None:
+    async def scene(world: World) -> None:
+        assert "too complex" in await world.check("exits")
+
+    assert play(scene).verdicts == ["killed"]
 
 
 def test_c57_where_there_is_no_room_the_caller_with_most_of_them_waiting_is_refused(

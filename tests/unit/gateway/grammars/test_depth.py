@@ -89,6 +89,7 @@ def test_brackets_within_strings_and_comments_are_none(kind: GrammarKind, source
         (REGEX, "[\\]" * MAX_GRAMMAR_CHARACTERS),
         (JSON, "[" + '"\\"' * MAX_GRAMMAR_CHARACTERS),
         (JSON, "not JSON"),
+        (JSON, '{"$ref": "#/x/' + "9" * 5_000 + '", "x": [' + "{}," * 600 + "1]}"),
         (JSON, '{"$ref": "#/none", "allOf": [{"$ref": 3}, {"$ref": "#/allOf/1"}, {"$ref": "elsewhere"}]}'),
     ],
 )
