@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from engine.kernels.attention_plan import TileGrid
 
-SHARED_BYTES = 224 * 1024
-"""Shared memory of an H100's or H200's multiprocessor that programs can have (227 KiB), less what launches reserve."""
+RESERVED_BYTES = 3 * 1024
+"""Of a multiprocessor's shared memory: what launches take for themselves."""
+SHARED_BYTES = 227 * 1024 - RESERVED_BYTES
+"""What programs on an H100's or H200's multiprocessor can have."""
+MIN_BLOCK_N = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class AttentionShape:
     kv_dtype_bytes: int
     has_copy_engine: bool = True
     """Of tensors: compute capability 9.0 and later."""
+    shared_bytes: int = SHARED_BYTES
+    """Of the device: what all programs on a multiprocessor can have together."""
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0, "query heads come in equal groups"
@@ -77,11 +82,13 @@ class AttentionTuning:
 def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTuning:
     """For requests of `num_queries` queries, few enough that their rows fill no larger tile."""
     block_m = max(16, _power_of_two(num_queries * shape.group_size))
-    block_n = _block_n(shape, 64 if shape.padded_head_dim <= 128 else 32)
+    preferred = _block_n(shape, 64 if shape.padded_head_dim <= 128 else 32)
     # Two programs a multiprocessor: while one begins or ends an item, the other keeps memory busy. The operands of so
     # small a product are read into registers first, so a stage less is kept in shared memory than there are stages.
-    tile_bytes = block_m * (shape.padded_head_dim + block_n) * shape.dtype_bytes
-    num_buffers = _num_buffers(shape, block_n, SHARED_BYTES // 2 - tile_bytes, 4)
+    tile_bytes = block_m * (shape.padded_head_dim + preferred) * shape.dtype_bytes
+    shared_bytes = shape.shared_bytes // 2 - tile_bytes
+    block_n = _fitting(shape, preferred, shared_bytes)
+    num_buffers = _num_buffers(shape, block_n, shared_bytes, 4)
     # Told that two programs have all registers, the assembler does not make room for a third by spilling.
     return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
 
@@ -92,13 +99,12 @@ def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
     block_m = max(64 if is_float32 else 128, _power_of_two(shape.group_size))
     # 128 keys take all registers there are; gathering through pointers, or wider heads, would spill.
     has_registers = shape.uses_tma and shape.padded_head_dim <= 128 and shape.kv_dtype_bytes == 2
-    block_n = _block_n(
+    preferred = _block_n(
         shape, 32 if is_float32 or shape.padded_head_dim > 128 else 128 if has_registers else 64
     )
-    query_bytes = block_m * shape.padded_head_dim * shape.dtype_bytes
-    return AttentionTuning(
-        block_m, block_n, 8, _num_buffers(shape, block_n, SHARED_BYTES - query_bytes, 3), 1
-    )
+    shared_bytes = shape.shared_bytes - block_m * shape.padded_head_dim * shape.dtype_bytes
+    block_n = _fitting(shape, preferred, shared_bytes)
+    return AttentionTuning(block_m, block_n, 8, _num_buffers(shape, block_n, shared_bytes, 3), 1)
 
 
 def _block_n(shape: AttentionShape, preferred: int) -> int:
@@ -106,10 +112,21 @@ def _block_n(shape: AttentionShape, preferred: int) -> int:
     return min(preferred, shape.block_size) if shape.uses_tma else preferred
 
 
+def _fitting(shape: AttentionShape, block_n: int, shared_bytes: int) -> int:
+    """As many keys, or fewer where two buffers of so many do not fit."""
+    while block_n > MIN_BLOCK_N and 2 * _buffer_bytes(shape, block_n) > shared_bytes:
+        block_n //= 2
+    return block_n
+
+
+def _buffer_bytes(shape: AttentionShape, block_n: int) -> int:
+    """Of keys and values."""
+    return 2 * block_n * shape.padded_head_dim * shape.kv_dtype_bytes
+
+
 def _num_buffers(shape: AttentionShape, block_n: int, shared_bytes: int, most: int) -> int:
-    """As many as fit, each for keys and values."""
-    buffer_bytes = 2 * block_n * shape.padded_head_dim * shape.kv_dtype_bytes
-    return max(2, min(most, shared_bytes // buffer_bytes))
+    """As many as fit, two at least, each for keys and values."""
+    return max(2, min(most, shared_bytes // _buffer_bytes(shape, block_n)))
 
 
 def _power_of_two(number: int) -> int:

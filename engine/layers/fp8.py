@@ -23,10 +23,11 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x_TI = quantized_TI x scale_T1, as nearly as 8 bits can: each row's largest value becomes 448.
 
-    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives.
+    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives, on every device: see its reference for why
+    this divides by a tensor.
     """
-    largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32)
-    scale_T1 = largest_T1.clamp_(min=MIN_MAGNITUDE).div_(FP8_MAX)
+    largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).clamp_(min=MIN_MAGNITUDE)
+    scale_T1 = largest_T1.div_(torch.full_like(largest_T1, FP8_MAX))
     return saturate(x_TI / scale_T1), scale_T1
 
 

@@ -24,7 +24,14 @@ from engine.kernels.attention_plan import (
     plan_attention,
     plan_bounds,
 )
-from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, decode_tuning, prefill_tuning
+from engine.kernels.attention_tuning import (
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    AttentionShape,
+    AttentionTuning,
+    decode_tuning,
+    prefill_tuning,
+)
 from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import LayerKV, Partials, Softmax, paged_attention
 from engine.kernels.rope_store import rope_store
@@ -72,6 +79,7 @@ class TritonAttention:
             dtype.itemsize,
             shape.dtype.itemsize,
             has_copy_engine=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0),
+            shared_bytes=_shared_bytes(device),
         )
         self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors)
         self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors)
@@ -256,3 +264,11 @@ class StepAttention:
                 launch.grid.num_programs,
             )
         return out_TQD.view(len(out_TQD), -1)
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """What programs on one multiprocessor of this device can have together."""
+    if device.type != "cuda":
+        return SHARED_BYTES  # where kernels are interpreted, there is no such limit
+    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return most - RESERVED_BYTES
