@@ -97,14 +97,19 @@ def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
     """For chunks of many queries; works for decodes among them too."""
     is_float32 = shape.dtype_bytes > 2
     block_m = max(64 if is_float32 else 128, _power_of_two(shape.group_size))
-    # 128 keys take all registers there are; gathering through pointers, or wider heads, would spill.
-    has_registers = shape.uses_tma and shape.padded_head_dim <= 128 and shape.kv_dtype_bytes == 2
-    preferred = _block_n(
-        shape, 32 if is_float32 or shape.padded_head_dim > 128 else 128 if has_registers else 64
-    )
+    preferred = _block_n(shape, _prefill_keys(shape))
     shared_bytes = shape.shared_bytes - block_m * shape.padded_head_dim * shape.dtype_bytes
     block_n = _fitting(shape, preferred, shared_bytes)
     return AttentionTuning(block_m, block_n, 8, _num_buffers(shape, block_n, shared_bytes, 3), 1)
+
+
+def _prefill_keys(shape: AttentionShape) -> int:
+    """As many as the registers hold. 128 take all there are: gathering through pointers, or wider heads, spill."""
+    if shape.dtype_bytes > 2:
+        return 32 if shape.padded_head_dim <= 64 else 16
+    if shape.padded_head_dim > 128:
+        return 32
+    return 128 if shape.uses_tma and shape.kv_dtype_bytes == 2 else 64
 
 
 def _block_n(shape: AttentionShape, preferred: int) -> int:

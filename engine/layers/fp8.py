@@ -23,7 +23,7 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x_TI = quantized_TI x scale_T1, as nearly as 8 bits can: each row's largest value becomes 448.
 
-    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives, on every device: see its reference for why
+    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives, on every device: its reference says why
     this divides by a tensor.
     """
     largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).clamp_(min=MIN_MAGNITUDE)

@@ -83,7 +83,9 @@ LAUNCHES = {
     "decode, heads of 256": _launch(decode_tuning, head_dim=256),
     "decode, heads of 96": _launch(decode_tuning, head_dim=96),
     "decode, float32": _launch(decode_tuning, dtype=torch.float32, head_dim=64, block_size=16),
-    "decode, float32, heads of 64 by the copy engine": _launch(decode_tuning, dtype=torch.float32, head_dim=64),
+    "decode, float32, heads of 64 by the copy engine": _launch(
+        decode_tuning, dtype=torch.float32, head_dim=64
+    ),
     "decode, float32, heads of 128 by the copy engine": _launch(decode_tuning, dtype=torch.float32),
     "prefill": _launch(prefill_tuning),
     "prefill, blocks of 128": _launch(prefill_tuning, block_size=128),
@@ -94,7 +96,9 @@ LAUNCHES = {
     "prefill, heads of 256": _launch(prefill_tuning, head_dim=256),
     "prefill, heads of 96": _launch(prefill_tuning, head_dim=96),
     "prefill, float32": _launch(prefill_tuning, dtype=torch.float32, head_dim=64, block_size=16),
-    "prefill, float32, heads of 64 by the copy engine": _launch(prefill_tuning, dtype=torch.float32, head_dim=64),
+    "prefill, float32, heads of 64 by the copy engine": _launch(
+        prefill_tuning, dtype=torch.float32, head_dim=64
+    ),
     "prefill, float32, heads of 128 by the copy engine": _launch(prefill_tuning, dtype=torch.float32),
     "merge": _launch_merge,
 }
