@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from triton.runtime import driver
 
 from engine.batch import StepBatch
 from engine.gpu.staging import ALIGNMENT, Section
@@ -270,5 +271,5 @@ def _shared_bytes(device: torch.device) -> int:
     """What programs on one multiprocessor of this device can have together."""
     if device.type != "cuda":
         return SHARED_BYTES  # where kernels are interpreted, there is no such limit
-    most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return most - RESERVED_BYTES
+    properties = driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"]) - RESERVED_BYTES

@@ -1,0 +1,37 @@
+"""Tunings of attention fit the device: no launch wants more shared memory than a multiprocessor has."""
+
+import pytest
+
+from engine.kernels.attention_tuning import (
+    SHARED_BYTES,
+    AttentionShape,
+    AttentionTuning,
+    decode_tuning,
+    prefill_tuning,
+)
+
+KIB = 1024
+
+
+def wanted_bytes(shape: AttentionShape, tuning: AttentionTuning, num_buffers: int) -> int:
+    """Of one program: its queries, and buffers of keys and values."""
+    query_bytes = tuning.block_m * shape.padded_head_dim * shape.dtype_bytes
+    return query_bytes + num_buffers * 2 * tuning.block_n * shape.padded_head_dim * shape.kv_dtype_bytes
+
+
+@pytest.mark.parametrize("has_copy_engine", [True, False])
+@pytest.mark.parametrize("shared_bytes", [SHARED_BYTES, 160 * KIB, 96 * KIB])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_two_decodes_or_one_prefill_fit_a_multiprocessor(
+    head_dim: int, block_size: int, shared_bytes: int, has_copy_engine: bool
+) -> None:
+    for dtype_bytes, kv_dtype_bytes in ((2, 2), (2, 1), (4, 4)):
+        if dtype_bytes == 4 and head_dim == 256 and shared_bytes < SHARED_BYTES:
+            continue  # does not fit, and no model is served so
+        shape = AttentionShape(
+            32, 8, head_dim, block_size, dtype_bytes, kv_dtype_bytes, has_copy_engine, shared_bytes
+        )
+        decode, prefill = decode_tuning(shape), prefill_tuning(shape)
+        assert 2 * wanted_bytes(shape, decode, decode.num_stages - 1) <= shared_bytes
+        assert wanted_bytes(shape, prefill, prefill.num_stages) <= shared_bytes
