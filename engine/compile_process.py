@@ -116,8 +116,10 @@ def end_with_parent() -> None:
 
 
 def set_limits() -> None:
-    """No core dumps, and a bound to memory: an allocation beyond it ends this process."""
+    """No core dumps, and on Linux a bound to memory: an allocation beyond it ends this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + STACK_BYTES + MEMORY_LIMIT_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

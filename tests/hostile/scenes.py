@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from baton.sampling import GrammarKind
-from gateway.client import GatewayClient
 from tests.factories.hostile_grammars import SHAPES
 from tests.hostile.bystanders import Bystanders, Town
 from tests.hostile.finding import Finding
@@ -90,8 +89,6 @@ async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
         finally:
             os.kill(town.pid, signal.SIGCONT)
         await asyncio.sleep(5.0)  # whoever takes that for a peer's silence says so soon
-    async with GatewayClient(town.target) as client:
-        finding.seen["moves counted"] = (await client.describe())["gateway"]["in_flight"]
     return finding
 
 
