@@ -22,6 +22,7 @@ COPY scripts/install_image.sh scripts/
 COPY pyproject.toml README.md ./
 RUN scripts/install_image.sh dependencies "$VARIANT"
 COPY baton baton
+COPY cli cli
 COPY cluster cluster
 COPY decode_worker decode_worker
 COPY engine engine
@@ -29,6 +30,7 @@ COPY gateway gateway
 COPY kv_transfer kv_transfer
 COPY prefill_worker prefill_worker
 COPY scheduler scheduler
+COPY worker worker
 RUN scripts/install_image.sh baton
 
 # ---- What runs -------------------------------------------------------------------------------------------------------

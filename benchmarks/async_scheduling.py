@@ -28,22 +28,22 @@ import torch
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig, ModelConfig, SchedulerConfig
 from baton.kv import KVFingerprint
-from baton.messages import TO_GATEWAY, Outputs
+from baton.messages.request_plane import TO_GATEWAY, Outputs
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from decode_worker import DecodeWorker
 from engine.allocator import keep_freed_memory
-from engine.core import EngineCore
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import KVBlockShape, KVPool
-from engine.kv_events import KVChange
 from engine.loading.loader import load_model
-from engine.loop import EngineLoop
 from engine.pipeline import Runner, make_pipeline
 from engine.runner_parts import make_runner
 from kv_transfer import KVConnectorScheduler, KVConnectorWorker
 from scheduler import Scheduler
+from worker.core import EngineCore
+from worker.kv_events import KVChange
+from worker.loop import EngineLoop
 
 BATCHES = (1, 8, 32)
 DEVICE_BATCHES = (32, 256)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.config import BatonConfig
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
-from cluster.fleet.planner import RoleChange, Scale
+from cluster.controller.planner import RoleChange, Scale
 
 HOUR_S = 3600.0
 BURST_H = 20.0

@@ -25,8 +25,8 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from cluster.fleet.autoscaler import Autoscaler
-from cluster.fleet.planner import Decision
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.planner import Decision
 from gateway.requests.latency_window import LatencyWindow
 
 BLOCK_SIZE = 16

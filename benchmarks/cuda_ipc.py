@@ -37,7 +37,7 @@ from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, Transfer
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata, KVConnectorWorker
-from kv_transfer.orders import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 
 KIB, MIB = 2**10, 2**20

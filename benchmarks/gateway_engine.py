@@ -23,9 +23,9 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from cluster.worker_line import endpoint_to_json
-from engine.kv_events import KVChange
-from engine.request_plane import RequestServer
+from worker.kv_events import KVChange
+from worker.ready_line import endpoint_to_json
+from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(security="none", heartbeat_interval_s=0.25, peer_timeout_s=30.0)
 SHORTEST_STEP_S = 0.001

@@ -16,14 +16,14 @@ from typing import Any
 import grpc.aio
 
 from baton.clock import SystemClock
-from baton.curve import derive_keys
-from baton.garbage import settle
-from baton.gateway_config import GatewayConfig
+from baton.config import GatewayConfig
+from baton.system.curve import derive_keys
+from baton.system.garbage import settle
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from benchmarks.gateway_engine import FIRST_WORD, NETWORK, NUM_WORDS, SHORTEST_STEP_S
-from cluster.worker_line import endpoint_from_json
 from gateway import Gateway, ServedModel, Tokenizer
+from worker.ready_line import endpoint_from_json
 
 
 async def run_gateway(folder: Path, endpoint: str) -> None:

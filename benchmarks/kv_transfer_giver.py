@@ -19,13 +19,13 @@ import numpy.typing as npt
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.curve import ClusterSecret, PlaneKeys, derive_keys
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
+from baton.system.curve import ClusterSecret, PlaneKeys, derive_keys
 from engine.allocator import keep_freed_memory
 from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
-from kv_transfer.orders import BeginSend, FinishSend, LoadBlocks, OrderAtOnce, SendBlocks
+from kv_transfer.connector.commands import BeginSend, FinishSend, LoadBlocks, OrderAtOnce, SendBlocks
 
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 64 * 2

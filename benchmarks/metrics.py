@@ -11,14 +11,14 @@ from functools import partial
 from baton.kv import WorkerRef
 from baton.request import FinishReason
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
-from engine.metrics import WorkerMetrics
-from engine.step_counts import StepCounts
-from gateway.callers import ANYBODY
-from gateway.observing.metrics import GatewayMetrics
+from gateway.auth.callers import ANYBODY
 from gateway.requests.client_request import Finish, Timing
 from gateway.requests.record import Outcome, RequestRecord
 from gateway.requests.ttft import HandoverParts, TtftParts
 from gateway.routing.placement import Mode, Placement
+from gateway.telemetry.metrics import GatewayMetrics
+from worker.metrics import WorkerMetrics
+from worker.step_counts import StepCounts
 
 PARTS = TtftParts(
     gateway_s=0.001,

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.block_hash import block_hashes
-from baton.gateway_config import GatewayConfig
+from baton.config import GatewayConfig
 from baton.kv import WorkerRef
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from benchmarks.routing_fleet import KEY, Result, VirtualFleet
 from benchmarks.routing_workloads import Session, conversations, strangers

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.gateway_config import GatewayConfig
+from baton.config import GatewayConfig
 from baton.kv import KVTransferParams, TransferRole
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
 from baton.worker import WorkerRole, WorkerStatus

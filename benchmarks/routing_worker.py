@@ -7,13 +7,13 @@ from typing import Any
 
 from baton.config import SchedulerConfig
 from baton.kv import WorkerRef
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from engine.kv_events import net
-from engine.load import LoadMeter
 from scheduler import Request, Scheduler
+from worker.kv_events import net
+from worker.load import LoadMeter
 
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 131_072

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.request import TokenLogprobs
-from gateway.grpc_api.vllm_whole import WholeResponse
-from gateway.http_api.openai.answers import PromptTokensDetails, Usage
-from gateway.http_api.openai.chat import ChatAnswer
-from gateway.http_api.openai.choices import Collected
-from gateway.http_api.openai.completions import CompletionAnswer
-from gateway.http_api.openai.events import Head
-from gateway.http_api.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
+from gateway.grpc.vllm_whole import WholeResponse
+from gateway.http.openai.answers import PromptTokensDetails, Usage
+from gateway.http.openai.chat import ChatAnswer
+from gateway.http.openai.choices import Collected
+from gateway.http.openai.completions import CompletionAnswer
+from gateway.http.openai.events import Head
+from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.requests.client_request import Delta
 from gateway.requests.turn_budget import TURN_S
 from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.step import NewRequestData, SchedulerOutput
-from engine.grammar import Matcher
+from engine.grammars.compiler import Matcher
 from engine.kv_cache import NULL_BLOCK
 from engine.request_table import NONE, IntArray, RequestTable
 from engine.token_counts import TokenCounts

@@ -8,7 +8,7 @@ import torch
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RequestState
 from engine.forward import Forward
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
 from engine.sampler import SampledTokens, Sampler
 

@@ -1,7 +1,7 @@
 """make_runner: a ModelRunner of the parts that the model's device computes with."""
 
 from engine.forward import TorchForward
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.config import BatonConfig
-from cluster.child_processes import child_processes
-from cluster.cli import main as baton
+from cli.main import main as baton
+from cluster.processes.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 

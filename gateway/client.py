@@ -17,7 +17,7 @@ from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import generation_service_pb2_grpc as generation_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import WorkerRole
-from gateway.credentials import NO_CREDENTIALS, Credentials
+from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,

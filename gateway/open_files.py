@@ -3,8 +3,8 @@
 import logging
 import resource
 
+from baton.config import GatewayConfig
 from baton.errors import ConfigError
-from baton.gateway_config import GatewayConfig
 
 OTHER_FILES = 1024
 """What a gateway has open beside its clients' connections, at most."""

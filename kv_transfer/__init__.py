@@ -3,12 +3,12 @@
 What is handed over is called a prompt here, although after a move it has what others sampled of the output, too.
 """
 
-from kv_transfer.connector_scheduler import KVConnectorScheduler
-from kv_transfer.connector_worker import KVConnectorWorker
-from kv_transfer.orders import KVConnectorMetadata
+from kv_transfer.connector.commands import KVConnectorMetadata
+from kv_transfer.connector.ranks import RankConnector, RankedConnector
+from kv_transfer.connector.scheduler import KVConnectorScheduler
+from kv_transfer.connector.worker import KVConnectorWorker
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks
-from kv_transfer.ranks import RankConnector, RankedConnector
-from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.shared_memory import SharedMemory
 
 __all__ = [

@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 
 from baton.kv import KVFingerprint
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
-from kv_transfer.transport.cuda_memory import CudaMemory
 
 MAX_POOL_NBYTES = 2**62
 """So that no offset within a pool, nor the end of a run that begins there, is too large for an int64."""

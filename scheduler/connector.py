@@ -9,7 +9,7 @@ from scheduler.request import Request
 class KVConnector(Protocol):
     """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
 
-    None of the calls blocks or raises for what a peer did. `engine/core.py` introduces the implementation.
+    None of the calls blocks or raises for what a peer did. `worker/core.py` introduces the implementation.
     """
 
     def request_added(self, request: Request) -> None:

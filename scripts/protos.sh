@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Regenerates Python from protos/: baton/v1 for our own API, gateway/grpc_api/generated for interfaces of others, whose own
+# Regenerates Python from protos/: baton/v1 for our own API, gateway/grpc/generated for interfaces of others, whose own
 # package names (vllm, smg) are those of distributions on PyPI. With --check, fails if what is checked in differs from what
 # would be generated.
 set -euo pipefail
@@ -12,10 +12,10 @@ PATH="$(dirname "$(command -v "$python")"):$PATH" "$python" -m grpc_tools.protoc
     --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
     protos/baton/v1/*.proto protos/vllm/grpc/engine/*.proto protos/smg/grpc/common/*.proto
 
-others=gateway/grpc_api/generated
+others=gateway/grpc/generated
 mkdir -p "$out/$others"
 mv "$out"/vllm/grpc/engine/* "$out"/smg/grpc/common/* "$out/$others/"
-sed -i -E 's/\b(vllm\.grpc\.engine|smg\.grpc\.common)(\.[a-z_]+_pb2|\b import\b)/gateway.grpc_api.generated\2/' "$out/$others"/*.py*
+sed -i -E 's/\b(vllm\.grpc\.engine|smg\.grpc\.common)(\.[a-z_]+_pb2|\b import\b)/gateway.grpc.generated\2/' "$out/$others"/*.py*
 
 if [ "${1:-}" = "--check" ]; then
     for folder in baton/v1 "$others"; do

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from cluster.secret import SECRET_VARIABLE
+from baton.system.secret import SECRET_VARIABLE
 from tests.factories.security import SECRET
 
 if TYPE_CHECKING:

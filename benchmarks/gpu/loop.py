@@ -20,14 +20,14 @@ from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ReceivedKV
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
-from engine.core import EngineCore
-from engine.grammar import GrammarCompiler
-from engine.kv_events import KVChange
-from engine.loop import EngineLoop
+from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, StreamPipeline
 from engine.runner import ModelRunner
 from kv_transfer import KVConnectorMetadata, KVConnectorScheduler
 from scheduler import Scheduler
+from worker.core import EngineCore
+from worker.kv_events import KVChange
+from worker.loop import EngineLoop
 
 PATIENCE_S = 300.0
 NOBODY = WorkerRef("nobody", "life", ("tcp://127.0.0.1:1",), 1)
@@ -35,7 +35,7 @@ _ids = count()
 
 
 class InstantLoads:
-    """Satisfies engine.core.ConnectorWorker: what is to be loaded is there."""
+    """Satisfies engine.connector.ConnectorWorker: what is to be loaded is there."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedKV] = []

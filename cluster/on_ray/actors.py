@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 
 import ray
 
-from baton.addresses import WILDCARDS
 from baton.config import BatonConfig
-from baton.curve import ClusterKeys
-from baton.garbage import settle
-from baton.logs import write_logs
+from baton.system.addresses import WILDCARDS
+from baton.system.curve import ClusterKeys
+from baton.system.garbage import settle
+from baton.system.logs import write_logs
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class WorkerActor:
     def start(self) -> WorkerEndpoint:
         # Not in the constructor, whose errors Ray reports as the actor's death; and imported here, so that the
         # controller, which only names this class, does not load torch.
-        from cluster.worker_process import build_worker
+        from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         self._worker = build_worker(config, *self._arguments)

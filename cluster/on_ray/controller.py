@@ -15,22 +15,22 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from baton.awake_timer import awake_timeout
 from baton.clock import SystemClock
 from baton.config import BatonConfig
-from baton.curve import ClusterKeys
 from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
-from baton.logs import write_logs
+from baton.system.awake_timer import awake_timeout
+from baton.system.curve import ClusterKeys
+from baton.system.logs import write_logs
 from baton.worker import WorkerRole
-from cluster.fleet.control import CallTimes
-from cluster.fleet.controller import Controller, StartReport
-from cluster.fleet.desired import differences
-from cluster.fleet.follower import POLL_S
-from cluster.fleet.rollout import follow_rollout
+from cluster.controller.control import CallTimes
+from cluster.controller.controller import Controller, StartReport
+from cluster.controller.desired import differences
+from cluster.controller.follower import POLL_S
+from cluster.controller.rollout import follow_rollout
 from cluster.on_ray.calls import answer, as_actor, kill_process
+from cluster.on_ray.incarnations import give_room_back, parse_title
 from cluster.on_ray.launcher import RayLauncher
-from cluster.on_ray.lives import give_room_back, parse_title
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _RESTART_S = 30.0
 
 
 class RayStore:
-    """Bytes in Ray's key-value store, which lives as long as the cluster. See cluster.fleet.desired.Store."""
+    """Bytes in Ray's key-value store, which lives as long as the cluster. See cluster.controller.desired.Store."""
 
     def __init__(self, fleet: str) -> None:
         self._namespace = f"baton/{fleet}".encode()

@@ -5,16 +5,16 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
-from baton.curve import ClusterKeys
 from baton.errors import ClusterError
-from cluster.fleet.desired import worker_names
-from cluster.fleet.first_start import OnProgress, OnServing, first_start
-from cluster.fleet_counts import scale_to
+from baton.system.awake_timer import awake_timeout
+from baton.system.curve import ClusterKeys
+from baton.system.signals import unless
+from cluster.controller.desired import worker_names
+from cluster.controller.first_start import OnProgress, OnServing, first_start
 from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
-from cluster.signals import unless
+from cluster.serve.fleet_counts import scale_to
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class RayFleet:
-    """See cluster.owned_fleet.Fleet. Ray has to be connected to already."""
+    """See cluster.serve.owned_fleet.Fleet. Ray has to be connected to already."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config

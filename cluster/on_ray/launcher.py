@@ -12,16 +12,16 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from baton.awake_timer import awake_timeout
 from baton.config import BatonConfig
-from baton.curve import ClusterKeys
 from baton.errors import ClusterError
 from baton.fleet import NodeDescription
+from baton.system.awake_timer import awake_timeout
+from baton.system.curve import ClusterKeys
 from baton.worker import WorkerRole
-from cluster.fleet.launcher import Found
+from cluster.controller.launcher import Found
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
-from cluster.on_ray.lives import RayLife, give_room_back, node_name, parse_title
+from cluster.on_ray.incarnations import RayLife, give_room_back, node_name, parse_title
 from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _NODE_ID = "ray.io/node-id"
 
 
 class RayLauncher:
-    """See cluster.fleet.launcher.Launcher. A life that finds no room waits, and Ray's autoscaler sees it wait."""
+    """See cluster.controller.launcher.Launcher. A life that finds no room waits, and Ray's autoscaler sees it wait."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config

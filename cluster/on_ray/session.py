@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from baton.cluster_config import ClusterConfig
+from baton.config import ClusterConfig
 from baton.errors import ClusterError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,16 @@ since the names of sockets below it are long."""
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 # What a joined cluster's workers need of our code; a private Ray runs in this very environment.
-_PACKAGES = ("baton", "cluster", "decode_worker", "engine", "kv_transfer", "prefill_worker", "scheduler")
+_PACKAGES = (
+    "baton",
+    "cluster",
+    "decode_worker",
+    "engine",
+    "kv_transfer",
+    "prefill_worker",
+    "scheduler",
+    "worker",
+)
 
 
 def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str], home: Path) -> None:

@@ -16,7 +16,7 @@ from engine.device import mark
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
 from engine.gpu.staged_forward import StagedForward
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one

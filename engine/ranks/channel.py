@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from baton.errors import WireError
-from baton.wire import Codec
+from baton.messages.wire import Codec
 
 S = TypeVar("S")
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.errors import BatonError, ClusterError, ConfigError, ModelError, WireError
-from baton.standstill import wait_awake
 from baton.step import KVConnectorOutput
+from baton.system.standstill import wait_awake
 from engine.ranks.channel import RankChannel, frame_of
 from engine.ranks.messages import (
     FROM_RANK,

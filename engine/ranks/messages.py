@@ -18,9 +18,9 @@ collectives. It says once what it failed at, and ends.
 
 from dataclasses import dataclass
 
-from baton.curve import PlaneKeys
+from baton.messages.wire import Codec
 from baton.step import KVConnectorOutput, SchedulerOutput
-from baton.wire import Codec
+from baton.system.curve import PlaneKeys
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
 

@@ -26,9 +26,10 @@ from typing import NoReturn, Protocol
 from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, WireError
-from baton.garbage import settle
-from baton.logs import write_logs
 from baton.step import SchedulerOutput
+from baton.system.garbage import settle
+from baton.system.logs import write_logs
+from engine.build import build_rank
 from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
 from engine.pipeline import Pipeline
@@ -53,7 +54,6 @@ from engine.ranks.messages import (
     Stop,
     ToRank,
 )
-from engine.ranks.parts import build_rank
 from kv_transfer import RankConnector
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class RankLoop:
             return None
 
     def _compute(self, plan: SchedulerOutput) -> None:
-        """As the engine does: the step before is waited for when this one is on its way (engine/core.py)."""
+        """As the engine does: the step before is waited for when this one is on its way (worker/core.py)."""
         self._pipeline.submit(plan)
         self._under_way.append(plan.step)
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0

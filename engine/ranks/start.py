@@ -1,6 +1,6 @@
 """start_ranks: a worker's tensor-parallel ranks, of which this process is the first, as one pipeline and one connector.
 
-process of rank 0    scheduler, engine loop, request plane; its part of the model       engine/host.py
+process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
 process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
                      and transfer thread
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from baton.clock import Clock
 from baton.config import BatonConfig
-from baton.curve import PlaneKeys
 from baton.errors import ClusterError
+from baton.system.curve import PlaneKeys
+from engine.build import OnProgress, RankParts, build_rank
 from engine.collectives import Collectives, SingleRank, TorchCollectives
-from engine.core import ConnectorWorker
+from engine.connector import ConnectorWorker
 from engine.device import rank_device
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import Join, Loaded, Setup
-from engine.ranks.parts import OnProgress, RankParts, build_rank
 from engine.ranks.remote import RankedPipeline, RemoteConnector
 from kv_transfer import RankConnector, RankedConnector
 

@@ -18,7 +18,7 @@ from hashlib import blake2b
 
 from baton.clock import Clock
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded, RequestError
-from baton.grammar_check import (
+from baton.messages.grammar_check import (
     CPU_LIMIT_S,
     FOLLOW_LIMIT_S,
     MEMORY_LIMIT_BYTES,

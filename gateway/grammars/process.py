@@ -1,4 +1,4 @@
-"""CompileProcess: the gateway's end of the process that compiles grammars, which is engine/compile_process.py."""
+"""CompileProcess: the gateway's end of the process that compiles grammars, which is engine/grammars/process.py."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton.errors import WireError
-from baton.grammar_check import HEADER_BYTES, Message, TryGrammar, pack, unpack
+from baton.messages.grammar_check import HEADER_BYTES, Message, TryGrammar, pack, unpack
 from gateway.model import ServedModel
 
 STOP_TIMEOUT_S = 2.0
@@ -31,7 +31,7 @@ class CompileProcess:
         arguments: list[str],
         on_message: Callable[[Message], None],
         on_end: Callable[[], None],
-        module: str = "engine.compile_process",
+        module: str = "engine.grammars.process",
     ) -> None:
         """`on_message` is called with everything that the process says, `on_end` once when it has ended."""
         self._command = [sys.executable, "-P", "-m", module, *arguments]

@@ -5,10 +5,10 @@ Who comes first it asks of gateway/requests/waiting.py, and where to go of the r
 
 import asyncio
 
-from baton.awake_timer import awake_timeout
 from baton.clock import Clock
+from baton.config import GatewayConfig
 from baton.errors import DeadlinePassed, DeadlineTooClose, RequestAborted, RequestError
-from baton.gateway_config import GatewayConfig
+from baton.system.awake_timer import awake_timeout
 from gateway.requests.attempt import Attempt
 from gateway.requests.in_flight import InFlight
 from gateway.requests.prefill_times import PrefillTimes

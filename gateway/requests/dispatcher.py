@@ -12,16 +12,15 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.config import NetworkConfig
-from baton.curve import PlaneKeys
+from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import DeadlinePassed, RequestAborted
-from baton.gateway_config import GatewayConfig
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput
 from baton.sampling import MAX_SEED
+from baton.system.curve import PlaneKeys
 from baton.worker import WorkerEndpoint, WorkerStatus
-from gateway.access.limits import Concurrency
-from gateway.callers import Caller
+from gateway.auth.callers import Caller
+from gateway.auth.limits import Concurrency
 from gateway.requests.admission import Admission
 from gateway.requests.attempt import Attempt, AttemptFailed
 from gateway.requests.client_request import ClientRequest, Delta, Finish
@@ -36,7 +35,7 @@ from gateway.requests.tally import Tally
 from gateway.requests.unread import Unread
 from gateway.routing.router import Router
 from gateway.workers.fleet import Fleet
-from gateway.workers.roster import Roster
+from gateway.workers.worker_list import Roster
 
 logger = logging.getLogger(__name__)
 

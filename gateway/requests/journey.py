@@ -25,7 +25,7 @@ from baton.worker import WorkerRole
 from gateway.requests.attempt import Attempt, AttemptFailed, Cause
 from gateway.routing.placement import Ask, Mode, NoRoom, Placement
 from gateway.routing.router import Router
-from gateway.workers.roster import Roster
+from gateway.workers.worker_list import Roster
 
 LoadFailurePolicy = Literal["retry", "recompute", "fail"]
 

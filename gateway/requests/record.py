@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from baton.errors import RequestAborted
-from gateway.callers import Caller
+from gateway.auth.callers import Caller
 from gateway.requests.attempt import AttemptFailed
 from gateway.requests.client_request import Finish, SeenTransfer
 from gateway.requests.trace_context import TraceContext

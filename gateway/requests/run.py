@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.sampling import SamplingParams
-from gateway.callers import ANYBODY, Caller
+from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.attempt import Attempt, AttemptFailed
 from gateway.requests.client_request import ClientRequest, Finish
 from gateway.requests.journey import Journey

@@ -1,7 +1,7 @@
 """Running: the requests that have no end yet, by what their callers call them."""
 
 from baton.errors import InvalidRequest
-from gateway.callers import Caller
+from gateway.auth.callers import Caller
 from gateway.requests.run import Run
 
 

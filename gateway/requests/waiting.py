@@ -1,6 +1,6 @@
 """WaitingRoom: requests that no worker has room for at present, in order; pure, so that a simulation runs it too.
 
-The order is that of gateway/requests/fair_line.py: priority, then those that ran already before new ones, then callers
+The order is that of gateway/requests/fair_queue.py: priority, then those that ran already before new ones, then callers
 in turn. Whenever something may have made room, `sweep` asks for the first ones in line. A request that does not fit yet
 lets others pass that do, so that a long prompt does not hold up short ones while its room gathers; but it looks no
 further than LOOK_AHEAD that do not fit, which bounds what a sweep costs however many wait, and one that MAX_PASSED
@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from typing import Generic, Protocol, TypeVar
 
 from baton.errors import Overloaded, RequestError
-from gateway.requests.fair_line import FairLine
+from gateway.requests.fair_queue import FairLine
 from gateway.requests.line_rate import LineRate
 from gateway.routing.placement import NoRoom
 

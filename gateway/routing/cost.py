@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.worker import WorkerStatus
 from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
-from gateway.routing.standing import WorkerStanding
+from gateway.routing.worker_state import WorkerStanding
 
 HANDOVER_S = 0.005
 """Of a hand-over, whatever its size; see the hand-over benchmark."""

@@ -6,7 +6,7 @@ from heapq import nsmallest
 from typing import Protocol
 
 from gateway.routing.cost import CostModel, Need
-from gateway.routing.standing import WorkerStanding
+from gateway.routing.worker_state import WorkerStanding
 
 NUM_JOINT = 8
 """So many prefill workers, and as many decode workers, are looked at in pairs: those that are best by themselves. In

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.block_hash import SHORT_HASH_BYTES
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 
 Key = int
 """60 bits of a block's hash."""

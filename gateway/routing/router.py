@@ -8,16 +8,16 @@ from collections.abc import Collection
 from itertools import count
 
 from baton.block_hash import block_hashes
+from baton.config import GatewayConfig
 from baton.errors import WorkerUnavailable
-from baton.gateway_config import GatewayConfig
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import Ask, Mode, NoRoom, Placement
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
-from gateway.routing.standing import WorkerStanding
+from gateway.routing.worker_state import WorkerStanding
 
 
 class Router:

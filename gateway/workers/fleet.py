@@ -7,8 +7,8 @@ import secrets
 import zmq.asyncio
 
 from baton.config import NetworkConfig
-from baton.curve import PlaneKeys
 from baton.errors import WorkerUnavailable
+from baton.system.curve import PlaneKeys
 from baton.worker import WorkerEndpoint
 from gateway.workers.worker_client import WorkerClient, WorkerListener
 

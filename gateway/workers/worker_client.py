@@ -9,12 +9,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from baton.addresses import connect
-from baton.awake_timer import AwakeTimer
 from baton.config import NetworkConfig
-from baton.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.errors import WireError
-from baton.messages import (
+from baton.messages.request_plane import (
     REQUEST_PLANE_VERSION,
     TO_GATEWAY,
     TO_WORKER,
@@ -25,10 +22,13 @@ from baton.messages import (
     ToGateway,
     foreign_version,
 )
+from baton.messages.session import GatewaySession
+from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, RequestOutput
-from baton.session import GatewaySession
-from baton.standstill import Standstill, pace_of
-from baton.wire import MAX_MESSAGE_BYTES
+from baton.system.addresses import connect
+from baton.system.awake_timer import AwakeTimer
+from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ import xxhash
 
 from baton.errors import WireError
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, check_names
+from baton.messages.wire import Codec
 from baton.request import FirstToken
-from baton.wire import Codec
 
 MAX_HEADER_BYTES = 1024 * 1024
 SEAL_BYTES = 8

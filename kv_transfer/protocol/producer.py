@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from baton.request import FirstToken
-from baton.standstill import Standstill
+from baton.system.standstill import Standstill
 from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (

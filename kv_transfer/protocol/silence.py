@@ -1,6 +1,6 @@
 """Silence: for how long producers have not answered; knows no message."""
 
-from baton.standstill import Standstill
+from baton.system.standstill import Standstill
 from kv_transfer.protocol.messages import TransferKey
 
 ProducerRank = tuple[str, int]

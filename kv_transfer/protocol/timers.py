@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from baton.standstill import Standstill
+from baton.system.standstill import Standstill
 
 K = TypeVar("K")
 

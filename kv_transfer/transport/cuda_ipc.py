@@ -11,12 +11,12 @@ from contextlib import suppress
 import msgpack
 
 from baton.errors import WireError
-from baton.wire import unpack
+from baton.messages.wire import unpack
+from kv_transfer.cuda.copies import queue_copies
+from kv_transfer.cuda.driver import HANDLE_BYTES, Address
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.protocol.transports import CUDA_IPC
 from kv_transfer.transport.base import ReadDone, Runs, TransportError
-from kv_transfer.transport.cuda_copies import queue_copies
-from kv_transfer.transport.cuda_driver import HANDLE_BYTES, Address
-from kv_transfer.transport.cuda_memory import CudaMemory
 
 FORMAT = 1
 POLL_INTERVAL_S = 0.0005

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from baton.errors import WireError
-from baton.wire import Codec
+from baton.messages.wire import Codec
 from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError
 from kv_transfer.transport.nixl_agent import Memory
 

@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 
 from baton.errors import WireError
-from baton.wire import unpack
+from baton.messages.wire import unpack
 from kv_transfer.protocol.transports import SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import zmq
 
-from baton.addresses import connect, listen
 from baton.clock import Clock
-from baton.curve import Doorkeeper, PlaneKeys, secure_client
-from baton.wakeup import WakeUp
+from baton.system.addresses import connect, listen
+from baton.system.curve import Doorkeeper, PlaneKeys, secure_client
+from baton.system.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN

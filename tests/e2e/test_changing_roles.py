@@ -8,10 +8,10 @@ import pytest
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from cluster.child_processes import WorkerProcess
-from cluster.control_channel import ControlChannel
+from cluster.processes.child_processes import WorkerProcess
 from tests.factories.local_cluster import local_cluster
 from tests.factories.models import make_model_dir
+from worker.control_channel import ControlChannel
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import BatonConfig
-from cluster.child_processes import child_processes
+from cluster.processes.child_processes import child_processes
 from gateway import GatewayClient
 from tests.factories.local_cluster import LocalCluster
 from tests.factories.models import make_model_dir
@@ -41,7 +41,7 @@ async def kill_a_client(target: str, mode: str) -> None:
     """`baton generate` in a process of its own, killed once it has printed something."""
     arguments = ["--target", target, "--max-tokens", "16000", "--ignore-eos", "--raw", "--mode", mode]
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "cluster.cli", "generate", *arguments, "The cache is the baton. " * 20],
+        *[sys.executable, "-m", "cli.main", "generate", *arguments, "The cache is the baton. " * 20],
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -15,7 +15,6 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
-from engine.core import EngineCore
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import make_pipeline
@@ -24,6 +23,7 @@ from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
+from worker.core import EngineCore
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,8 @@
 """API keys of callers who may do this or that, and the entries that let them in."""
 
-from baton.access_config import ApiKey
-from gateway.access.keyring import hash_of
-from gateway.credentials import Credentials
+from baton.config import ApiKey
+from gateway.auth.credentials import Credentials
+from gateway.auth.key_store import hash_of
 
 ALICE = "baton-alice"
 BOB = "baton-bob"

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.credentials import Credentials
+from gateway.auth.credentials import Credentials
 
 SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 

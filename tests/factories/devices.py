@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.fake_cuda import FakeHost, UnhurriedDriver
 
 PATIENCE_S = 120.0

@@ -16,8 +16,7 @@ from baton.config import KVTransferConfig
 from baton.errors import WireError
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
-from kv_transfer.endpoint import COUNTERS, Order, make_endpoint
-from kv_transfer.orders import (
+from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
@@ -27,6 +26,7 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.connector.endpoint import COUNTERS, Order, make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import (

@@ -12,15 +12,15 @@ from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
-from kv_transfer.endpoint import TransferEndpoint, make_endpoint
-from kv_transfer.orders import KVConnectorMetadata, LoadBlocks, OrderAtOnce, SendBlocks
+from kv_transfer.connector.commands import KVConnectorMetadata, LoadBlocks, OrderAtOnce, SendBlocks
+from kv_transfer.connector.endpoint import TransferEndpoint, make_endpoint
+from kv_transfer.connector.ranks import RankedConnector
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, Reach
-from kv_transfer.ranks import RankedConnector
 from kv_transfer.transport.base import Arrival, Bytes, PoolReader
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
-from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 

@@ -13,17 +13,18 @@ from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
-from engine.core import ConnectorWorker, EngineCore
-from engine.grammar import GrammarCompiler
-from engine.kv_events import KVChange
-from engine.loop import EngineLoop, EngineSnapshot
+from engine.connector import ConnectorWorker
+from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Runner, make_pipeline
-from engine.role import Role
-from engine.step_trace_writer import StepTraceWriter
 from kv_transfer import KVConnectorScheduler
-from kv_transfer.endpoint import COUNTERS
+from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
+from worker.core import EngineCore
+from worker.kv_events import KVChange
+from worker.loop import EngineLoop, EngineSnapshot
+from worker.role import Role
+from worker.step_trace_writer import StepTraceWriter
 
 VOCAB_SIZE = 100_000
 """The fake model says anything up to 50,100."""

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_transfer.transport.cuda_driver import HANDLE_BYTES, CudaError
+from kv_transfer.cuda.driver import HANDLE_BYTES, CudaError
 
 FIRST_ADDRESS = 1 << 40
 

@@ -20,9 +20,9 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from cluster.fleet.controller import Controller
-from cluster.fleet.desired import Memory, Store
-from cluster.fleet.launcher import Found, OnStartProgress
+from cluster.controller.controller import Controller
+from cluster.controller.desired import Memory, Store
+from cluster.controller.launcher import Found, OnStartProgress
 from tests.factories.virtual_loop import VirtualLoop
 
 QUICK = {

@@ -13,11 +13,11 @@ from typing import Any
 
 from baton.config import BatonConfig
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.fleet.desired import worker_names
-from cluster.gateway import make_gateway
-from cluster.worker_line import endpoint_from_json
+from cluster.controller.desired import worker_names
+from cluster.serve.gateway import make_gateway
 from gateway import Gateway, GatewayClient, Tokenizer
 from tests.factories.security import KEYS
+from worker.ready_line import endpoint_from_json
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 90.0

@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from baton.clock import SystemClock
-from baton.config import NetworkConfig
-from baton.curve import ClusterKeys
-from baton.gateway_config import GatewayConfig
+from baton.config import GatewayConfig, NetworkConfig
 from baton.kv import TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.system.curve import ClusterKeys
 from baton.worker import (
     KVBlockCounts,
     KVPeerCounts,
@@ -23,13 +22,13 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from engine.kv_events import KVChange
-from engine.request_plane import RequestServer
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
-from gateway.credentials import NO_CREDENTIALS, Credentials
+from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.fleet_control import FleetControl
 from gateway.requests.journey import LoadFailurePolicy
 from tests.factories.security import KEYS
+from worker.kv_events import KVChange
+from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
 """So patient that a busy machine is never the reason."""

@@ -9,7 +9,7 @@ import resource
 import sys
 from pathlib import Path
 
-from baton.access_config import Tls
+from baton.config import Tls
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import gateway_with
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.config import BatonConfig
-from cluster.child_processes import WorkerProcess, child_processes
+from cluster.processes.child_processes import WorkerProcess, child_processes
 from gateway import GatewayClient
 from gateway.client import Completion
 

@@ -6,7 +6,7 @@ from baton.config import BatonConfig
 from baton.fleet import GatewayReport, SlotDescription, SlotState
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from cluster.fleet.observation import Observation, ObservedWorker
+from cluster.controller.observation import Observation, ObservedWorker
 
 
 def autoscaling_config(prefill: int = 1, decode: int = 1, **autoscaling: Any) -> BatonConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from baton.clock import SystemClock
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
-from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.nixl import NixlReader
 from kv_transfer.transport.nixl_agent import Memory, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader

@@ -1,6 +1,6 @@
 """The secret that the tests' clusters share, and one that they do not know."""
 
-from baton.curve import ClusterSecret, derive_fleet_keys, derive_keys
+from baton.system.curve import ClusterSecret, derive_fleet_keys, derive_keys
 
 SECRET = ClusterSecret("what every test knows")
 KEYS = derive_keys(SECRET)

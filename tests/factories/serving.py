@@ -20,7 +20,7 @@ import psutil
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0
 """Also for a command that fails while it starts, on a machine with much else to do."""
-COMMAND = [sys.executable, "-m", "cluster.cli"]
+COMMAND = [sys.executable, "-m", "cli.main"]
 OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--json"]
 _MARKER = "BATON_TEST_MARKER"
 
@@ -148,5 +148,5 @@ def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[
 
 def baton(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Runs a client command to its end."""
-    command = [sys.executable, "-m", "cluster.cli", *arguments]
+    command = [sys.executable, "-m", "cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 from baton.request import FinishReason
 from baton.worker import WorkerRole
-from engine.step_trace import Share, StepTrace, Trace, TraceEnd, TraceHeader
+from worker.step_trace import Share, StepTrace, Trace, TraceEnd, TraceHeader
 
 
 def make_header(worker: str = "w0", **overrides: Any) -> TraceHeader:

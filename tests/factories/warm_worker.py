@@ -20,11 +20,11 @@ import zmq
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from cluster.worker_line import endpoint_to_json
-from cluster.worker_process import build_worker
-from engine.host import EngineHost
-from kv_transfer import remote_pools
+from kv_transfer.consumer import remote_pools
 from tests.factories.security import KEYS
+from worker.host import EngineHost
+from worker.process import build_worker
+from worker.ready_line import endpoint_to_json
 
 
 def main() -> None:

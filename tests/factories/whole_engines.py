@@ -11,12 +11,12 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
-from engine.core import ClientOutputs, EngineCore
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.ranks.start import start_ranks
 from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.security import KEYS
+from worker.core import ClientOutputs, EngineCore
 
 PATIENCE_S = 60.0
 

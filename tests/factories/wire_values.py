@@ -17,10 +17,10 @@ import msgpack
 
 from baton.errors import BatonError, WireError
 from baton.kv import PROTOCOL_VERSION
-from baton.messages import TO_GATEWAY, TO_WORKER
+from baton.messages.request_plane import TO_GATEWAY, TO_WORKER
+from baton.messages.wire import unpack
 from baton.sampling import SamplingParams
-from baton.wire import unpack
-from cluster.fleet_door.messages import TO_DOOR
+from cluster.control_api.messages import TO_DOOR
 from engine.ranks.messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec

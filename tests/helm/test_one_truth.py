@@ -11,7 +11,7 @@ import yaml
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from cluster.cli import build_parser
+from cli.main import build_parser
 from scripts import chart
 from tests.factories.chart import ROOT, VALUES_OF_CI, Object, Release, containers, needs_helm, render
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.access_config import ApiKey
-from baton.curve import ClusterSecret
+from baton.config import ApiKey
+from baton.system.curve import ClusterSecret
 from tests.factories.chart import Object, Release, merged, needs_helm, render
 from tests.factories.kubernetes_api import render_over
 

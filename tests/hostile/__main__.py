@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.secret import SECRET_VARIABLE
+from baton.system.secret import SECRET_VARIABLE
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
 from tests.factories.serving import serving

@@ -5,17 +5,17 @@ import re
 import pytest
 import zmq
 
-from baton.addresses import WILDCARDS, connect, listen
 from baton.clock import SystemClock
 from baton.config import NetworkConfig
-from baton.curve import secure_client
 from baton.errors import ConfigError
-from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
-from engine.request_plane import RequestServer
+from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.system.addresses import WILDCARDS, connect, listen
+from baton.system.curve import secure_client
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS
 from tests.integration.test_request_plane import STATUS, RecordingSink
+from worker.request_plane import RequestServer
 
 TIMEOUT_S = 10.0
 NOBODYS = "203.0.113.77"  # RFC 5737: of no machine
@@ -81,7 +81,7 @@ def test_a_place_that_this_machine_does_not_have_is_named(bind_host: str) -> Non
 
 
 def test_a_machine_without_a_route_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.addresses._own_address", lambda _: None)
+    monkeypatch.setattr("baton.system.addresses._own_address", lambda _: None)
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as listener,

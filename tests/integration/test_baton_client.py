@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.access_config import Tls
+from baton.config import Tls
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry

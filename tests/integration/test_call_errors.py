@@ -98,7 +98,7 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
     assert now("call_errors_total") == 11, "and no others"
     assert now("http_responses_total", route="/v1/completions", status="401") == 2
 
-    lines: list[Any] = [record for record in caplog.records if record.name == "gateway.observing.call_log"]
+    lines: list[Any] = [record for record in caplog.records if record.name == "gateway.telemetry.call_log"]
     assert len(lines) == 11
     (bobs,) = (line for line in lines if (line.door, line.error) == ("grpc", "InvalidRequest"))
     assert bobs.caller == "bob"

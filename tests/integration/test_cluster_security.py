@@ -12,11 +12,11 @@ import psutil
 import pytest
 import zmq
 
-from baton.curve import ClusterSecret, derive_keys, secure_client
-from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
+from baton.system.curve import ClusterSecret, derive_keys, secure_client
+from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.child_processes import WorkerProcess
-from cluster.secret import SECRET_VARIABLE
+from cluster.processes.child_processes import WorkerProcess
 from tests.factories.models import make_model_dir
 from tests.factories.serving import baton, serving
 
@@ -60,7 +60,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
     try:
         endpoint = worker.wait_until_ready()
         arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
-        assert b"cluster.worker_process" in arguments
+        assert b"worker.process" in arguments
         assert secret.text.encode() not in arguments
         assert [answers(endpoint, secret), answers(endpoint, None)] == [True, False]
         assert not answers(endpoint, ClusterSecret("a secret that it does not know"))
@@ -79,7 +79,7 @@ def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
 def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
     path = config_file(model, secret_file=str(model.parent / "cluster.secret"))
-    command = [sys.executable, "-m", "cluster.worker_process", "--role", "decode", "--name", "w0"]
+    command = [sys.executable, "-m", "worker.process", "--role", "decode", "--name", "w0"]
     done = subprocess.run(
         [*command, "--config", str(path)], capture_output=True, text=True, timeout=60, check=False
     )

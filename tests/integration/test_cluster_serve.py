@@ -231,7 +231,7 @@ def test_a_second_ctrl_c_does_not_wait_for_running_requests(tmp_path: Path, mode
         endless = [
             sys.executable,
             "-m",
-            "cluster.cli",
+            "cli.main",
             "generate",
             "--target",
             target,

@@ -11,7 +11,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, RolloutStep, SlotState
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.grpc_api.cluster_service import DESCRIBE_TIMEOUT_S
+from gateway.grpc.cluster_service import DESCRIBE_TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import gateway_with, silent
 from tests.factories.models import make_model_dir

@@ -11,9 +11,9 @@ import pytest
 
 from baton.errors import ClusterError, FleetError, ModelError
 from baton.worker import WorkerRole, WorkerState
-from cluster.control_channel import ControlChannel
-from cluster.worker_line import endpoint_from_json
 from tests.factories.models import make_model_dir
+from worker.control_channel import ControlChannel
+from worker.ready_line import endpoint_from_json
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 
 def start(*arguments: str) -> Process:
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster.worker_process", "--name", "w0", *arguments],
+        [sys.executable, "-m", "worker.process", "--name", "w0", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -19,14 +19,14 @@ from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from engine.kv_cache import KVBlockShape, KVPool
 from kv_transfer import KVConnectorMetadata, KVConnectorWorker
-from kv_transfer.orders import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.cuda.driver import cuda_is_available
+from kv_transfer.cuda.memory import CudaMemory
+from kv_transfer.cuda.staging import Staged, Stager
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes
 from kv_transfer.protocol.geometry import RankLayout
-from kv_transfer.staging import Staged, Stager
 from kv_transfer.transport.base import Bytes, Runs, TransportError
-from kv_transfer.transport.cuda_driver import cuda_is_available
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
-from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.devices import PATIENCE_S, Device, PretendedDevice, Process, RealDevice
 from tests.factories.pool_readers import finish, make_runs, pattern
 

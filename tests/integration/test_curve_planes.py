@@ -17,11 +17,11 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig, NetworkConfig
-from baton.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.errors import WorkerUnavailable
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
-from baton.messages import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
+from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
 from baton.request import RequestOutput
+from baton.system.curve import Doorkeeper, PlaneKeys, secure_client
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
@@ -30,11 +30,11 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from engine.request_plane import RequestServer
 from gateway.workers.fleet import Fleet
 from kv_transfer import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS
+from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
 STATUS = WorkerStatus(
@@ -173,7 +173,7 @@ def test_without_security_anybody_talks_on_either_plane() -> None:
 
 
 def test_who_tries_for_ever_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "baton.curve")
+    caplog.set_level(logging.WARNING, "baton.system.curve")
     with (
         request_server(KEYS.request) as server,
         dealer(server.address, OTHER_KEYS.request, retry_ms=1) as stranger,

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from cluster.cli import DONE, REFUSED, USAGE, main
-from cluster.secret import SECRET_VARIABLE
+from baton.system.secret import SECRET_VARIABLE
+from cli.main import DONE, REFUSED, USAGE, main
+from tests.factories.control_api import door_of, in_loop
 from tests.factories.fleet import FakeLauncher, fleet, fleet_config
-from tests.factories.fleet_door import door_of, in_loop
 from tests.factories.security import OTHER_SECRET, SECRET
 
 

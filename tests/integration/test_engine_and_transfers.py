@@ -15,11 +15,11 @@ from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeWorker
 from engine.pipeline import DeviceLostError, Runner
-from engine.role import Role
 from kv_transfer import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
 from tests.factories.security import KEYS
+from worker.role import Role
 
 NUM_BLOCKS, BLOCK_NBYTES = 101, 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(PROTOCOL_VERSION, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)

@@ -8,16 +8,16 @@ import pytest
 import zmq
 
 from baton.config import BatonConfig
-from baton.curve import derive_fleet_keys
 from baton.errors import ClusterError, ConfigError, FleetEnded, FleetError
 from baton.fleet import FleetDescription, GatewayReport
+from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
-from cluster.fleet_door import client as client_module
-from cluster.fleet_door.client import FleetClient
-from cluster.fleet_door.messages import TO_DOOR, Call, Describe
-from cluster.fleet_source import AnotherFleet, DoorSource
+from cluster.control_api import client as client_module
+from cluster.control_api.client import FleetClient
+from cluster.control_api.messages import TO_DOOR, Call, Describe
+from cluster.serve.fleet_source import AnotherFleet, DoorSource
+from tests.factories.control_api import MODEL_PATH, client_of, door_of, in_loop, port_of
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
-from tests.factories.fleet_door import MODEL_PATH, client_of, door_of, in_loop, port_of
 from tests.factories.security import FLEET_KEYS, OTHER_SECRET
 
 REPORT = GatewayReport(

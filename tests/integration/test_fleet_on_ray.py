@@ -125,7 +125,7 @@ def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
     before = until_whole(target)
     expected = ask(target, 40)
     rollout = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "rollout", "--target", target],
+        [sys.executable, "-m", "cli.main", "rollout", "--target", target],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,7 @@ from baton.fleet import NodeDescription, SlotState
 from baton.kv import TransferRole
 from baton.request import ErrorKind
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
-from gateway.http_api.page import FILES
+from gateway.http.page import FILES
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent

@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from baton.kv import WorkerRef
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.workers.fleet import Fleet

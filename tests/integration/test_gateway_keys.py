@@ -18,8 +18,8 @@ from baton.request import ErrorKind
 from baton.v1 import cluster_service_pb2, generation_service_pb2
 from baton.worker import WorkerRole
 from gateway import GatewayClient, GatewayError
-from gateway.credentials import Credentials
-from gateway.grpc_api.generated import vllm_engine_pb2
+from gateway.auth.credentials import Credentials
+from gateway.grpc.generated import vllm_engine_pb2
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, BOB, WATCHER, entry
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import BatonConfig
+from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerRole
-from cluster.secret import SECRET_VARIABLE
 from gateway import GatewayClient
-from tests.factories.fleet_door import StandingFleet, door_of, in_loop, port_of
+from tests.factories.control_api import StandingFleet, door_of, in_loop, port_of
 from tests.factories.gateway import ScriptedWorker, answering
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
@@ -21,7 +21,7 @@ ANSWER = [7, 8, 9]
 PROGRAM = """
 import sys
 sys.modules["ray"] = None
-from cluster.cli import main
+from cli.main import main
 code = main(sys.argv[1:])
 assert sys.modules["torch"] is None, "somebody imported torch"
 sys.exit(code)

@@ -13,13 +13,13 @@ import httpx2
 import openai
 import pytest
 
-from baton.access_config import Tls
 from baton.clock import VirtualClock
+from baton.config import Tls
 from baton.errors import ConfigError
-from cluster.cli import REFUSED, main
+from cli.main import REFUSED, main
 from gateway import GatewayClient, GatewayError
-from gateway.access.certificates import watched_certificates
-from gateway.credentials import Credentials
+from gateway.auth.certificates import watched_certificates
+from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import CertificateFiles, make_certificates
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with

@@ -19,18 +19,18 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from baton.config import GatewayConfig
 from baton.errors import ConfigError
-from baton.gateway_config import GatewayConfig
 from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, RequestOutput, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1.generation_service_pb2_grpc import GenerationServiceStub
 from baton.v1.sampling_pb2 import SamplingParams
-from gateway.callers import ANYBODY
-from gateway.observing.trace_export import tracing_for
-from gateway.observing.tracing import MAX_QUEUED_SPANS, STOP_TIMEOUT_S, Tracing, _resource
+from gateway.auth.callers import ANYBODY
 from gateway.requests.record import Outcome, RequestRecord
+from gateway.telemetry.trace_export import tracing_for
+from gateway.telemetry.tracing import MAX_QUEUED_SPANS, STOP_TIMEOUT_S, Tracing, _resource
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -319,7 +319,7 @@ def test_what_the_environment_says_of_a_gateways_name_holds(monkeypatch: pytest.
 def test_an_endpoint_without_the_extra_is_an_error_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gateway.observing.tracing", None)
+    monkeypatch.setitem(sys.modules, "gateway.telemetry.tracing", None)
     with pytest.raises(ConfigError, match=r"baton\[otel\]"):
         tracing_for(GatewayConfig(otlp_endpoint="http://127.0.0.1:4318"), "tiny", "g0")
 

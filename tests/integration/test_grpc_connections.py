@@ -17,7 +17,7 @@ from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
-from gateway.grpc_api import guard, server
+from gateway.grpc import guard, server
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import answering, gateway_with, outputs_of, silent
@@ -266,5 +266,5 @@ def test_clients_that_leave_in_the_middle_are_no_errors(
             await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
 
     run(test())
-    ours = [record for record in caplog.records if record.name.startswith(("gateway.grpc_api", "grpc"))]
+    ours = [record for record in caplog.records if record.name.startswith(("gateway.grpc", "grpc"))]
     assert [record.getMessage() for record in ours] == []

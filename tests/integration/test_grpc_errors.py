@@ -19,7 +19,7 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import GatewayError
-from gateway.grpc_api.status import INTERNAL, MAX_MESSAGE_BYTES
+from gateway.grpc.status import INTERNAL, MAX_MESSAGE_BYTES
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir, make_tokenizer
@@ -136,7 +136,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
     async def test() -> None:
         control = FakeFleetControl(fleet_of())
         async with gateway_with(folder, {}, {"d0": silent}, fleet_control=control) as under_test:
-            monkeypatch.setattr("gateway.grpc_api.convert.prompt_from", broken)
+            monkeypatch.setattr("gateway.grpc.convert.prompt_from", broken)
             error = await error_of(under_test, pb.GenerateRequest(text="Hi", request_id="unlucky"))
             assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL)
             assert b"secret" not in b"".join(
@@ -155,7 +155,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
 
     with caplog.at_level(logging.ERROR):
         run(test())
-    records = [record for record in caplog.records if record.name == "gateway.grpc_api.guard"]
+    records = [record for record in caplog.records if record.name == "gateway.grpc.guard"]
     assert [record.exc_info is not None for record in records] == [True, True]
     assert "unlucky" in records[0].getMessage()
 

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from gateway.grpc_api import guard, server
-from gateway.grpc_api import health as health_service
+from gateway.grpc import guard, server
+from gateway.grpc import health as health_service
 from tests.factories.api_keys import ADMIN, API_KEYS, AS_ADMIN
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_model_dir

@@ -16,10 +16,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from baton.access_config import Tls
+from baton.config import Tls
 from gateway import GatewayClient
-from gateway.http_api import acceptor
-from gateway.http_api.acceptor import Acceptor
+from gateway.http import acceptor
+from gateway.http.acceptor import Acceptor
 from tests.factories.certificates import CertificateFiles, make_certificates
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_model_dir

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import httpx2
 import pytest
 
-from gateway.http_api.protocol import BoundedH11
-from gateway.http_api.request_limits import RequestLimits
+from gateway.http.protocol import BoundedH11
+from gateway.http.request_limits import RequestLimits
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 from tests.factories.models import make_tokenizer_dir
 

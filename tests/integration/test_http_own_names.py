@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from pydantic import ValidationError
 
-from baton.gateway_config import GatewayConfig
+from baton.config import GatewayConfig
 from tests.factories.api_keys import ALICE, API_KEYS
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_tokenizer_dir

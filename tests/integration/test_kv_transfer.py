@@ -12,12 +12,12 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.curve import secure_client
 from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
+from baton.system.curve import secure_client
 from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
-from kv_transfer.orders import (
+from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
@@ -28,10 +28,10 @@ from kv_transfer.orders import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport import shared_memory
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.cuda_memory import CudaMemory
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.hosts import BIND_HOSTS

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from baton.request import FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from gateway.http_api.openai.answers import ChatCompletionChunk
+from gateway.http.openai.answers import ChatCompletionChunk
 from tests.factories.gateway import (
     answering,
     gateway_with,

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from baton.errors import DeadlinePassed, Overloaded, RequestAborted, SlowReader
 from baton.request import EngineRequest, ErrorKind, RequestOutput
-from gateway.http_api.errors import headers_of, status_of
+from gateway.http.errors import headers_of, status_of
 from gateway.text import TokenizerPool
 from tests.factories.gateway import (
     failing,

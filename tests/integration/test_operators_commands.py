@@ -177,7 +177,7 @@ class Terminal:
         self.shown = b""
         self._grew = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", *arguments],
+            [sys.executable, "-m", "cli.main", *arguments],
             stdin=self.theirs,
             stdout=self.theirs,
             stderr=self.theirs,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import DONE, REFUSED, USAGE, main
-from cluster.secret import SECRET_VARIABLE
+from baton.system.secret import SECRET_VARIABLE
+from cli.main import DONE, REFUSED, USAGE, main
 from tests.factories.certificates import make_certificates
+from tests.factories.control_api import door_of, in_loop
 from tests.factories.fleet import fleet, fleet_config
-from tests.factories.fleet_door import door_of, in_loop
 from tests.factories.security import SECRET
 
 

@@ -19,10 +19,10 @@ from baton.sampling import (
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
-from gateway.grpc_api.convert import MAX_MESSAGES
-from gateway.grpc_api.generated import vllm_engine_pb2 as engine_pb
-from gateway.grpc_api.generated.vllm_engine_pb2_grpc import VllmEngineStub
-from gateway.intake import MAX_SALT_CHARACTERS
+from gateway.grpc.convert import MAX_MESSAGES
+from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
+from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway.preprocess import MAX_SALT_CHARACTERS
 from gateway.requests import whole_answer
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir

@@ -27,7 +27,7 @@ from tests.factories.gateway import (
 from tests.factories.models import make_model_dir
 
 PROMPT = "hello world"
-ACCESS = "gateway.observing.access_log"
+ACCESS = "gateway.telemetry.access_log"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import NetworkConfig
-from baton.curve import secure_client
 from baton.kv import WorkerRef
-from baton.messages import (
+from baton.messages.request_plane import (
     REQUEST_PLANE_VERSION,
     TO_GATEWAY,
     TO_WORKER,
@@ -26,13 +25,14 @@ from baton.messages import (
     ToGateway,
     ToWorker,
 )
+from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
-from baton.wire import MAX_MESSAGE_BYTES
+from baton.system.curve import secure_client
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
-from engine.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
-from engine.request_plane import RequestServer
 from tests.factories.security import KEYS
+from worker.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
+from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=0.4)
 STATUS = WorkerStatus(

@@ -12,16 +12,16 @@ from baton.block_hash import SHORT_HASH_BYTES, block_hashes
 from baton.config import BatonConfig, NetworkConfig
 from baton.errors import FleetError
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
-from engine.host import EngineHost
 from gateway.workers.worker_client import WorkerClient
 from prefill_worker import PrefillWorker
 from tests.factories.models import make_model_dir
 from tests.factories.security import KEYS
+from worker.host import EngineHost
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=5.0)
 PROMPT = tuple(range(5, 105))

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import RequestAborted, SlowReader
 from baton.request import FinishReason
 from baton.sampling import SamplingParams
-from gateway.callers import ANYBODY
+from gateway.auth.callers import ANYBODY
 from gateway.requests.client_request import Delta
 from gateway.requests.run import Generation
 from gateway.text import TextStream, Tokenizer

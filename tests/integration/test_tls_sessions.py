@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.access_config import Tls
+from baton.config import Tls
 from tests.factories.certificates import CertificateFiles, make_certificates
 from tests.factories.gateway import gateway_with
 from tests.factories.models import make_model_dir

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from baton.sampling import GrammarKind
-from gateway.grpc_api.generated import common_pb2
-from gateway.grpc_api.generated import vllm_engine_pb2 as pb
-from gateway.grpc_api.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway.grpc.generated import common_pb2
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.factories.gateway import GatewayUnderTest, Script, answering, gateway_with, silent
 from tests.factories.models import make_model_dir, make_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from baton.request import EngineRequest
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.callers import ANYBODY
+from gateway.auth.callers import ANYBODY
 from gateway.client import Event
 from tests.factories.gateway import (
     GatewayUnderTest,

@@ -10,8 +10,9 @@ import httpx2
 import pytest
 
 from baton.worker import WorkerState
-from gateway import GatewayError, callers
-from gateway.grpc_api import cluster_service
+from gateway import GatewayError
+from gateway.auth import callers
+from gateway.grpc import cluster_service
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir

@@ -11,10 +11,10 @@ import httpx2
 import pytest
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
-from gateway.grpc_api import guard
-from gateway.grpc_api.generated import vllm_engine_pb2 as pb
-from gateway.grpc_api.generated.vllm_engine_pb2_grpc import VllmEngineStub
-from gateway.http_api.whole_json import WRITE_CHARACTERS
+from gateway.grpc import guard
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway.http.whole_json import WRITE_CHARACTERS
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_model_dir, make_tokenizer

@@ -24,7 +24,6 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
-from engine.core import EngineCore
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
@@ -38,6 +37,7 @@ from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
 from tests.kernels.compile_only import compiling_for
+from worker.core import EngineCore
 
 CPU = torch.device("cpu")
 NUM_REQUESTS = 150

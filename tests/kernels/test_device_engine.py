@@ -15,7 +15,6 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
-from engine.core import EngineCore
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kv_cache import KVPool
@@ -28,6 +27,7 @@ from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
+from worker.core import EngineCore
 
 # Rows that pad a step hold whatever was in memory; nothing comes of them.
 pytestmark = [

@@ -16,7 +16,7 @@ from engine.batch import RequestState
 from engine.counter_rng import keys_at, row_keys, seed_states
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.logit_edits import list_edits
-from engine.grammar import Matcher
+from engine.grammars.compiler import Matcher
 from engine.sampler import sample
 
 VOCAB = 90

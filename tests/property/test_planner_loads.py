@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.fleet import SlotState
 from baton.worker import WorkerRole
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
-from cluster.fleet.planner import RoleChange, Scale
+from cluster.controller.planner import RoleChange, Scale
 from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import WireError
-from baton.wire import MAX_MESSAGE_BYTES
+from baton.messages.wire import MAX_MESSAGE_BYTES
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, PREFIX_BYTES, SealedCodec
 from tests.factories.wire_values import CODECS, hostile_frame, kinds_of, maker, seal, valid_frame
 from tests.property.wire_fuzz import check_cost, check_decoder, fuzz_endpoint

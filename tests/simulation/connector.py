@@ -1,6 +1,6 @@
 """SimConnector: the connector's worker half without a thread, and a ledger of everything it holds and since when.
 
-As kv_transfer/connector_worker.py and agent.py do it: orders wait in a queue for the transfer thread, which takes them
+As kv_transfer/connector/worker.py and agent.py do it: orders wait in a queue for the transfer thread, which takes them
 after a moment; only orders that take blocks back are waited for. News wait in a queue for the engine.
 """
 
@@ -14,8 +14,7 @@ from baton.kv import KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
-from kv_transfer.endpoint import Order, TransferEndpoint
-from kv_transfer.orders import (
+from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
@@ -25,6 +24,7 @@ from kv_transfer.orders import (
     NoteStarvation,
     WithdrawBlocks,
 )
+from kv_transfer.connector.endpoint import Order, TransferEndpoint
 from kv_transfer.transport.base import Arrival
 from tests.simulation.leases import Leases
 from tests.simulation.network import SimChannel
@@ -65,7 +65,7 @@ class SimConnector:
         self._leases = Leases(self._world, self._process, endpoint._giving._producer._lease_s)
         channel.take = self._on_arrival
 
-    # the engine's calls, as engine/core.py makes them
+    # the engine's calls, as worker/core.py makes them
 
     def get_finished(self) -> KVConnectorOutput:
         news, self._news = self._news, KVConnectorOutput()

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from baton.config import GatewayConfig
 from baton.errors import RequestError
-from baton.gateway_config import GatewayConfig
-from baton.messages import SubmitRequest
+from baton.messages.request_plane import SubmitRequest
+from baton.messages.session import GatewaySession
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
-from baton.session import GatewaySession
 from baton.worker import KVBlockCounts, WorkerStatus
 from gateway.requests.attempt import Attempt, AttemptFailed, legs
 from gateway.requests.journey import Errand, Journey
 from gateway.requests.waiting import Seat, WaitingRoom
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
-from gateway.workers.roster import Roster
+from gateway.workers.worker_list import Roster
 from tests.simulation.attempts import ClientRequest, End, brief
 from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import Worker

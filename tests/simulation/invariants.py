@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from kv_transfer.consumer.endpoint import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import State
-from kv_transfer.taking import READ_TIMEOUT_S
 from tests.simulation.attempts import End
 from tests.simulation.faults import Fleet
 from tests.simulation.gateway import SimGateway

@@ -14,21 +14,22 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from baton import session
-from baton.messages import Heartbeat
+from baton.messages import session
+from baton.messages.request_plane import Heartbeat
+from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
-from baton.session import GatewaySession, WorkerSessions
-from baton.standstill import Standstill
+from baton.system.standstill import Standstill
 from gateway.requests.attempt import Attempt, legs
-from kv_transfer import KVConnectorScheduler, taking
-from kv_transfer.orders import WithdrawBlocks
+from kv_transfer import KVConnectorScheduler
+from kv_transfer.connector.commands import WithdrawBlocks
+from kv_transfer.consumer import endpoint as consumer_endpoint
+from kv_transfer.consumer.remote_pools import PoolKey
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Send
 from kv_transfer.protocol.incoming import Incoming
 from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
 from kv_transfer.protocol.outgoing import Outgoing
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.remote_pools import PoolKey
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
 from tests.simulation import gateway
@@ -68,7 +69,7 @@ def ignore_incarnations() -> Patch:
     def pool_key(key: TransferKey, transport: str) -> PoolKey:
         return key.producer.partition("-life")[0], key.producer_rank, transport
 
-    return patch.object(taking, "_pool_key", pool_key)
+    return patch.object(consumer_endpoint, "_pool_key", pool_key)
 
 
 def skip_the_checksum() -> Patch:

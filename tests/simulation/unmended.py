@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 from gateway.requests.attempt import Attempt
+from kv_transfer.consumer.endpoint import TakingEnd
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import Pieces
 from kv_transfer.protocol.outgoing import Outgoing, State
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.taking import TakingEnd
 from tests.simulation.planted import Patch, Plant, hunt
 
 

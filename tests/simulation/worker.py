@@ -1,6 +1,6 @@
 """Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role, sessions.
 
-Stand-ins: the loop's thread (engine/loop.py, line by line without its queue), the request plane's, the device.
+Stand-ins: the loop's thread (worker/loop.py, line by line without its queue), the request plane's, the device.
 """
 
 import heapq
@@ -13,17 +13,15 @@ import numpy as np
 
 from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
-from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
-from baton.session import WorkerSessions
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
-from engine.core import ClientOutputs, EngineCore
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
-from engine.role import Role
 from kv_transfer import KVConnectorScheduler
-from kv_transfer.endpoint import COUNTERS, make_endpoint
+from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP, Reach
 from kv_transfer.transport.base import Bytes
@@ -35,6 +33,8 @@ from tests.simulation.network import Network, SimChannel
 from tests.simulation.reading import SharedPools, SimReader
 from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
 from tests.simulation.world import Process, World
+from worker.core import ClientOutputs, EngineCore
+from worker.role import Role
 
 MAX_WAKE_DELAY_S = 0.001
 
@@ -233,7 +233,7 @@ class Worker(Process):
     def _step_duration_s(self) -> float:
         return self._world.between(*self.spec.step_s)
 
-    # composition, as engine/host.py does it
+    # composition, as worker/host.py does it
 
     def _make_pipeline(self) -> Pipeline:
         if self.spec.scheduler.async_scheduling:

@@ -6,9 +6,9 @@ Real: the session with each worker. Who is silent, and what gets through, is for
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.messages import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.session import GatewaySession
 from baton.request import RequestOutput
-from baton.session import GatewaySession
 from baton.worker import WorkerStatus
 from tests.simulation.request_plane import RequestPlane
 from tests.simulation.worker import Worker

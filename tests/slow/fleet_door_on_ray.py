@@ -20,11 +20,11 @@ from tests.chaos.machines import Machines, prepare
 from tests.factories.models import make_model_dir
 
 PATIENCE_S = 240.0
-BATON = [sys.executable, "-m", "cluster.cli"]
+BATON = [sys.executable, "-m", "cli.main"]
 WITHOUT_RAY = [
     sys.executable,
     "-c",
-    "import sys; sys.modules['ray'] = None; from cluster.cli import main; sys.exit(main(sys.argv[1:]))",
+    "import sys; sys.modules['ray'] = None; from cli.main import main; sys.exit(main(sys.argv[1:]))",
 ]
 PROMPT, LONG = [5, 6, 7], 1500
 

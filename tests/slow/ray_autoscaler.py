@@ -139,7 +139,7 @@ def scale_fleet(folder: Path) -> None:
     config = {**FLEET, "model": {**FLEET["model"], "path": str(make_model_dir(folder / "model"))}}
     (folder / "baton.yaml").write_text(json.dumps(config))
     serving = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", str(folder / "baton.yaml"), "--json"],
+        [sys.executable, "-m", "cli.main", "serve", str(folder / "baton.yaml"), "--json"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -146,7 +146,7 @@ CONFIG
     # An environment that is installed already: `make setup` finds it complete, and downloads nothing. It runs this
     # checkout's Python, but the code that was copied to the host.
     ln -s "$PYTHON" "$host/home/baton-venv/bin/python"
-    for module in ray:ray.scripts.scripts baton:cluster.cli; do
+    for module in ray:ray.scripts.scripts baton:cli.main; do
         printf '#!/bin/sh\nPYTHONPATH=%s${PYTHONPATH:+:$PYTHONPATH} exec "%s" -m %s "$@"\n' "$host/home/baton" "$PYTHON" "${module#*:}" \
             >"$host/home/baton-venv/bin/${module%%:*}"
     done

@@ -16,9 +16,8 @@ from baton.config import ModelConfig
 from baton.errors import InvalidRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from engine.compile_grammar import GrammarLibrary
-from engine.core import EngineCore
-from engine.grammar import MAX_GRAMMARS, GrammarCompiler, Matcher
+from engine.grammars.compiler import MAX_GRAMMARS, GrammarCompiler, Matcher
+from engine.grammars.library import GrammarLibrary
 from engine.kv_cache import KVPool
 from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
@@ -28,6 +27,7 @@ from scheduler import RequestStatus, Scheduler
 from tests.factories.engine import FakeConnectorWorker
 from tests.factories.models import EOS_TOKEN_ID, make_model_dir, make_tokenizer
 from tests.factories.scheduling import make_config
+from worker.core import EngineCore
 
 YES_OR_NO = StructuredOutput(GrammarKind.REGEX, "(yes|no)")
 POINT = StructuredOutput(

@@ -14,13 +14,13 @@ from baton.kv import KVTransferParams, TransferRole
 from baton.request import FinishReason, FirstToken, RequestOutput
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerRole
-from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.pipeline import DeviceLostError, InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
-from engine.step_trace import TraceHeader, read_trace
-from engine.step_trace_writer import open_step_trace
 from scheduler import RequestStatus
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import PEER, FakeRunner
+from worker.core import MAX_FAILED_STEPS, EngineCore
+from worker.step_trace import TraceHeader, read_trace
+from worker.step_trace_writer import open_step_trace
 
 
 def make_plan(step: int) -> SchedulerOutput:

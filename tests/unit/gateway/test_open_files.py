@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.errors import ConfigError
-from baton.gateway_config import GatewayConfig
 from gateway.open_files import MAX_FILES, OTHER_FILES, fitted_to_open_files, raise_open_files
 
 

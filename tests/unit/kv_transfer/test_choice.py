@@ -8,12 +8,12 @@ import pytest
 from baton.clock import VirtualClock
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
+from kv_transfer.cuda.driver import CudaError
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport import choice
 from kv_transfer.transport.base import Bytes, TransportError
 from kv_transfer.transport.choice import make_readers
-from kv_transfer.transport.cuda_driver import CudaError
-from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 
 NBYTES = 4096

@@ -4,7 +4,7 @@ from baton.kv import TransferRole
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer import KVConnectorScheduler
-from kv_transfer.orders import (
+from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

@@ -3,10 +3,10 @@
 import msgpack
 import pytest
 
+from kv_transfer.cuda.driver import CudaError
+from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import ReadDone, TransportError
-from kv_transfer.transport.cuda_driver import CudaError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
-from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.pool_readers import make_runs
 

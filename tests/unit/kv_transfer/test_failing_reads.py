@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole
-from kv_transfer.orders import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.consumer.endpoint import READ_TIMEOUT_S
+from kv_transfer.consumer.remote_pools import RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
-from kv_transfer.remote_pools import RemotePools
-from kv_transfer.taking import READ_TIMEOUT_S
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from tests.factories.endpoints import TOKEN, Fabric, Worker
 from tests.factories.pool_readers import make_runs

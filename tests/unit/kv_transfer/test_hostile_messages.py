@@ -13,10 +13,11 @@ from baton.clock import SystemClock, VirtualClock
 from baton.config import KVTransferConfig
 from baton.errors import WireError
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
+from baton.messages.wire import unpack
 from baton.request import FirstToken
-from baton.wire import unpack
-from kv_transfer.endpoint import COUNTERS, TransferEndpoint, make_endpoint
-from kv_transfer.orders import BeginSend, FinishSend, SendBlocks
+from kv_transfer.connector.commands import BeginSend, FinishSend, SendBlocks
+from kv_transfer.connector.endpoint import COUNTERS, TransferEndpoint, make_endpoint
+from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.protocol.messages import (
@@ -34,7 +35,6 @@ from kv_transfer.protocol.messages import (
     Unreadable,
 )
 from kv_transfer.protocol.transports import ZMQ_TCP, Reach
-from kv_transfer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.transport.base import Arrival, Runs, TransportError
 from kv_transfer.transport.shared_memory import FORMAT, SharedMemory, SharedMemoryReader
 from kv_transfer.transport.zmq_tcp import ZmqChannel

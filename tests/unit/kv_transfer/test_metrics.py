@@ -6,8 +6,16 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.worker import KVPeerCounts
-from kv_transfer.metrics import MAX_ROWS, OTHERS, PeerMetrics
-from kv_transfer.orders import AbortLoad, AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.commands import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    SendBlocks,
+)
+from kv_transfer.connector.metrics import MAX_ROWS, OTHERS, PeerMetrics
 from kv_transfer.protocol.messages import Pieces
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start

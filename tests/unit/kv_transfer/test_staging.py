@@ -5,11 +5,11 @@ import pytest
 import xxhash
 
 from baton.kv import KVFingerprint
+from kv_transfer.cuda.memory import CudaMemory
+from kv_transfer.cuda.staging import NUM_BUFFERS, Staged, Stager
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, DevicePieces
 from kv_transfer.protocol.geometry import RankLayout
-from kv_transfer.staging import NUM_BUFFERS, Staged, Stager
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.cuda_memory import CudaMemory
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 
 NUM_BLOCKS = 12

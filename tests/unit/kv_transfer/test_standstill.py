@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.standstill import Standstill
+from baton.system.standstill import Standstill
 from kv_transfer.protocol.effects import Failed, Freed, Leg, Received
 from kv_transfer.protocol.producer import MAX_EARLY_LEASES
 from kv_transfer.protocol.timers import Timers

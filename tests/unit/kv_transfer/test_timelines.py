@@ -4,8 +4,16 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from kv_transfer.orders import AbortLoad, AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
-from kv_transfer.timelines import combine
+from kv_transfer.connector.commands import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    SendBlocks,
+)
+from kv_transfer.connector.timelines import combine
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 
 ATTEMPT = 3

@@ -9,7 +9,7 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.errors import DeadlinePassed, InvalidRequest, Overloaded
-from baton.grammar_check import GrammarEndedProcess, GrammarTried, Message, TryGrammar
+from baton.messages.grammar_check import GrammarEndedProcess, GrammarTried, Message, TryGrammar
 from baton.sampling import GrammarKind, StructuredOutput
 from gateway.grammars import check as module
 from gateway.grammars.check import GrammarCheck

@@ -2,8 +2,8 @@
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.errors import Overloaded, WorkerUnavailable
-from baton.gateway_config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.request import OnPreemption
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
@@ -18,7 +18,7 @@ from gateway.requests.journey import (
 )
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
-from gateway.workers.roster import Roster
+from gateway.workers.worker_list import Roster
 
 
 class Fleet:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.block_hash import block_hashes
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.placement import Ask, Mode, Placement

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from gateway.routing.prefix_index import LOG_SLACK, MIN_SWEEP, PrefixIndex, short_keys
 
 CHAIN = [number.to_bytes(32, "big")[::-1] for number in range(16, 16 * 9, 16)]

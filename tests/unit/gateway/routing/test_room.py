@@ -4,7 +4,7 @@ import pytest
 
 from baton.block_hash import block_hashes
 from baton.errors import WorkerUnavailable
-from baton.messages import KVEvents
+from baton.messages.request_plane import KVEvents
 from baton.worker import WorkerStatus
 from gateway.routing.placement import Mode, NoRoom, Placement
 from gateway.routing.router import Router

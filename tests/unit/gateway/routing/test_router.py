@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from baton.config import GatewayConfig
 from baton.errors import ConfigError, WorkerUnavailable
-from baton.gateway_config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.placement import Ask, Mode, Placement

@@ -1,0 +1,33 @@
+"""The configuration: a file of Python for each section of the YAML file, and one for the whole."""
+
+from baton.config.access import ANONYMOUS, ApiKey, Tls, contradiction_among
+from baton.config.autoscaling import AutoscalingConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.file import BatonConfig, merge
+from baton.config.gateway import GatewayConfig
+from baton.config.kv_transfer import KVTransferConfig
+from baton.config.logging import LoggingConfig
+from baton.config.network import NetworkConfig
+from baton.config.scheduler import SchedulerConfig
+from baton.config.section import Section, describe
+
+__all__ = [
+    "ANONYMOUS",
+    "ApiKey",
+    "AutoscalingConfig",
+    "BatonConfig",
+    "ClusterConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "KVTransferConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "SchedulerConfig",
+    "Section",
+    "Tls",
+    "contradiction_among",
+    "describe",
+    "merge",
+]

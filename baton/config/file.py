@@ -1,0 +1,113 @@
+"""The configuration file: one frozen section per package, validated once at the edge, handed down as values.
+
+Every key here can stand in the YAML file of `baton serve`; only the command reads the file and the
+environment. An unknown key, a wrong type or a value that cannot work is a ConfigError that names it.
+"""
+
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ValidationError, model_validator
+
+from baton.config.autoscaling import AutoscalingConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.gateway import GatewayConfig
+from baton.config.kv_transfer import KVTransferConfig
+from baton.config.logging import LoggingConfig
+from baton.config.network import NetworkConfig
+from baton.config.scheduler import SchedulerConfig
+from baton.config.section import Section, describe
+from baton.errors import ConfigError
+from baton.worker import WorkerRole
+
+
+class BatonConfig(Section):
+    """The whole file."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    network: NetworkConfig = NetworkConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cluster.ray_address == "none" and self.engine.device == "cuda":
+            raise ValueError(
+                "cluster.ray_address 'none' needs engine.device 'cpu': it is Ray that shares out a machine's GPUs. "
+                "Use 'local'"
+            )
+        prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
+        if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
+            raise ValueError(
+                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}: one of "
+                "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
+            )
+        if self.autoscaling.mode != "off":
+            self._check_bounds()
+        return self
+
+    def _check_bounds(self) -> None:
+        for role in WorkerRole:
+            (low, high), start = self.worker_bounds(role), getattr(self.cluster, role.value)
+            if not low <= start <= high:
+                raise ValueError(
+                    f"cluster.{role.value} ({start}) must be between autoscaling.min_{role.value} ({low}) and "
+                    f"autoscaling.max_{role.value} ({high})"
+                )
+        if all(low == high for low, high in map(self.worker_bounds, WorkerRole)):
+            raise ValueError(
+                f"autoscaling.mode '{self.autoscaling.mode}' may change nothing: give it room with "
+                "autoscaling.max_decode, or another bound"
+            )
+
+    def num_ranks(self, role: WorkerRole) -> int:
+        """Tensor-parallel ranks of a worker that is started in this role."""
+        cluster = self.cluster
+        own = (
+            cluster.prefill_tensor_parallel if role is WorkerRole.PREFILL else cluster.decode_tensor_parallel
+        )
+        return own or self.engine.tensor_parallel
+
+    def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
+        """How few and how many workers of this role autoscaling may leave."""
+        start, bounds = getattr(self.cluster, role.value), self.autoscaling
+        low, high = getattr(bounds, f"min_{role.value}"), getattr(bounds, f"max_{role.value}")
+        return start if low is None else low, start if high is None else high
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any], source: str = "configuration") -> Self:
+        """Validates a nested mapping; ConfigError lists every offending key with its value."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, source)) from None
+
+    @classmethod
+    def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
+        """Reads a YAML file and lays `overrides` (section -> key -> value) over it."""
+        try:
+            values = yaml.safe_load(path.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read configuration file {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+        return cls.from_mapping(merge(values, overrides or {}), str(path))
+
+
+def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Section by section, `overrides` over `values`; neither is changed. An override of None takes a key out."""
+    merged = dict(values)
+    for section, keys in overrides.items():
+        under = merged.get(section) or {}
+        if isinstance(under, dict):
+            removed = {key for key, value in keys.items() if value is None}
+            under = {key: value for key, value in {**under, **keys}.items() if key not in removed}
+        merged[section] = under
+    return merged

@@ -1,0 +1,1 @@
+"""Messages between processes: the request plane, its sessions, and the codec of all planes."""

@@ -1,0 +1,163 @@
+"""Sessions on the request plane: both ends notice when something that one of them said did not arrive; knows no socket.
+
+A connection may break and come back by itself, and what was on its way is gone. So each end counts what it says and the
+other compares: the gateway's Hello has the number of its orders, the worker's Heartbeat that of its outputs. A worker
+that has lost a gateway, or an order of it, ends everything it does for it, and gives it another session; a gateway that
+hears of another session, or misses outputs, waits no longer for anything that the worker had.
+
+    gateway                                        worker
+      Hello(session None) ------------------------>  opens session 1
+      <------------------------- Heartbeat(session 1)
+      SubmitRequest(session 1) -------------------->  served
+      Hello(session 1, 1 order) ------------------->  one order came: all is well
+             x <----------------- Outputs             the gateway is out of reach: its requests end
+      Hello(session 1, 1 order) ------------------->  opens session 2
+      <------------------------- Heartbeat(session 2)
+      tries its requests elsewhere
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import WireError
+from baton.messages.request_plane import (
+    AbortRequests,
+    Heartbeat,
+    Hello,
+    Order,
+    SubmitRequest,
+    SubscribeKVEvents,
+)
+from baton.request import EngineRequest
+from baton.worker import WorkerStatus
+
+
+class GatewaySession:
+    """A gateway's end of its session with one life of a worker."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._number: int | None = None
+        self._num_orders = 0
+        self._num_outputs = 0
+
+    @property
+    def number(self) -> int | None:
+        """None while the worker has opened none."""
+        return self._number
+
+    def hello(self) -> Hello:
+        return Hello(self._incarnation, self._number, self._num_orders)
+
+    def submit(self, request: EngineRequest) -> SubmitRequest:
+        return SubmitRequest(request, self._number)
+
+    def abort(self, request_ids: tuple[str, ...]) -> AbortRequests:
+        return AbortRequests(request_ids, self._number)
+
+    def subscribe_kv_events(self) -> SubscribeKVEvents:
+        return SubscribeKVEvents(self._number)
+
+    def count_order(self) -> None:
+        """One of these is about to be sent. Even if it then cannot be, the worker should have had it."""
+        self._num_orders += 1
+
+    def note_outputs(self) -> None:
+        """A message of outputs has arrived."""
+        self._num_outputs += 1
+
+    def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
+        """Why nothing that the worker was asked for so far can be waited for, if this heartbeat says so."""
+        num_missing = heartbeat.num_outputs - self._num_outputs
+        self._num_outputs = heartbeat.num_outputs
+        if heartbeat.session == self._number:
+            return f"{num_missing} of its messages did not arrive" if num_missing else None
+        is_first = self._number is None and not self._num_orders
+        self._number, self._num_orders = heartbeat.session, 0
+        return None if is_first else "it had lost us, and ended what it did for us"
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    heard_at: float
+    num_orders: int = 0
+    num_outputs: int = 0
+    next_kv_number: int | None = None
+    """Of its next KVEvents; None before the first account."""
+
+
+class WorkerSessions:
+    """A worker's end of its sessions, by the gateway's identity. Times are the caller's, in seconds."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._sessions: dict[bytes, _Session] = {}
+        self._num_opened = 0
+
+    def hear(self, peer: bytes, hello: Hello, now: float) -> str | None:
+        """Opens a session, or lets it go on. If it had to end, why; then this opens the next one."""
+        if hello.incarnation != self._incarnation:
+            return None  # meant for somebody else
+        reason, session = None, self._sessions.get(peer)
+        if session is not None:
+            reason = _gap(session, hello)
+        if session is None or reason is not None:
+            self._num_opened += 1
+            session = self._sessions[peer] = _Session(self._num_opened, now)
+        session.heard_at = now
+        return reason
+
+    def take(self, peer: bytes, order: Order) -> None:
+        """Counts an order; WireError if it belongs to no session, or to one that is over."""
+        session = self._sessions.get(peer)
+        if session is None:
+            raise WireError(f"{type(order).__name__} from a gateway that has not said Hello")
+        if order.session != session.number:
+            raise WireError(f"{type(order).__name__} of session {order.session} in session {session.number}")
+        session.num_orders += 1
+
+    def count_outputs(self, peer: bytes) -> bool:
+        """Counts a message of outputs that is about to be sent; False if there is no session for it."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return False
+        session.num_outputs += 1
+        return True
+
+    def number_kv_events(self, peer: bytes, is_anew: bool) -> int | None:
+        """Of the message that follows; None if it is to go nowhere, since no account went before it."""
+        session = self._sessions.get(peer)
+        if session is None:
+            return None
+        number = 0 if is_anew else session.next_kv_number
+        session.next_kv_number = None if number is None else number + 1
+        return number
+
+    def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
+        """For anybody, in a session or not."""
+        session = self._sessions.get(peer)
+        return Heartbeat(status, None, 0) if session is None else _heartbeat(session, status)
+
+    def end(self, peer: bytes) -> bool:
+        """The gateway is gone; False if it was not there."""
+        return self._sessions.pop(peer, None) is not None
+
+    def silent_for(self, timeout_s: float, now: float) -> list[bytes]:
+        """Gateways that were not heard for longer than this."""
+        return [peer for peer, session in self._sessions.items() if now - session.heard_at > timeout_s]
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Gateways in a session."""
+        return list(self._sessions)
+
+
+def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
+    return Heartbeat(status, session.number, session.num_outputs)
+
+
+def _gap(session: _Session, hello: Hello) -> str | None:
+    """What did not arrive of the session that a Hello means; one that knows of no session gave no orders in it."""
+    if hello.session in (session.number, None) and hello.num_orders != session.num_orders:
+        return f"of {hello.num_orders} orders, {session.num_orders} came"
+    return None

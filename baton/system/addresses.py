@@ -1,0 +1,101 @@
+"""Where a socket listens, and the address under which others reach it; knows no plane and no message."""
+
+import errno
+import socket
+from typing import Any
+
+import zmq
+
+from baton.errors import ConfigError
+from baton.system.hosts import in_url
+
+WILDCARDS = ("*", "0.0.0.0", "::")
+"""Every interface of the machine: good to listen on, and no place that anybody could connect to."""
+
+# Reserved for documentation (RFC 5737, RFC 3849). Nothing is sent there; the route to it begins at our own address.
+_ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
+
+
+def listen(
+    listener: "zmq.Socket[Any]", bind_host: str, advertise_host: str | None, port: int = 0, key: str = ""
+) -> str:
+    """Binds to a port of `bind_host`, an address, an interface or a local name; what others connect to.
+
+    Port 0 is a free one; `key` is that of any other, which a ConfigError names if the port is taken.
+
+    Others are told `advertise_host` or, without it, where the socket really listens: behind a wildcard, this machine's
+    own address. ConfigError if there is no such place.
+    """
+    if ":" in bind_host:
+        listener.setsockopt(zmq.IPV6, 1)
+    try:
+        if port:
+            listener.bind(f"tcp://{in_url(bind_host)}:{port}")
+        else:
+            port = listener.bind_to_random_port(f"tcp://{in_url(bind_host)}")
+    except zmq.ZMQError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ConfigError(
+                f"{key}: cannot listen on port {port} of '{bind_host}' ({error.strerror}); 0 picks a free port"
+            ) from error
+        raise ConfigError(
+            f"network.bind_host: cannot listen on '{bind_host}' ({error.strerror}); use an address or an interface of "
+            "this machine, or '0.0.0.0' for all of them"
+        ) from error
+    return f"tcp://{in_url(advertise_host or _host_of(listener, bind_host))}:{port}"
+
+
+def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) -> tuple[socket.socket, str]:
+    """The same for a plain TCP socket: it, and the `HOST:PORT` that others connect to. Port 0 is a free one.
+
+    ConfigError, which names `key`, if the port is taken.
+    """
+    with zmq.Context() as context, context.socket(zmq.REP) as probe:  # it knows interfaces by name
+        advertised = listen(probe, bind_host, advertise_host).removeprefix("tcp://").rpartition(":")[0]
+        host = _bound_host(probe)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot listen on {in_url(host)}:{port} ({error.strerror}); 0 picks a free port"
+        ) from error
+    return listener, f"{advertised}:{listener.getsockname()[1]}"
+
+
+def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
+    """Connects to an address that `listen` gave, of either family."""
+    if "[" in address:
+        dialler.setsockopt(zmq.IPV6, 1)
+    dialler.connect(address)
+
+
+def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:
+    host = _bound_host(listener)
+    if host not in WILDCARDS:
+        return host
+    families = (socket.AF_INET6, socket.AF_INET) if ":" in host else (socket.AF_INET,)
+    for family in families:
+        if own := _own_address(family):
+            return own
+    raise ConfigError(
+        f"network.bind_host: '{bind_host}' listens everywhere, but this machine has no route to others, and so no "
+        "address to tell them; set network.advertise_host"
+    )
+
+
+def _bound_host(listener: "zmq.Socket[Any]") -> str:
+    """As an address, which may be a wildcard."""
+    endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode().removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _own_address(family: socket.AddressFamily) -> str | None:
+    """Where this machine's packets to others come from, as its routes have it."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE[family], 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])

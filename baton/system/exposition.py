@@ -1,0 +1,59 @@
+"""Our plain counts as Prometheus' metric families, and a registry of them as text; knows not what is counted."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from baton.system.histogram import HistogramCounts
+
+PREFIX = "baton_"
+
+Values = Mapping[tuple[str, ...], float]
+"""By the values of the labels."""
+
+
+class CollectedOnDemand(Collector):
+    """What `collect` yields is read when somebody asks, and costs nothing before."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
+def counter(name: str, meaning: str, labels: Sequence[str], values: Values) -> CounterMetricFamily:
+    """`name` without prefix and without `_total`."""
+    family = CounterMetricFamily(PREFIX + name, meaning, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+def gauge(name: str, meaning: str, labels: Sequence[str], values: Values) -> GaugeMetricFamily:
+    """`name` without prefix."""
+    family = GaugeMetricFamily(PREFIX + name, meaning, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
+
+
+def histogram(
+    name: str, meaning: str, labels: Sequence[str], values: Mapping[tuple[str, ...], HistogramCounts]
+) -> HistogramMetricFamily:
+    """`name` without prefix."""
+    family = HistogramMetricFamily(PREFIX + name, meaning, labels=labels)
+    for label_values, counts in values.items():
+        buckets = [(floatToGoString(bound), count) for bound, count in counts.cumulative()]
+        family.add_metric(label_values, buckets, counts.total)
+    return family
+
+
+def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """All of it, and its content type: the text format, or OpenMetrics if the reader accepts that."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type

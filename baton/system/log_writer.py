@@ -1,0 +1,135 @@
+"""LogWriter: writes a process's log on a thread of its own, so that nobody who logs waits for whoever reads it.
+
+A pipe that nobody empties, or a disk that is full, costs lines, and never a request. With a RepeatLimit, a line that
+is repeated without end does not fill a disk.
+"""
+
+import logging
+import threading
+from collections import deque
+from typing import TextIO
+
+from baton.clock import Clock, SystemClock
+from baton.system.repeat_limit import RepeatLimit
+
+MAX_WAITING_CHARACTERS = 8 * 2**20
+"""Of lines that wait to be written; more are dropped, and counted."""
+
+FLUSH_TIMEOUT_S = 1.0
+"""What the end of the process waits for the last lines."""
+
+
+class LogWriter(logging.Handler):
+    """Lines come out in the order in which they were logged."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        max_waiting_characters: int = MAX_WAITING_CHARACTERS,
+        *,
+        limit: RepeatLimit | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Without a `limit` every line is written."""
+        super().__init__()
+        self._stream = stream
+        self._clock = clock or SystemClock()
+        self._max_waiting_characters = max_waiting_characters
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._limit = limit
+        self._waiting: deque[str] = deque()
+        """The line that is being written is still among them."""
+        self._num_characters = 0
+        self._num_dropped = 0
+        self._is_closed = False
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Waits for nobody."""
+        if not self._admits(record):
+            return
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            self._append_if_room(line)
+
+    def flush(self) -> None:
+        """Returns when everything is written, or after FLUSH_TIMEOUT_S."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, FLUSH_TIMEOUT_S)
+
+    def close(self) -> None:
+        """The same; then the thread ends, unless the stream holds it up."""
+        with self._changed:
+            if self._limit is not None:
+                self._append_summaries(self._limit.close(self._clock.now()))
+        self.flush()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        super().close()
+
+    def _admits(self, record: logging.LogRecord) -> bool:
+        if self._limit is None:
+            return True
+        with self._changed:
+            now = self._clock.now()
+            self._append_summaries(self._limit.summaries(now))
+            return self._limit.admits(record, now)
+
+    def _append_summaries(self, summaries: list[logging.LogRecord]) -> None:
+        for summary in summaries:
+            self._append_if_room(self.format(summary))
+
+    def _append_if_room(self, line: str) -> None:
+        if self._num_characters + len(line) > self._max_waiting_characters:
+            self._num_dropped += 1
+        else:
+            self._append(line)
+
+    def _append(self, line: str) -> None:
+        self._waiting.append(line)
+        self._num_characters += len(line)
+        self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while (line := self._next()) is not None:
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):  # a full disk, a reader that left, a stream that was closed
+                pass
+            self._note_written(line)
+
+    def _next(self) -> str | None:
+        """The line that is first, as soon as there is one; None once the writer is closed."""
+        with self._changed:
+            while not (self._waiting or self._is_closed):
+                self._changed.wait(self._time_to_summary())
+                if self._limit is not None:
+                    self._append_summaries(self._limit.summaries(self._clock.now()))
+            return self._waiting[0] if self._waiting else None
+
+    def _time_to_summary(self) -> float | None:
+        """None: there is none to come."""
+        if self._limit is None or self._limit.next_end is None:
+            return None
+        return max(0.0, self._limit.next_end - self._clock.now())
+
+    def _note_written(self, line: str) -> None:
+        with self._changed:
+            self._waiting.popleft()
+            self._num_characters -= len(line)
+            if self._num_dropped and not self._waiting:
+                self._append(self._words_on_dropped())
+                self._num_dropped = 0
+            self._changed.notify_all()
+
+    def _words_on_dropped(self) -> str:
+        words = "%d lines were dropped here, since nobody read the log"
+        number = self._num_dropped
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, words, (number,), None))

@@ -1,0 +1,1 @@
+"""The `baton` command: its subcommands, what they draw on a terminal, and pictures of traces."""

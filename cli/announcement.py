@@ -1,0 +1,48 @@
+"""What a gateway that is ready says of itself: to people how to use it, to programs where it is."""
+
+import asyncio
+import json
+import shlex
+
+from cluster.serve.following_gateway import Service, WhileReady
+from cluster.serve.screen import Screen
+
+
+def serving(screen: Screen, as_json: bool) -> WhileReady:
+    """Says that it is ready, and how to use it; then stays."""
+
+    async def while_ready(service: Service) -> None:
+        announce(service, screen)
+        if as_json:
+            print(ready_line(service), flush=True)
+        await asyncio.Event().wait()  # until a signal cancels it
+
+    return while_ready
+
+
+def announce(service: Service, screen: Screen) -> None:
+    """The ready line, and ways to use it."""
+    chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    doors = f"gRPC on [green]{service.target}[/]"
+    url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
+    if service.http is not None:
+        doors += f", HTTP on [green]{url}[/]"
+    screen.line("ready", f"{doors} (Ctrl-C stops)")
+    flags = (" --tls" if service.uses_tls else "") + (" --api-key-file FILE" if service.asks_for_key else "")
+    screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
+    key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""
+    flags = ("" if service.uses_tls else " -plaintext") + key
+    body = shlex.quote(json.dumps({"chat": chat}))
+    screen.line("", f"grpcurl{flags} -d {body} {service.target} baton.v1.GenerationService/Generate")
+    if service.http is not None:
+        body = shlex.quote(json.dumps({"model": service.model} | chat))
+        screen.line("", f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {body}")
+
+
+def ready_line(service: Service) -> str:
+    """For programs that start a deployment: where it is, and its workers' processes."""
+    workers = [
+        {"name": e.ref.name, "role": e.role.value, "pid": e.pid, "request_address": e.request_address}
+        for e in service.endpoints
+    ]
+    return json.dumps({"target": service.target, "http": service.http, "workers": workers})

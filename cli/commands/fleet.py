@@ -1,0 +1,38 @@
+"""`baton fleet`: workers and their controller without a gateway, which answers gateways elsewhere, until Ctrl-C."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from rich.console import Console
+
+from baton.config import BatonConfig
+from baton.system.logs import write_logs
+from cluster.serve.fleet_run import OpenDoor, run_fleet
+from cluster.serve.screen import Screen
+
+
+def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
+    """Serves until SIGINT or SIGTERM. Progress goes to stderr; stdout gets one JSON line when ready, if asked for.
+
+    `reread` gives the configuration as it is by then.
+    """
+    write_logs(config.logging, component="fleet", fleet=config.cluster.name)
+    screen = Screen(Console(stderr=True))
+
+    async def while_open(door: OpenDoor) -> None:
+        screen.line("ready", f"gateways find this fleet at [green]{door.address}[/] (Ctrl-C stops)")
+        screen.line("", f"baton gateway --fleet-address {door.address}")
+        if as_json:
+            print(ready_line(door), flush=True)
+        await asyncio.Event().wait()  # until a signal cancels it
+
+    run_fleet(config, screen, while_open, reread)
+    screen.line("stopped", "everything it started is gone")
+    return 0
+
+
+def ready_line(door: OpenDoor) -> str:
+    """For programs that start a fleet: where it is, and its workers' processes."""
+    workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in door.endpoints]
+    return json.dumps({"fleet": door.address, "workers": workers})

@@ -1,0 +1,18 @@
+"""`baton gateway`: one more gateway to a fleet that runs; it stays until Ctrl-C, and leaves the fleet alone."""
+
+from rich.console import Console
+
+from baton.config import BatonConfig
+from baton.system.logs import write_logs
+from cli.announcement import serving
+from cluster.serve.joining import run_gateway
+from cluster.serve.screen import Screen
+
+
+def run(config: BatonConfig, as_json: bool) -> int:
+    """Serves until SIGINT or SIGTERM. Progress goes to stderr; stdout gets one JSON line when ready, if asked for."""
+    write_logs(config.logging, component="gateway", fleet=config.cluster.name)
+    screen = Screen(Console(stderr=True))
+    run_gateway(config, screen, serving(screen, as_json))
+    screen.line("stopped", "the fleet goes on without this gateway")
+    return 0

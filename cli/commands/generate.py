@@ -1,0 +1,107 @@
+"""`baton generate`: one prompt to a running gateway, streamed to stdout as it comes or printed whole as JSON."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cli.target import Target
+from gateway.client import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What to ask, and how to answer."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int | None = None
+    is_raw: bool = False
+    """The text as it is, instead of a chat with one turn of the user's."""
+    ignore_eos: bool = False
+    mode: Literal["disaggregated", "local"] | None = None
+    json_schema: str | None = None
+    """What the answer must match, as JSON."""
+    regex: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    completion: Completion
+
+
+def run(target: Target, options: argparse.Namespace) -> int:
+    """Streams, or prints one object. GatewayError says why there is no answer."""
+    question = Question(
+        prompt=options.prompt,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        is_raw=options.raw,
+        ignore_eos=options.ignore_eos,
+        mode=options.mode,
+        json_schema=options.json_schema,
+        regex=options.regex,
+    )
+    on_text = _ignore if options.json else _write
+    answer = asyncio.run(ask(target, question, on_text))
+    print(json.dumps(to_json(answer), ensure_ascii=False) if options.json else "")
+    return 0
+
+
+async def ask(target: Target, question: Question, on_text: Callable[[str], None]) -> Answer:
+    """One request from beginning to end; `on_text` gets each piece of text as it arrives."""
+    sampling: dict[str, Any] = {
+        "max_tokens": question.max_tokens,
+        "temperature": question.temperature,
+        "seed": question.seed,
+        "ignore_eos": question.ignore_eos,
+        "json_schema": question.json_schema,
+        "regex": question.regex,
+    }
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    completion: Completion | None = None
+    async with target.client() as client:
+        async for event in client.generate(
+            text=question.prompt if question.is_raw else None,
+            messages=None if question.is_raw else [("user", question.prompt)],
+            sampling=sampling,
+            mode=question.mode,
+        ):
+            on_text(event.text)
+            pieces.append(event.text)
+            token_ids += event.token_ids
+            completion = event.completion or completion
+    assert completion is not None, "a stream that ends well ends with a completion"
+    return Answer("".join(pieces), tuple(token_ids), completion)
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    completion = answer.completion
+    return {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": completion.finish_reason,
+        "usage": completion.usage,
+        "timing": completion.timing,
+        "placement": {**completion.placement, "prefill": completion.placement["prefill"] or None},
+    }
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(_text: str) -> None:
+    return

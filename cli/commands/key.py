@@ -1,0 +1,27 @@
+"""`baton key`: makes an API key, and the entry that lets whoever has it in; keeps neither."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from baton.config import ApiKey, describe
+from baton.errors import ConfigError
+from gateway.auth.key_store import hash_of, new_key
+
+
+def run(name: str, scopes: Sequence[str], as_json: bool) -> int:
+    """Prints the entry to stdout and the key, this once, to stderr; or both as one JSON object to stdout."""
+    key = new_key()
+    entry = {"name": name, "sha256": hash_of(key), "scopes": list(scopes)}
+    try:
+        ApiKey.model_validate(entry)
+    except ValidationError as error:
+        raise ConfigError(describe(error, "API key")) from None
+    if as_json:
+        print(json.dumps({"key": key, "entry": entry}))
+        return 0
+    print(f"the key of {name}, which is shown this once: {key}", file=sys.stderr)
+    print(f"- name: {name}\n  sha256: {entry['sha256']}\n  scopes: [{', '.join(scopes)}]")
+    return 0

@@ -1,0 +1,81 @@
+"""What `baton drain`, `role` and `rollout` share: an order to the fleet, and how it stands while it is carried out."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from cli.views import words
+from cluster.serve.screen import Screen, Stage
+from gateway.client import GatewayClient, GatewayError
+
+LOOK_INTERVAL_S = 1.0
+"""Between two looks at how the worker stands."""
+
+
+@contextmanager
+def ordering(command: str, doing: str, as_json: bool) -> Iterator[Stage]:
+    """Shows the order while it is carried out, and its outcome as the last line; on stderr if stdout is for JSON.
+
+    Ctrl-C ends the wait, not the order.
+    """
+    screen = Screen(Console(stderr=as_json))
+    try:
+        with screen.stage(command, doing) as stage:
+            yield stage
+    except KeyboardInterrupt:
+        left = f"baton {command}: no longer waited for; the fleet goes on with it, see `baton status`"
+        print(left, file=sys.stderr)
+        raise
+
+
+async def carry_out(
+    order: Coroutine[Any, Any, None],
+    client: GatewayClient,
+    describe: Callable[[list[dict[str, Any]]], str],
+    say: Callable[[str], None],
+) -> float:
+    """Waits for the order's end, and says meanwhile how the workers stand, in words of `describe`; seconds it took."""
+    started = time.monotonic()
+    looking = asyncio.create_task(_look(client, describe, say))
+    try:
+        await order
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    return time.monotonic() - started
+
+
+async def _look(
+    client: GatewayClient, describe: Callable[[list[dict[str, Any]]], str], say: Callable[[str], None]
+) -> None:
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        try:
+            say(describe((await client.describe())["workers"]))
+        except GatewayError:
+            continue  # the order itself says what is wrong
+
+
+def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
+    """How this worker stands."""
+    return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
+
+
+def of_absent(workers: list[dict[str, Any]]) -> str:
+    """How those stand that do not serve."""
+    absent = [worker for worker in workers if worker["state"] != "ready"]
+    return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
+
+
+def what_it_has(worker: dict[str, Any]) -> str:
+    """What stands between a worker and its leave: requests, and blocks that others may still read or write."""
+    state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
+    if not blocks["total"]:
+        return state
+    kinds = (f", {blocks[kind]} blocks {kind}" for kind in ("leased", "quarantined") if blocks[kind])
+    return f"{state}, {sum(requests.values())} requests{''.join(kinds)}"

@@ -1,0 +1,100 @@
+"""`baton probe`: whether a process of a cluster is well, for a health check that has no other program at hand."""
+
+import asyncio
+import http.client
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from baton.config import NetworkConfig
+from baton.errors import ClusterError, ConfigError
+from baton.system.curve import derive_fleet_keys
+from baton.system.hosts import in_url, is_address
+from baton.system.secret import load_secret
+from cluster.control_api.client import FleetClient
+
+_MAX_BODY_BYTES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """For https. Without an authority the other end's certificate is not checked: it is about health, not trust."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+
+def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> int:
+    """Returns if it is well; ClusterError says what is wrong, ConfigError that nothing can be asked there.
+
+    `timeout_s` is for each step. A `fleet` is asked with the cluster's secret, as `network` has it.
+    """
+    parts = _parts_of(url)
+    if parts.scheme != "https" and tls != TlsFiles():
+        raise ConfigError(f"--tls-ca, --tls-cert and --tls-key are for https, and this is {parts.scheme}")
+    if parts.scheme == "fleet":
+        asyncio.run(_ask_door(parts.netloc, timeout_s, network))
+        return 0
+    try:
+        if parts.scheme == "tcp":
+            socket.create_connection((parts.hostname, parts.port), timeout_s).close()
+        else:
+            _get(parts, timeout_s, tls)
+    except (OSError, http.client.HTTPException) as error:
+        raise ClusterError(f"{url}: {str(error) or type(error).__name__}") from None
+    return 0
+
+
+def _parts_of(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https", "tcp", "fleet") or not is_address(parts.netloc):
+        raise ConfigError(
+            f"URL: got '{url}'; SCHEME://HOST:PORT, with http, https, tcp or fleet as the scheme"
+        )
+    return parts
+
+
+def _get(parts: SplitResult, timeout_s: float, tls: TlsFiles) -> None:
+    host = parts.hostname or ""
+    if parts.scheme == "http":
+        connection = http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+    else:
+        connection = http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=_context(tls))
+    try:
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        connection.request("GET", path or "/", headers={"Host": f"{in_url(host)}:{parts.port}"})
+        answer = connection.getresponse()
+        if answer.status != http.HTTPStatus.OK:
+            body = answer.read(_MAX_BODY_BYTES).decode("utf-8", "replace")
+            raise ClusterError(f"{parts.geturl()}: {answer.status} {answer.reason}: {body}")
+    finally:
+        connection.close()
+
+
+def _context(tls: TlsFiles) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.ca is None:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+    except OSError as error:
+        raise ConfigError(f"--tls-ca, --tls-cert or --tls-key cannot be used: {error}") from error
+    return context
+
+
+async def _ask_door(address: str, timeout_s: float, network: NetworkConfig) -> None:
+    """Well is a door whose fleet serves."""
+    keys = derive_fleet_keys(load_secret(network, os.environ, may_create=False))
+    try:
+        async with asyncio.timeout(timeout_s), FleetClient(address, keys, network) as client:
+            await client.configuration()
+    except TimeoutError:
+        raise ClusterError(f"fleet://{address}: no answer within {timeout_s:g} s") from None

@@ -1,0 +1,24 @@
+"""`baton role`: gives a worker another role while it runs; weights and prefix cache stay."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from baton.worker import WorkerRole
+from cli.commands.operator_calls import carry_out, of_worker, ordering
+from cli.target import Target
+
+
+def run(target: Target, worker: str, role: str, as_json: bool) -> int:
+    """Returns once the worker serves in its new role. GatewayError says why it goes on in its old one."""
+    with ordering("role", f"{worker} becomes a {role} worker", as_json) as stage:
+        total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
+        stage(f"{worker} serves as a {role} worker")
+    if as_json:
+        print(json.dumps({"worker": worker, "role": role, "total_s": total_s}))
+    return 0
+
+
+async def _set_role(target: Target, worker: str, role: WorkerRole, say: Callable[[str], None]) -> float:
+    async with target.client() as client:
+        return await carry_out(client.set_role(worker, role), client, of_worker(worker), say)

@@ -1,0 +1,101 @@
+"""`baton top`: the fleet as it lives, redrawn every second on a screen of its own, until q or Ctrl-C."""
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from baton.errors import ConfigError
+from baton.system.signals import StopSignals, unless
+from cli.target import Target
+from cli.views.top import TopView
+from gateway.client import GatewayClient, GatewayError
+
+ANSWER_TIMEOUT_S = 5.0
+"""A gateway that takes longer is said to be silent, and asked again."""
+
+
+def run(target: Target, interval_s: float) -> int:
+    """Shows the fleet until told to stop, and leaves the terminal as it was.
+
+    GatewayError if nobody answers at first; ConfigError if there is no terminal to draw on.
+    """
+    console = Console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise ConfigError(
+            "this needs a terminal to draw on; `baton status` prints the same once, "
+            "`baton status --json` for programs"
+        )
+    with StopSignals() as signals:
+        signals.run(_show(target, interval_s, console, signals.stop))
+    return 0
+
+
+async def _show(target: Target, interval_s: float, console: Console, stop: asyncio.Event) -> None:
+    async with target.client() as client:
+        await unless(stop, _follow(client, target, interval_s, console, stop.set))
+
+
+async def _follow(
+    client: GatewayClient, target: Target, interval_s: float, console: Console, leave: Callable[[], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    seen_at, current = loop.time(), await _describe(client)
+    view = TopView(target.address, None, current, 0.0, console.height)
+    live = Live(view, console=console, screen=True, auto_refresh=False)
+    with _keys(leave), live:
+        while True:
+            live.update(view, refresh=True)
+            await asyncio.sleep(interval_s)
+            try:
+                latest = await _describe(client)
+            except GatewayError as error:
+                view = TopView(target.address, None, current, 0.0, console.height, str(error))
+                continue
+            now = loop.time()
+            view = TopView(target.address, current, latest, now - seen_at, console.height)
+            seen_at, current = now, latest
+
+
+async def _describe(client: GatewayClient) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await client.describe()
+    except TimeoutError:
+        raise GatewayError("DEADLINE_EXCEEDED", f"the gateway is silent for {ANSWER_TIMEOUT_S:g} s") from None
+
+
+@contextmanager
+def _keys(leave: Callable[[], None]) -> Iterator[None]:
+    """Keys count as they are pressed, and are not shown; Ctrl-Z is off, which would leave the screen as it is."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    loop = asyncio.get_running_loop()
+
+    def on_input() -> None:
+        pressed = os.read(terminal, 64)
+        if not pressed:  # nobody is there any more
+            loop.remove_reader(terminal)
+        if not pressed or b"q" in pressed.lower():
+            leave()
+
+    former = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    mode = termios.tcgetattr(terminal)
+    mode[6][termios.VSUSP] = b"\0"
+    termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
+    loop.add_reader(terminal, on_input)
+    try:
+        yield
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, former)

@@ -1,0 +1,341 @@
+"""The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
+
+Exit codes: 0 done, 1 the server (or the cluster, or what a file holds) said no, 2 usage. Subcommands are imported only
+when asked for, so `baton --help` and whatever only asks a gateway never wait for Ray or torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig, merge
+from baton.errors import BatonError, ConfigError
+from baton.system.watched import Watched
+from cli.flags import FLEET_FLAGS, GATEWAY_FLAGS, SERVE_FLAGS, add_flags, for_one_fleet, overrides_from
+from cli.operator_flags import add_operators_commands
+from cli.target_flags import add_target_flags
+
+DONE, REFUSED, USAGE = 0, 1, 2
+INTERRUPTED = 130
+
+KEY_ADVICE = "a command takes its key from --api-key-file, or from the environment variable BATON_API_KEY"
+
+_DEFAULTS = BatonConfig()
+DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
+
+# One prefill and one decode worker for the smallest real model, on a free port.
+_DEMO: dict[str, Any] = {
+    "model": {"path": "smollm2"},
+    "engine": {"kv_cache_memory_mib": 256},
+    "gateway": {"grpc_port": 0, "http_port": None},
+    "cluster": {"prefill": 1, "decode": 1},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
+    options = build_parser().parse_args(arguments)
+    # gRPC reads this when it is first used. Otherwise it writes a line for each TLS handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    try:
+        return _COMMANDS[options.command](options)
+    except ConfigError as error:
+        return _fail(options, error, USAGE)
+    except BatonError as error:
+        return _fail(options, error, REFUSED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _fail(options: argparse.Namespace, error: Exception, code: int) -> int:
+    print(f"baton {options.command}: {error}", file=sys.stderr)
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Language models, served by prefill and decode workers."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start workers and gateway, and serve until Ctrl-C")
+    serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    serve.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_flags(serve, SERVE_FLAGS)
+
+    fleet = commands.add_parser(
+        "fleet", help="start workers without a gateway, and tell gateways elsewhere of them, until Ctrl-C"
+    )
+    fleet.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    fleet.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_flags(fleet, FLEET_FLAGS)
+
+    gateway = commands.add_parser("gateway", help="open one more gateway to a fleet that runs, until Ctrl-C")
+    gateway.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it"
+    )
+    gateway.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+    add_flags(gateway, GATEWAY_FLAGS)
+
+    generate = commands.add_parser("generate", help="send one prompt and stream the answer")
+    add_target_flags(generate, DEFAULT_TARGET)
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
+    )
+    generate.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
+    generate.add_argument("--raw", action="store_true", help="send the text as it is, without chat template")
+    generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever comes")
+    grammar = generate.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="SCHEMA", help="let the answer match a JSON schema")
+    grammar.add_argument("--regex", metavar="REGEX", help="let the answer match a regular expression")
+    generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+
+    add_operators_commands(commands, DEFAULT_TARGET)
+
+    key = commands.add_parser("key", help="make an API key, and the entry that lets its owner in")
+    key.add_argument("name", metavar="NAME", help="of the caller")
+    grants = key.add_mutually_exclusive_group()
+    grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
+    grants.add_argument(
+        "--scope",
+        action="append",
+        choices=("generate", "observe", "administer"),
+        help="what it grants, once for each; default generate",
+    )
+    key.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
+
+    demo = commands.add_parser(
+        "demo", help="start a small cluster, ask it one question, show where the time went"
+    )
+    demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
+
+    trace = commands.add_parser("trace", help="draw the steps that workers wrote with --trace-dir")
+    _add_trace_flags(trace)
+    return parser
+
+
+def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
+    """Workers need not run in the folder that this command runs in."""
+    if config.engine.trace_dir is None:
+        return config
+    trace_dir = str(here / config.engine.trace_dir)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
+
+
+def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="one worker's steps each; panels share one axis of time",
+    )
+    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="draw them there too")
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        help="of the first file, both ends included; others: what they did meanwhile",
+    )
+    parser.add_argument("--requests", metavar="ID,...", help="only requests whose ids begin so")
+    parser.add_argument(
+        "--max-columns",
+        type=int,
+        default=200,
+        metavar="N",
+        help="leave out what comes after; default %(default)s",
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = with_absolute_paths(_configuration(options), Path.cwd())
+    _prepare_ray(config)
+    from cli.commands import serve
+
+    return serve.run(config, as_json=options.json)
+
+
+def _fleet(options: argparse.Namespace) -> int:
+    file = () if options.config is None else (options.config,)
+    watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
+    config = watched.current()
+    _prepare_ray(config)
+    from cli.commands import fleet
+
+    return fleet.run(config, as_json=options.json, reread=watched.current)
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    config = _configuration(options)
+    if config.cluster.fleet_address is None:
+        _prepare_ray(config)
+    else:
+        _do_without_torch()
+    from cli.commands import gateway
+
+    return gateway.run(config, as_json=options.json)
+
+
+def _configuration(options: argparse.Namespace) -> BatonConfig:
+    overrides = for_one_fleet(overrides_from(options))
+    if options.config is not None:
+        return BatonConfig.from_yaml(options.config, overrides)
+    return BatonConfig.from_mapping(merge({}, overrides), f"baton {options.command}")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from cli.commands import generate
+    from cli.target import target_from
+
+    return generate.run(target_from(options, os.environ), options)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from cli.commands import status
+    from cli.target import target_from
+
+    return status.run(target_from(options, os.environ), as_json=options.json)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from cli.commands import top
+    from cli.target import target_from
+
+    return top.run(target_from(options, os.environ), options.interval)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    if (options.worker is None) == (options.node is None):
+        raise ConfigError("give either WORKER or --node ADDRESS")
+    if options.node is not None:
+        return _drain_node(options)
+    if (options.timeout, options.fleet_address, options.secret_file) != (None, None, None):
+        raise ConfigError("--timeout, --fleet-address and --secret-file go with --node")
+    from cli.commands import drain
+    from cli.target import target_from
+
+    return drain.run(target_from(options, os.environ), options.worker, as_json=options.json)
+
+
+def _drain_node(options: argparse.Namespace) -> int:
+    overrides = {
+        "cluster": {"fleet_address": options.fleet_address},
+        "network": {"secret_file": options.secret_file},
+    }
+    config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # checks what was given
+    from cli.commands import drain_node
+    from cli.target import target_from
+
+    if options.secret_file is not None and options.fleet_address is None:
+        raise ConfigError("--secret-file goes with --fleet-address; a gateway asks for a key")
+    ask = config.cluster.fleet_address or target_from(options, os.environ)
+    timeout_s = 60.0 if options.timeout is None else options.timeout
+    return drain_node.run(ask, options.node, timeout_s, config.network, as_json=options.json)
+
+
+def _probe(options: argparse.Namespace) -> int:
+    overrides = {"network": {"secret_file": options.secret_file}}
+    network = BatonConfig.from_mapping(merge({}, overrides), "baton probe").network
+    from cli.commands import probe
+
+    tls = probe.TlsFiles(options.tls_ca, options.tls_cert, options.tls_key)
+    return probe.run(options.url, options.timeout, tls, network)
+
+
+def _role(options: argparse.Namespace) -> int:
+    from cli.commands import role
+    from cli.target import target_from
+
+    target = target_from(options, os.environ)
+    return role.run(target, options.worker, options.role, as_json=options.json)
+
+
+def _rollout(options: argparse.Namespace) -> int:
+    from cli.commands import rollout
+    from cli.target import target_from
+
+    return rollout.run(target_from(options, os.environ), options.workers, as_json=options.json)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from cli.commands import key
+
+    scopes = ["generate", "administer"] if options.admin else options.scope or ["generate"]
+    return key.run(options.name, scopes, as_json=options.json)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    config = BatonConfig.from_mapping(_DEMO)
+    _prepare_ray(config)
+    from cli.commands import demo
+
+    return demo.run(config, options.prompt)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from cli.commands import trace
+
+    try:
+        return trace.run(options)
+    except OSError as error:  # a file that is not there, or a place where none can be written
+        return _fail(options, error, USAGE)
+
+
+def _do_without_torch() -> None:
+    """What reads tokenizers imports torch wherever it is installed, which takes seconds and 250 MiB for nothing."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not there", see the import system's reference
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say so
+
+
+def _prepare_ray(config: BatonConfig) -> None:
+    if config.cluster.ray_address == "none":
+        return
+    from cluster.on_ray.session import prepare_environment
+
+    prepare_environment(config.cluster, os.environ, Path.home())
+
+
+def _of_gateway(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that asks a running gateway, which may refuse."""
+
+    def run(options: argparse.Namespace) -> int:
+        from gateway import GatewayError
+
+        try:
+            return command(options)
+        except GatewayError as error:
+            _fail(options, error, REFUSED)
+            if error.advice:
+                print(f"baton {options.command}: {error.advice}", file=sys.stderr)
+            if error.code == "UNAUTHENTICATED":
+                print(f"baton {options.command}: {KEY_ADVICE}", file=sys.stderr)
+            return REFUSED
+
+    return run
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve,
+    "fleet": _fleet,
+    "gateway": _gateway,
+    "generate": _of_gateway(_generate),
+    "status": _of_gateway(_status),
+    "top": _of_gateway(_top),
+    "drain": _of_gateway(_drain),
+    "role": _of_gateway(_role),
+    "rollout": _of_gateway(_rollout),
+    "probe": _probe,
+    "key": _key,
+    "demo": _demo,
+    "trace": _trace,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Target: the gateway that a command asks, and what it shows there; flags and environment end here."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError
+from gateway import GatewayClient
+from gateway.auth.credentials import NO_CREDENTIALS, Credentials
+
+KEY_VARIABLE = "BATON_API_KEY"
+
+_MAX_FILE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One gateway."""
+
+    address: str
+    """HOST:PORT of its gRPC."""
+    credentials: Credentials = NO_CREDENTIALS
+
+    def client(self) -> GatewayClient:
+        return GatewayClient(self.address, credentials=self.credentials)
+
+
+def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> Target:
+    """What the flags of `add_target_flags` say; ConfigError names the one that cannot be used, and shows no key."""
+    cert, key = options.tls_cert, options.tls_key
+    if (cert is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together: a certificate, and its private key")
+    credentials = Credentials(
+        api_key=_api_key(options, environment),
+        uses_tls=options.tls or options.tls_ca is not None or cert is not None,
+        ca_pem=_read("--tls-ca", options.tls_ca),
+        cert_pem=_read("--tls-cert", cert),
+        key_pem=_read("--tls-key", key),
+    )
+    return Target(options.target, credentials)
+
+
+def _api_key(options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    if options.api_key is not None:
+        return _checked(options.api_key, "--api-key")
+    content = _read("--api-key-file", options.api_key_file)
+    if content is not None:
+        return _checked(content.decode("utf-8", "replace"), f"--api-key-file {options.api_key_file}")
+    if KEY_VARIABLE in environment:
+        return _checked(environment[KEY_VARIABLE], KEY_VARIABLE)
+    return None
+
+
+def _checked(text: str, source: str) -> str:
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{source}: holds no API key; it is one word, as `baton key` prints it")
+    return key
+
+
+def _read(flag: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,140 @@
+"""Columns of a step chart: the steps of one or several workers in one order of time, equal neighbours folded.
+
+A column begins where any worker begins to compute a step. So what happens at the same time on two workers stands in the
+same place, and a long step of one worker stretches over the columns of the other's short ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.step_trace import StepTrace, Trace
+
+MIN_FOLD = 4
+"""Fewer equal steps are not worth folding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One step of one worker, or several equal ones in a row. Times are seconds since the earliest trace began."""
+
+    owner: int
+    """Which of the traces."""
+    steps: tuple[StepTrace, ...]
+    begin_s: float
+    end_s: float
+
+    @property
+    def is_folded(self) -> bool:
+        return len(self.steps) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Steps by number, both ends included; None: as far as there are any."""
+
+    first: int | None = None
+    last: int | None = None
+
+
+EVERYTHING = StepRange()
+
+
+def columns_of(traces: Sequence[Trace], steps: StepRange, fold_above: int) -> list[Column]:
+    """Columns in order of time. `steps` counts the first trace's; of the others it takes what they did meanwhile.
+
+    Equal steps are folded if there would be more columns than `fold_above`.
+    """
+    columns = [
+        column for owner, trace in enumerate(traces) for column in _single(owner, trace, _zero(traces))
+    ]
+    columns = _within(steps, sorted(columns, key=lambda column: (column.begin_s, column.owner)))
+    return columns if len(columns) <= fold_above else _fold(columns, traces)
+
+
+def prompt_lengths(trace: Trace) -> dict[str, int]:
+    """Of every request that the worker computed."""
+    return {
+        request_id: num_tokens
+        for step in trace.steps
+        for request_id, num_tokens in step.num_prompt_tokens.items()
+    }
+
+
+def is_decode(num_tokens: int, num_computed_tokens: int, num_prompt_tokens: int | None) -> bool:
+    """One token, and it is no prompt's; where the prompt's length is not known, one token is taken for an output."""
+    return num_tokens == 1 and num_computed_tokens >= (num_prompt_tokens or 0)
+
+
+def _zero(traces: Sequence[Trace]) -> float:
+    return min(trace.header.began_unix_s for trace in traces)
+
+
+def _single(owner: int, trace: Trace, zero_unix_s: float) -> list[Column]:
+    """With asynchronous scheduling a step is planned while the one before it is computed: it begins when that ends."""
+    columns = []
+    offset_s, previous_end_s = trace.header.began_unix_s - zero_unix_s, 0.0
+    for step in trace.steps:
+        begin_s = max(step.planned_s, previous_end_s)
+        end_s = max(begin_s, begin_s if step.done_s is None else step.done_s)
+        columns.append(Column(owner, (step,), begin_s + offset_s, end_s + offset_s))
+        previous_end_s = end_s
+    return columns
+
+
+def _within(steps: StepRange, columns: list[Column]) -> list[Column]:
+    """Everything from the beginning of the first wanted step to the end of the last."""
+    first, last = steps.first, steps.last
+    if first is None and last is None:
+        return columns
+    wanted = [
+        column
+        for column in columns
+        if column.owner == 0
+        and (first is None or column.steps[0].step >= first)
+        and (last is None or column.steps[0].step <= last)
+    ]
+    if not wanted:
+        return []
+    begin_s = wanted[0].begin_s if first is not None else 0.0
+    end_s = wanted[-1].end_s if last is not None else columns[-1].end_s
+    others = [c for c in columns if c.owner != 0 and begin_s <= c.begin_s <= end_s]
+    return sorted(wanted + others, key=lambda column: (column.begin_s, column.owner))
+
+
+def _fold(columns: list[Column], traces: Sequence[Trace]) -> list[Column]:
+    prompts = [prompt_lengths(trace) for trace in traces]
+    folded: list[Column] = []
+    run: list[Column] = []
+    for column in columns:
+        if run and _look(column, prompts) != _look(run[0], prompts):
+            folded += _merge(run)
+            run = []
+        run.append(column)
+    return folded + _merge(run)
+
+
+def _look(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ...]:
+    """What the picture shows of a step; a step that must stand alone looks like no other."""
+    step = column.steps[0]
+    is_alone = (
+        step.num_prompt_tokens
+        or step.resumed
+        or step.preempted
+        or step.ended
+        or step.done_s is None
+        or not step.scheduled
+    )
+    if is_alone or step.num_swapped_in or step.num_swapped_out:
+        return (column.owner, step.step)
+    cells = tuple(
+        (request_id, share.num_tokens, is_decode(*share[:2], prompts[column.owner].get(request_id)))
+        for request_id, share in step.scheduled.items()
+    )
+    return (column.owner, cells, step.loading, step.waiting, step.num_waiting)
+
+
+def _merge(run: list[Column]) -> list[Column]:
+    if len(run) < MIN_FOLD:
+        return run
+    steps = tuple(step for column in run for step in column.steps)
+    return [Column(run[0].owner, steps, run[0].begin_s, run[-1].end_s)]

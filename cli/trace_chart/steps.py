@@ -1,0 +1,313 @@
+"""A step chart: what to draw where, from the traces of one or several workers; knows neither terminal nor SVG.
+
+One panel for each worker, one row for each request in the order of arrival, one column for each step. Pieces lie in
+rows and stretch over columns. Panels share their columns (cli/trace_chart/columns.py).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.request import FinishReason
+from cli.trace_chart.columns import EVERYTHING, Column, StepRange, columns_of, is_decode
+from worker.step_trace import StepTrace, Trace, TraceEnd, TraceHeader
+
+_MIN_LABEL = 4
+_MAX_WHOLE_LABEL = 8
+"""Ids that are this short are not shortened."""
+
+
+class PieceKind(Enum):
+    """What a request did."""
+
+    PREFILL = auto()
+    """Several tokens, or one that is not the first output's predecessor: a prompt, or what a preemption lost."""
+    DECODE = auto()
+    LOADING = auto()
+    """It waited for KV from another worker."""
+    WAITING = auto()
+    """It stood in the queue."""
+
+    @property
+    def is_computed(self) -> bool:
+        return self in (PieceKind.PREFILL, PieceKind.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """From the beginning of column `first` to the end of column `last`."""
+
+    kind: PieceKind
+    first: int
+    last: int
+    step: int
+    """The first of `num_steps` equal ones."""
+    num_steps: int = 1
+    num_tokens: int = 0
+    """Computed in each step."""
+    num_computed_tokens: int = 0
+    """Before the first of them."""
+    num_cached_tokens: int = 0
+    """Of these, found in the prefix cache just now."""
+    num_swapped_in_tokens: int = 0
+    """Of these, copied back from host memory just now."""
+    num_received_tokens: int = 0
+    """Of these, sent by another worker."""
+    is_resumed: bool = False
+    is_in_vain: bool = False
+    """The request had ended already, and nobody knew yet when the step was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request on one worker."""
+
+    request_id: str
+    label: str
+    num_prompt_tokens: int | None
+    pieces: tuple[Piece, ...]
+    preempted: tuple[int, ...]
+    """Columns in which it lost its blocks."""
+    end: tuple[int, FinishReason] | None
+    """Where the word about its end goes: at the beginning of this column, which may be one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A step of a panel's worker as a whole; the last one of several that were folded."""
+
+    column: int
+    last: int
+    """The column with whose end the step is done."""
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_free_blocks: int
+    num_waiting: int
+    num_swapped_out: int
+    num_swapped_in: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One worker."""
+
+    name: str
+    header: TraceHeader
+    end: TraceEnd
+    rows: tuple[Row, ...]
+    usage: tuple[Usage, ...]
+    """One for each of the worker's own columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A whole picture. Names in it are printable, whatever the files hold; headers are as they were read."""
+
+    columns: tuple[Column, ...]
+    num_left_out: int
+    """Steps that there was no room for, at the end."""
+    panels: tuple[Panel, ...]
+
+
+def make_chart(
+    traces: Sequence[Trace],
+    steps: StepRange = EVERYTHING,
+    requests: Collection[str] = (),
+    fold_above: int = 40,
+    max_columns: int = 200,
+) -> Chart:
+    """`requests` are beginnings of ids, none for all. Equal steps are folded where more than `fold_above` columns would
+    be; at most `max_columns` are drawn.
+    """
+    found = columns_of(traces, steps, fold_above)
+    columns = tuple(found[:max_columns])
+    plots = [_Plot(owner, trace, columns) for owner, trace in enumerate(traces)]
+    beginnings = tuple(requests) or ""  # every id begins with nothing
+    shown = [
+        [life for life in plot.lives if life.is_visible and life.request_id.startswith(beginnings)]
+        for plot in plots
+    ]
+    label_of = _labels({life.request_id for lives in shown for life in lives})
+    panels = tuple(
+        Panel(
+            name=_printable(trace.header.worker),
+            header=trace.header,
+            end=trace.end,
+            rows=tuple([life.to_row(label_of) for life in lives]),
+            usage=tuple(plot.usage),
+        )
+        for trace, plot, lives in zip(traces, plots, shown, strict=True)
+    )
+    return Chart(columns, sum(len(column.steps) for column in found[max_columns:]), panels)
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request from its first mention to its end; its id may be used again after that."""
+
+    request_id: str
+    number: int
+    num_prompt_tokens: int | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
+    ended_s: float | None = None
+    end: tuple[int, FinishReason] | None = None
+
+    @property
+    def is_visible(self) -> bool:
+        return bool(self.pieces or self.preempted or self.end)
+
+    def to_row(self, label_of: Callable[[str], str]) -> Row:
+        label = label_of(self.request_id) + "'" * self.number
+        end = self.end
+        if end is not None:  # after whatever was computed in vain
+            end = (max([end[0], *(piece.last + 1 for piece in self.pieces)]), end[1])
+        return Row(
+            _printable(self.request_id),
+            label,
+            self.num_prompt_tokens,
+            tuple(self.pieces),
+            tuple(self.preempted),
+            end,
+        )
+
+    def extend(self, kind: PieceKind, first: int, last: int, step: int) -> None:
+        """It waits, perhaps as it did before."""
+        previous = self.pieces[-1] if self.pieces else None
+        if previous is not None and previous.kind is kind and previous.last == first - 1:
+            first, step = previous.first, previous.step
+            self.pieces.pop()
+        self.pieces.append(Piece(kind=kind, first=first, last=last, step=step))
+
+
+class _Plot:
+    """Reads one trace from its beginning, and draws what falls into the columns."""
+
+    def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
+        self.lives: list[_Life] = []
+        self.usage: list[Usage] = []
+        self._columns = columns
+        self._own = [index for index, column in enumerate(columns) if column.owner == owner]
+        self._index_of = {step.step: index for index in self._own for step in columns[index].steps}
+        self._current: dict[str, _Life] = {}
+        for step in trace.steps:
+            self._take(step)
+
+    def _take(self, step: StepTrace) -> None:
+        index = self._index_of.get(step.step)
+        is_first = index is not None and self._columns[index].steps[0] is step
+        for request_id in step.scheduled:
+            self._compute(step, request_id, index if is_first else None)
+        for kind, request_ids in ((PieceKind.LOADING, step.loading), (PieceKind.WAITING, step.waiting)):
+            for request_id in request_ids:
+                life = self._life(request_id, step)
+                if index is not None and is_first and life.ended_s is None:
+                    life.extend(kind, index, self._next_own(index) - 1, step.step)
+        for request_id in step.preempted:
+            life = self._life(request_id, step)
+            if index is not None and life.ended_s is None:
+                life.preempted.append(index)
+        for request_id, reason in step.ended.items():
+            self._end(step, request_id, reason, index)
+        if index is not None and is_first:
+            self.usage.append(self._usage(index))
+
+    def _life(self, request_id: str, step: StepTrace) -> _Life:
+        """The request of this id. A step that was planned before it was known to have ended still means the old one."""
+        life = self._current.get(request_id)
+        if life is None or (life.ended_s is not None and step.planned_s >= life.ended_s):
+            life = _Life(request_id, 0 if life is None else life.number + 1)
+            self._current[request_id] = life
+            self.lives.append(life)
+        return life
+
+    def _compute(self, step: StepTrace, request_id: str, index: int | None) -> None:
+        life, share = self._life(request_id, step), step.scheduled[request_id]
+        is_new, is_resumed = request_id in step.num_prompt_tokens, request_id in step.resumed
+        if is_new:
+            life.num_prompt_tokens = step.num_prompt_tokens[request_id]
+        if index is None:
+            return
+        num_cached = step.num_cached_tokens.get(request_id, 0)
+        num_brought = share.num_computed_tokens - num_cached
+        decodes = is_decode(share.num_tokens, share.num_computed_tokens, life.num_prompt_tokens)
+        life.pieces.append(
+            Piece(
+                kind=PieceKind.DECODE if decodes else PieceKind.PREFILL,
+                first=index,
+                last=self._end_of_work(index) - 1,
+                step=step.step,
+                num_steps=len(self._columns[index].steps),
+                num_tokens=share.num_tokens,
+                num_computed_tokens=share.num_computed_tokens,
+                num_cached_tokens=num_cached,
+                num_swapped_in_tokens=num_brought if is_resumed else 0,
+                num_received_tokens=num_brought if is_new else 0,
+                is_resumed=is_resumed,
+                is_in_vain=life.ended_s is not None,
+            )
+        )
+
+    def _end(self, step: StepTrace, request_id: str, reason: FinishReason, index: int | None) -> None:
+        life = self._life(request_id, step)
+        is_in_step = any(request_id in ids for ids in (step.scheduled, step.loading, step.waiting))
+        is_by_result = is_in_step and step.done_s is not None
+        life.ended_s = step.done_s if is_by_result else step.planned_s
+        if index is not None:
+            life.end = (self._end_of_work(index) if is_by_result else index, reason)
+
+    def _usage(self, index: int) -> Usage:
+        step = self._columns[index].steps[-1]
+        num_tokens = sum(share.num_tokens for share in step.scheduled.values())
+        num_decode_tokens = sum(
+            is_decode(
+                share.num_tokens, share.num_computed_tokens, self._current[request_id].num_prompt_tokens
+            )
+            for request_id, share in step.scheduled.items()
+        )
+        return Usage(
+            index,
+            self._end_of_work(index) - 1,
+            num_tokens - num_decode_tokens,
+            num_decode_tokens,
+            step.num_free_blocks,
+            step.num_waiting,
+            step.num_swapped_out,
+            step.num_swapped_in,
+        )
+
+    def _next_own(self, index: int) -> int:
+        """Where the worker's next step begins."""
+        position = bisect_left(self._own, index + 1)
+        return self._own[position] if position < len(self._own) else len(self._columns)
+
+    def _end_of_work(self, index: int) -> int:
+        """The column that begins when this one's step is done, or later."""
+        end_s, next_own = self._columns[index].end_s, self._next_own(index)
+        return next((i for i in range(index + 1, next_own) if self._columns[i].begin_s >= end_s), next_own)
+
+
+def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
+    """Ids are long: as many characters of their beginnings as tell them apart, or of their ends if fewer do."""
+    printable = {request_id: _printable(request_id) for request_id in request_ids}
+    longest = max(map(len, request_ids), default=0)
+    for size in range(_MIN_LABEL, longest) if longest > _MAX_WHOLE_LABEL else ():
+        beginnings = {request_id: text[:size] for request_id, text in printable.items()}
+        ends = {
+            request_id: text if len(text) <= size else "…" + text[-size:]
+            for request_id, text in printable.items()
+        }
+        for labels in (beginnings, ends):
+            if len(set(labels.values())) == len(labels):
+                return labels.__getitem__
+    return printable.__getitem__
+
+
+def _printable(name: str) -> str:
+    """What would move a cursor, or is not allowed in XML, is not shown."""
+    return "".join(character if character.isprintable() else "?" for character in name)

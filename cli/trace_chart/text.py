@@ -1,0 +1,286 @@
+"""A step chart for terminals: readable without colours, as wide as there is room, and in several bands if need be."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.text import Text
+
+from baton.request import FinishReason
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, Usage
+from cli.trace_chart.words import (
+    END_WORDS,
+    TRACE_ENDS,
+    Sign,
+    heading_of,
+    left_out,
+    signs_of,
+    step_text,
+    time_text,
+    time_unit,
+)
+
+_END_SIGNS = {FinishReason.HANDED_OVER: "→"}
+_STYLES = {
+    PieceKind.PREFILL: "black on cyan",
+    PieceKind.DECODE: "bold",
+    PieceKind.LOADING: "magenta",
+    PieceKind.WAITING: "dim",
+}
+_FILLS = {PieceKind.LOADING: "~", PieceKind.WAITING: "·"}
+_PREEMPTED, _RESUMED = "✗", "↻"
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MIN_WIDTH = 3
+
+
+def text_of(chart: Chart, width: int) -> Text:
+    """The whole picture in lines of at most `width` characters, as far as headings and single columns fit into that."""
+    if not chart.columns:
+        return Text("no steps\n")
+    layout = _Layout(chart)
+    lines: list[Text] = []
+    for first, stop in layout.bands(width):
+        band = _Band(chart, layout, first, stop)
+        for number, panel in enumerate(chart.panels):
+            lines += band.lines_of(number, panel)
+    lines += _legend(chart, width)
+    if left_out(chart):
+        lines.append(Text(left_out(chart), "bold"))
+    return Text("\n").join(lines)
+
+
+class _Layout:
+    """How wide everything is."""
+
+    def __init__(self, chart: Chart) -> None:
+        self._chart = chart
+        self.unit = time_unit(chart.columns)
+        rows = [row for panel in chart.panels for row in panel.rows]
+        self.label_width = max([len("request"), *(len(row.label) for row in rows)])
+        self.widths = [
+            max(_MIN_WIDTH, len(step_text(column)), len(time_text(column.begin_s, self.unit)))
+            for column in chart.columns
+        ]
+        for panel in chart.panels:
+            for usage in panel.usage:
+                texts = [text for _, text in _usage_texts(panel, usage)]
+                self.widths[usage.column] = max([self.widths[usage.column], *map(len, texts)])
+        pieces = [(piece, row) for row in rows for piece in row.pieces if piece.kind.is_computed]
+        for piece, row in sorted(pieces, key=lambda pair: pair[0].last - pair[0].first):
+            num_characters = (piece.first in row.preempted) + sum(map(len, _cell(piece)))
+            self.widths[piece.last] += max(0, num_characters - self.width(piece.first, piece.last + 1))
+
+    @property
+    def left(self) -> int:
+        """Where the first column begins: behind request, prompt and the names of the axes."""
+        return self.label_width + len("  prompt  step  ")
+
+    def width(self, first: int, stop: int) -> int:
+        """Of some columns, with the gaps between them."""
+        return sum(self.widths[first:stop]) + max(0, stop - first - 1)
+
+    def bands(self, width: int) -> Iterator[tuple[int, int]]:
+        """Columns that fit beside one another: first, and one past the last."""
+        first = 0
+        while first < len(self.widths):
+            stop = first + 1
+            while stop < len(self.widths) and self._num_characters(first, stop + 1) <= width:
+                stop += 1
+            yield first, stop
+            first = stop
+
+    def _num_characters(self, first: int, stop: int) -> int:
+        num_characters = self.left + self.width(first, stop)
+        for panel in self._chart.panels:
+            for row in panel.rows:
+                if row.end is not None and first < row.end[0] <= stop:
+                    begin = self.left + self.width(first, row.end[0]) + 1
+                    num_characters = max(num_characters, begin + len(_end_text(row.end[1])))
+        return num_characters
+
+
+@dataclass(slots=True)
+class _Line:
+    """Texts at their places, from left to right."""
+
+    text: Text = field(default_factory=Text)
+
+    def put(self, at: int, text: str, style: str = "") -> "_Line":
+        self.text.append(" " * (at - len(self.text)))
+        self.text.append(text, style)
+        return self
+
+
+class _Band:
+    """Some columns, side by side, with everything that stands in them."""
+
+    def __init__(self, chart: Chart, layout: _Layout, first: int, stop: int) -> None:
+        self._chart = chart
+        self._layout = layout
+        self._first = first
+        self._stop = stop
+
+    def lines_of(self, number: int, panel: Panel) -> list[Text]:
+        """One worker's part, if it has any here."""
+        rows = [row for row in panel.rows if self._has(row)]
+        usage = self._usage(panel)
+        if not rows and not usage:
+            return []
+        return [_heading(panel), *self._axis(number), *map(self._row, rows), Text(), *usage, Text()]
+
+    def _at(self, column: int) -> int:
+        """Where a column begins."""
+        gap = 1 if column > self._first else 0
+        return self._layout.left + self._layout.width(self._first, column) + gap
+
+    def _has(self, row: Row) -> bool:
+        is_busy = any(piece.first < self._stop and piece.last >= self._first for piece in row.pieces)
+        return (
+            is_busy
+            or any(map(self._holds, row.preempted))
+            or (row.end is not None and self._ends(row.end[0]))
+        )
+
+    def _holds(self, column: int) -> bool:
+        return self._first <= column < self._stop
+
+    def _ends(self, column: int) -> bool:
+        """Words about an end before the first column of a band stand behind the last one of the band above."""
+        return self._first < column <= self._stop or column == self._first == 0
+
+    def _axis(self, number: int) -> list[Text]:
+        """Which step, and when it began."""
+        head = f"{'request':<{self._layout.label_width}}  prompt"
+        steps = _Line().put(self._layout.left - len("step  "), "step", "dim")
+        times = _Line().put(0, f"{head}  {self._layout.unit[0]:>4}", "dim")
+        for index in range(self._first, self._stop):
+            column, width = self._chart.columns[index], self._layout.widths[index]
+            if column.owner == number:
+                steps.put(self._at(index), step_text(column).center(width).rstrip())
+                times.put(
+                    self._at(index),
+                    time_text(column.begin_s, self._layout.unit).center(width).rstrip(),
+                    "dim",
+                )
+        return [steps.text, times.text]
+
+    def _row(self, row: Row) -> Text:
+        prompt = "" if row.num_prompt_tokens is None else str(row.num_prompt_tokens)
+        line = _Line().put(0, row.label, "bold").put(self._layout.label_width + 2, prompt.rjust(6), "dim")
+        pieces = [piece for piece in row.pieces if piece.first < self._stop and piece.last >= self._first]
+        marks: list[tuple[int, Piece | None]] = [(piece.first, piece) for piece in pieces]
+        marks += [(column, None) for column in row.preempted if self._holds(column)]
+        for column, piece in sorted(marks, key=lambda mark: (mark[0], mark[1] is not None)):
+            if piece is None:
+                line.put(self._at(column), _PREEMPTED, "bold red")
+            else:
+                self._put(line, piece)
+        if row.end is not None and self._ends(row.end[0]):
+            column, reason = row.end
+            line.put(self._at(column), _end_text(reason), "bold")
+        return line.text
+
+    def _put(self, line: _Line, piece: Piece) -> None:
+        first, stop = max(piece.first, self._first), min(piece.last + 1, self._stop)
+        begin = max(self._at(first), len(line.text))
+        width = self._at(first) + self._layout.width(first, stop) - begin
+        if piece.kind in _FILLS:
+            line.put(begin, _FILLS[piece.kind] * width, _STYLES[piece.kind])
+            return
+        lead, body, fold = _cell(piece) if first == piece.first else ("", "", "")
+        line.put(begin, lead, "cyan")
+        width -= len(lead) + len(fold)
+        if piece.kind is PieceKind.PREFILL:
+            body = body.strip("[]").center(width - 2)[: width - 2]
+            body = ("[" if first == piece.first else " ") + body + ("]" if stop == piece.last + 1 else " ")
+        else:
+            body = body.center(width).rstrip()
+        line.put(begin + len(lead), body, _STYLES[piece.kind])
+        line.put(len(line.text), fold, "dim")
+
+    def _usage(self, panel: Panel) -> list[Text]:
+        lines: dict[str, _Line] = {}
+        names = _usage_names(panel)
+        for usage in panel.usage:
+            if self._holds(usage.column):
+                for name, text in _usage_texts(panel, usage):
+                    if name in names and text:
+                        line = lines.setdefault(name, _Line().put(0, names[name], "dim"))
+                        line.put(
+                            self._at(usage.column), text.center(self._layout.widths[usage.column]).rstrip()
+                        )
+        return [line.text for line in lines.values()]
+
+
+def _heading(panel: Panel) -> Text:
+    heading = Text.assemble((panel.name, "bold cyan"), "  ", heading_of(panel))
+    if TRACE_ENDS[panel.end]:
+        heading.append(f"\n{TRACE_ENDS[panel.end]}", "bold")
+    return heading
+
+
+def _cell(piece: Piece) -> tuple[str, str, str]:
+    """What comes before the tokens, the tokens, and how many steps alike."""
+    lead = _RESUMED if piece.is_resumed else ""
+    if piece.num_cached_tokens:
+        lead += f"{piece.num_cached_tokens}+"
+    if piece.num_swapped_in_tokens:
+        lead += f"{piece.num_swapped_in_tokens}^"
+    body = f"[{piece.num_tokens}]" if piece.kind is PieceKind.PREFILL else str(piece.num_tokens)
+    if piece.is_in_vain:
+        body = f"({piece.num_tokens})"
+    return lead, body, f"x{piece.num_steps}" if piece.num_steps > 1 else ""
+
+
+def _usage_names(panel: Panel) -> dict[str, str]:
+    """The lines below the requests; those that would only say nothing are left out."""
+    names = {"tokens": f"tokens of {panel.header.max_num_batched_tokens}", "free": "free blocks"}
+    if any(usage.num_waiting for usage in panel.usage):
+        names["queue"] = "queue"
+    if any(usage.num_swapped_out or usage.num_swapped_in for usage in panel.usage):
+        names["swap"] = "blocks swapped"
+    return names
+
+
+def _usage_texts(panel: Panel, usage: Usage) -> list[tuple[str, str]]:
+    share = usage.num_tokens / panel.header.max_num_batched_tokens
+    level = _LEVELS[min(8, math.ceil(share * 8))]
+    out, back = usage.num_swapped_out, usage.num_swapped_in
+    swap = " ".join([f"-{out}"] * bool(out) + [f"+{back}"] * bool(back))
+    return [
+        ("tokens", f"{usage.num_tokens}{level}"),
+        ("free", str(usage.num_free_blocks)),
+        ("queue", str(usage.num_waiting) if usage.num_waiting else ""),
+        ("swap", swap),
+    ]
+
+
+def _end_text(reason: FinishReason) -> str:
+    return f"{_END_SIGNS.get(reason, '■')} {END_WORDS[reason]}"
+
+
+def _legend(chart: Chart, width: int) -> list[Text]:
+    """What the signs mean that occur."""
+    lines = [Text()]
+    for sign in signs_of(chart):
+        entry = Text.assemble((_SAMPLES[sign], "bold"), f" {sign.value}   ")
+        if lines[-1] and len(lines[-1]) + len(entry) > width:
+            lines.append(Text())
+        lines[-1].append(entry)
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+_SAMPLES = {
+    Sign.PREFILL: "[n]",
+    Sign.DECODE: "1",
+    Sign.IN_VAIN: "(1)",
+    Sign.FOLD: "xn",
+    Sign.CACHED: "n+",
+    Sign.SWAPPED_IN: "n^",
+    Sign.WAITING: "···",
+    Sign.LOADING: "~~~",
+    Sign.PREEMPTED: _PREEMPTED,
+    Sign.RESUMED: _RESUMED,
+}

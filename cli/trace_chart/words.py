@@ -1,0 +1,117 @@
+"""What step charts say in words, whatever they are drawn with."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from baton.request import FinishReason
+from cli.trace_chart.columns import Column
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row
+from worker.step_trace import TraceEnd
+
+END_WORDS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "aborted",
+    FinishReason.ERROR: "error",
+    FinishReason.HANDED_OVER: "handed over",
+}
+
+TRACE_ENDS = {
+    TraceEnd.CLOSED: "",
+    TraceEnd.FULL: "the file reached its limit; the worker went on",
+    TraceEnd.OPEN: "no last word: the worker still runs, or was killed",
+    TraceEnd.CUT: "the last line is cut: the worker was killed, or just writes it",
+}
+
+
+class Sign(Enum):
+    """What occurs in a chart and wants to be explained; the value is the explanation."""
+
+    PREFILL = "prompt tokens"
+    DECODE = "output token"
+    IN_VAIN = "computed in vain"
+    FOLD = "so many equal steps"
+    CACHED = "from the prefix cache"
+    SWAPPED_IN = "back from host memory"
+    WAITING = "in the queue"
+    LOADING = "waits for KV from another worker"
+    PREEMPTED = "preempted"
+    RESUMED = "resumed"
+
+
+def signs_of(chart: Chart) -> list[Sign]:
+    """The signs that occur."""
+    rows = [row for panel in chart.panels for row in panel.rows]
+    pieces = [piece for row in rows for piece in row.pieces]
+    kinds = {piece.kind for piece in pieces}
+    occurs = {
+        Sign.PREFILL: PieceKind.PREFILL in kinds,
+        Sign.DECODE: PieceKind.DECODE in kinds,
+        Sign.IN_VAIN: any(piece.is_in_vain for piece in pieces),
+        Sign.FOLD: any(piece.num_steps > 1 for piece in pieces),
+        Sign.CACHED: any(piece.num_cached_tokens for piece in pieces),
+        Sign.SWAPPED_IN: any(piece.num_swapped_in_tokens for piece in pieces),
+        Sign.WAITING: PieceKind.WAITING in kinds,
+        Sign.LOADING: PieceKind.LOADING in kinds,
+        Sign.PREEMPTED: any(row.preempted for row in rows),
+        Sign.RESUMED: any(piece.is_resumed for piece in pieces),
+    }
+    return [sign for sign in Sign if occurs[sign]]
+
+
+def heading_of(panel: Panel) -> str:
+    """What the worker is, and what it has to share."""
+    header = panel.header
+    return (
+        f"{header.role.value} worker, {header.max_num_batched_tokens} tokens a step, "
+        f"{header.num_blocks} blocks of {header.block_size}"
+    )
+
+
+def left_out(chart: Chart) -> str:
+    """What there was no room for; empty if everything is there."""
+    if chart.num_left_out == 1:
+        return "1 later step is left out"
+    return f"{chart.num_left_out} later steps are left out" if chart.num_left_out else ""
+
+
+def step_text(column: Column) -> str:
+    """The number of a column's step, or of its first and last."""
+    first, last = column.steps[0].step, column.steps[-1].step
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def time_unit(columns: Sequence[Column]) -> tuple[str, float]:
+    """Name and seconds of the unit in which the times of a chart are short."""
+    return ("s", 1.0) if columns and columns[-1].begin_s >= 100 else ("ms", 1e-3)
+
+
+def time_text(seconds: float, unit: tuple[str, float]) -> str:
+    """As short as it can be said in the unit."""
+    value = seconds / unit[1]
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def explain(row: Row, piece: Piece) -> str:
+    """All about a piece."""
+    last = piece.step + piece.num_steps - 1
+    steps = f"step {piece.step}" if piece.num_steps == 1 else f"steps {piece.step}-{last}"
+    if piece.kind is PieceKind.LOADING:
+        return f"{row.request_id} waits for KV from another worker from {steps} on"
+    if piece.kind is PieceKind.WAITING:
+        return f"{row.request_id} is in the queue from {steps} on"
+    parts = [f"{row.request_id} in {steps}"]
+    if piece.is_resumed:
+        parts.append("resumed")
+    origins = (
+        (piece.num_cached_tokens, "found in the prefix cache"),
+        (piece.num_swapped_in_tokens, "copied back from host memory"),
+        (piece.num_received_tokens, "sent by another worker"),
+    )
+    parts += [f"{num_tokens} tokens {origin}" for num_tokens, origin in origins if num_tokens]
+    each = "" if piece.num_steps == 1 else " each"
+    computed = f"{piece.num_tokens} computed{each}, {piece.num_computed_tokens} before"
+    parts.append(computed + (" (in vain: it had ended)" if piece.is_in_vain else ""))
+    if row.num_prompt_tokens is not None:
+        parts.append(f"its prompt has {row.num_prompt_tokens}")
+    return "; ".join(parts)

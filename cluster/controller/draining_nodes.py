@@ -1,0 +1,78 @@
+"""Nodes that leave: nothing is placed there any more, and the workers that are there move away; knows no process."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.errors import FleetError
+from baton.fleet import NodeDescription
+from cluster.controller.launcher import Launcher
+from cluster.controller.supervisor import Keeper
+
+
+class LeavingNodes:
+    """Belongs to a controller's event loop. A node that has begun to leave does so for as long as it lives."""
+
+    def __init__(self, launcher: Launcher, keepers: Callable[[], Iterable[Keeper]]) -> None:
+        self.names: tuple[str, ...] = ()
+        """Those that leave, by a name that no other node ever has."""
+        self._launcher = launcher
+        self._keepers = keepers
+        self._moving: set[asyncio.Task[None]] = set()
+
+    def resume(self, names: Iterable[str]) -> None:
+        """Goes on with what a predecessor had begun, and does not wait for it."""
+        self._leave(names)
+        self._move_away()
+
+    async def mark(self, node: str) -> tuple[str, ...]:
+        """Nothing is placed on the node of this address or name from now on; the names of all such nodes.
+
+        FleetError if there is none, or no other one.
+        """
+        alive = [known for known in await self._launcher.nodes() if known.is_alive]
+        here = [known.name for known in alive if node in (known.name, known.address)]
+        if not here:
+            raise FleetError(
+                f"no node of the fleet has the address or name {node!r}; there are: {_text(alive)}"
+            )
+        if len(here) == len(alive):
+            raise FleetError(f"node {node} is all that the fleet has; end the fleet instead")
+        still_leaving = [known.name for known in alive if known.name in self.names]
+        self._leave(dict.fromkeys([*still_leaving, *here]))
+        return tuple(here)
+
+    async def empty(self, here: Sequence[str], timeout_s: float) -> None:
+        """Returns once no worker is left there. FleetError if that takes longer; then it goes on all the same."""
+        moving = self._move_away()
+        if moving:
+            await asyncio.wait(moving, timeout=timeout_s)
+        if left := [keeper.slot.name for keeper in self._keepers() if keeper.is_on(here)]:
+            raise FleetError(
+                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they go on leaving"
+            )
+
+    async def stop(self) -> None:
+        """Cuts off whoever moves away."""
+        for task in self._moving:
+            task.cancel()
+        await asyncio.gather(*self._moving, return_exceptions=True)
+
+    def _leave(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self._launcher.avoid(self.names)
+
+    def _move_away(self) -> list[asyncio.Task[None]]:
+        """Of every worker on a node that leaves; whoever does so already is not told twice."""
+        tasks = [
+            asyncio.create_task(keeper.move_away(self.names), name=f"move {keeper.slot.name}")
+            for keeper in self._keepers()
+            if keeper.is_on(self.names)
+        ]
+        for task in tasks:
+            self._moving.add(task)
+            task.add_done_callback(self._moving.discard)
+        return tasks
+
+
+def _text(nodes: Iterable[NodeDescription]) -> str:
+    return ", ".join(f"{node.name} ({node.address})" for node in nodes) or "none"

@@ -1,0 +1,294 @@
+"""Planner: what to change about the number and the roles of workers, and why; pure, and reads no clock.
+
+One call, one decision, and at most one change, so that the next look can see what it did:
+
+  no news of the fleet?   ->  nothing
+  outside the bounds?     ->  back into them
+  a role is short?        ->  a worker of the other role, if that can spare one; else a new one
+  a role has one to spare ->  one fewer
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from math import ceil
+
+from baton.config import AutoscalingConfig
+from baton.fleet import SlotState
+from baton.worker import WorkerRole
+from cluster.controller.load_signals import TTFT, percent, seconds, signals
+from cluster.controller.observation import CHANGING, COMING, Observation, ObservedWorker
+from cluster.controller.role_watch import RoleWatch, Shortage
+
+FAR_OFF = 2.0
+"""A target that is missed by this factor gets half as many workers again instead of one."""
+
+BUSY = 0.5
+"""Below this utilisation of prefill workers, prompts do not wait for them."""
+
+Bounds = dict[WorkerRole, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """So many workers of this role are to be there."""
+
+    role: WorkerRole
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """This worker is to get this role."""
+
+    worker: str
+    role: WorkerRole
+    replaces_unplaced: bool = False
+    """It takes the place of one worker of that role that no node has room for."""
+
+
+class Reason(Enum):
+    """Why nothing is changed."""
+
+    NO_NEWS = "no_news"
+    STEADY = "steady"
+    NOT_YET = "not_yet"
+    CHANGING = "changing"
+    COOLING = "cooling"
+    FALLING = "falling"
+    NO_HELP = "no_help"
+    AT_MAX = "at_max"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and in one sentence why. Exactly one of `change` and `reason` is there."""
+
+    sentence: str
+    change: Scale | RoleChange | None = None
+    reason: Reason | None = None
+    role: WorkerRole | None = None
+    """Whom it is about."""
+
+
+@dataclass(slots=True)
+class _Role:
+    """One role as of this observation."""
+
+    role: WorkerRole
+    low: int
+    high: int
+    watch: RoleWatch
+    all: list[ObservedWorker] = field(default_factory=list)
+    changed_at: float = float("-inf")
+    """When a change was ordered, or was last seen under way."""
+    ordered_at: float = float("-inf")
+    unplaced_since: float | None = None
+    incomplete_since: float | None = None
+    """Since when some slot holds no worker that serves."""
+
+    @property
+    def name(self) -> str:
+        return self.role.value
+
+    @property
+    def count(self) -> int:
+        """Slots, those of dead workers included: they come back, and may never be more than `high` then."""
+        return len(self.all)
+
+    @property
+    def serving(self) -> list[ObservedWorker]:
+        return [worker for worker in self.all if worker.slot.state is SlotState.SERVING]
+
+    @property
+    def changing(self) -> list[ObservedWorker]:
+        return [worker for worker in self.all if worker.slot.state in CHANGING]
+
+    def see(self, observation: Observation, now: float) -> None:
+        self.all = observation.of(self.role)
+        if self.changing:
+            self.changed_at = now
+        states = [worker.slot.state for worker in self.all]
+        self.unplaced_since = _since(self.unplaced_since, SlotState.PLACING in states, now)
+        self.incomplete_since = _since(
+            self.incomplete_since, any(state is not SlotState.SERVING for state in states), now
+        )
+
+
+class Planner:
+    """Fed with observations at a fixed pace; remembers how long things have lasted, and nothing else."""
+
+    def __init__(self, config: AutoscalingConfig, bounds: Bounds, may_change_roles: bool) -> None:
+        """`bounds`: how few and how many workers of each role there may be."""
+        self._config = config
+        self._may_change_roles = may_change_roles
+        self._roles = [_Role(role, *bounds[role], RoleWatch(config, role)) for role in WorkerRole]
+        self._refused_at = float("-inf")
+
+    def observe(self, observation: Observation | None, now: float) -> Decision:
+        """What is to be done now. None: no gateway has said anything lately."""
+        if observation is None:
+            return Decision("nothing is done: no gateway has reported lately", reason=Reason.NO_NEWS)
+        has_prefill = any(role.high > 0 for role in self._roles if role.role is WorkerRole.PREFILL)
+        for role in self._roles:
+            role.see(observation, now)
+            role.watch.note(observation, signals(self._config, observation, role.role, has_prefill), now)
+        decision = next(self._decisions(now), None) or self._steady()
+        if isinstance(decision.change, RoleChange):
+            self._ordered(self._roles, now)
+        elif decision.change is not None:
+            self._ordered([role for role in self._roles if role.role is decision.role], now)
+        return decision
+
+    def refused(self, change: Scale | RoleChange, now: float) -> None:
+        """It came to nothing. Workers that could not change their role are left alone for a while."""
+        if isinstance(change, RoleChange):
+            self._refused_at = now
+
+    def _ordered(self, roles: list[_Role], now: float) -> None:
+        for role in roles:
+            role.changed_at = role.ordered_at = now
+
+    def _decisions(self, now: float) -> Iterator[Decision]:
+        """All that there is a reason for, the most urgent first."""
+        for role in self._roles:
+            if not any(worker.slot.state is SlotState.DRAINING for worker in role.all):
+                yield from self._back_into_bounds(role)
+        short = [(role, role.watch.shortage) for role in self._roles]
+        waiting = []
+        for role, shortage in sorted(short, key=lambda pair: -pair[1].worst.ratio if pair[1] else 0.0):
+            if shortage is None:
+                continue
+            decision = self._relieve(role, shortage, now)
+            if decision.change is not None:
+                yield decision
+            waiting.append(decision)
+        for role in self._roles:
+            yield from self._shrink(role, now)
+        yield from waiting
+
+    def _back_into_bounds(self, role: _Role) -> Iterator[Decision]:
+        count = max(role.low, min(role.count, role.high))
+        if count != role.count:
+            side = "below the minimum" if count > role.count else "above the maximum"
+            why = f"{role.count} is {side} of {count}"
+            yield _scale(role, count, why)
+
+    def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
+        """A role that misses a target: what can be done about it, or why not."""
+        if shortage.lasted_s < self._config.grow_after_s:
+            until = f"this has lasted {seconds(shortage.lasted_s)} of {seconds(self._config.grow_after_s)}"
+            return _nothing(role, Reason.NOT_YET, f"{shortage.worst}, but {until}")
+        why = f"{shortage.worst} for {seconds(shortage.lasted_s)}"
+        if (no_help := self._no_help(role, shortage)) is not None:
+            return _nothing(role, Reason.NO_HELP, f"{why}, but {no_help}")
+        change = self._change_role(role, why, now)
+        if change is not None:
+            return change
+        if role.changing:
+            return _nothing(role, Reason.CHANGING, f"{why}, but {_what_changes(role)}")
+        cooling_s = role.changed_at + self._config.grow_cooldown_s - now
+        if cooling_s > 0.0:
+            until = f"its last change has {seconds(cooling_s)} left to show"
+            return _nothing(role, Reason.COOLING, f"{why}, but {until}")
+        role.watch.remember_limit(len(role.serving))
+        if (before := role.watch.falls_from()) is not None:
+            return _nothing(role, Reason.FALLING, f"{why}, but falling: it was {shortage.worst.show(before)}")
+        if role.count >= role.high:
+            return _nothing(role, Reason.AT_MAX, f"{why}, but {_at_max(role)}")
+        step = ceil(role.count / 2) if shortage.worst.ratio >= FAR_OFF else 1
+        return _scale(role, min(role.count + max(1, step), role.high), why)
+
+    def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
+        """Prompts that nobody makes wait are not computed sooner by more workers."""
+        utilisation = role.watch.utilisation(len(role.serving))
+        if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
+            return None
+        return f"prefill workers are only {percent(utilisation)} busy, so more of them would not help"
+
+    def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
+        """A worker of the other role, if that can do without: sooner there than a new one, and costs nothing."""
+        config, giver = self._config, next(role for role in self._roles if role is not short)
+        has_waited = now - max(giver.changed_at, self._refused_at) >= config.grow_cooldown_s
+        if not self._may_change_roles or not has_waited or giver.changing:
+            return None
+        if len(giver.serving) <= giver.low or giver.count <= giver.low:
+            return None
+        lacks_room = self._lacks_room(short, now)
+        is_settled = not short.changing and now - short.changed_at >= config.grow_cooldown_s
+        if not (is_settled or lacks_room) or short.count - lacks_room >= short.high:
+            return None
+        left = giver.watch.spare(len(giver.serving) - 1, config.grow_after_s)
+        if left is None:
+            return None
+        short.watch.remember_limit(len(short.serving))
+        worker = min(giver.serving, key=lambda worker: (worker.num_requests, worker.slot.name)).slot.name
+        room = ", no node has room for a new one" if lacks_room else ""
+        counts = f"{giver.name} {giver.count} -> {giver.count - 1}, {short.name} {short.count} -> "
+        sentence = (
+            f"{worker} {giver.name} -> {short.name} ({counts}{short.count + 1 - lacks_room}): "
+            f"{why}{room}, and {left}"
+        )
+        return Decision(sentence, RoleChange(worker, short.role, lacks_room), role=short.role)
+
+    def _lacks_room(self, role: _Role, now: float) -> bool:
+        """Whether a worker of this role has looked for a node for so long that waiting has lost its sense."""
+        since = role.unplaced_since
+        only_placing = all(worker.slot.state is SlotState.PLACING for worker in role.changing)
+        return since is not None and only_placing and now - since >= self._config.grow_cooldown_s
+
+    def _shrink(self, role: _Role, now: float) -> Iterator[Decision]:
+        config = self._config
+        has_cooled = now - role.ordered_at >= config.shrink_cooldown_s
+        if role.count <= role.low or role.watch.calm_for() < config.shrink_after_s or not has_cooled:
+            return
+        long = seconds(role.watch.calm_for())
+        since = role.incomplete_since
+        if since is not None:
+            # Whatever does not serve goes first, and was not missed.
+            is_stuck = now - since >= max(config.shrink_cooldown_s, config.shrink_after_s)
+            absent = next(w.slot for w in role.all if w.slot.state is not SlotState.SERVING)
+            if is_stuck and absent.state is not SlotState.DRAINING:
+                why = f"all its targets were met for {long} without {absent.name} ({absent.state.value})"
+                yield _scale(role, role.count - 1, why)
+            return
+        if now - role.changed_at < config.shrink_cooldown_s:
+            return
+        left = role.watch.spare(role.count - 1, config.shrink_after_s)
+        if left is not None:
+            yield _scale(
+                role, role.count - 1, f"all its targets were met with room to spare for {long}, and {left}"
+            )
+
+    def _steady(self) -> Decision:
+        counts = " and ".join(f"{role.count} {role.name}" for role in self._roles)
+        worst = [role.watch.worst for role in self._roles]
+        nearest = max((signal for signal in worst if signal), key=lambda signal: signal.ratio, default=None)
+        why = f"; the nearest to its target: {nearest}" if nearest and nearest.value > 0.0 else ""
+        return Decision(f"nothing is done: {counts} will do{why}", reason=Reason.STEADY)
+
+
+def _scale(role: _Role, count: int, why: str) -> Decision:
+    sentence = f"{role.name} {count - role.count:+d} ({role.count} -> {count}): {why}"
+    return Decision(sentence, Scale(role.role, count), role=role.role)
+
+
+def _nothing(role: _Role, reason: Reason, why: str) -> Decision:
+    return Decision(f"{role.name} stays {role.count}: {why}", reason=reason, role=role.role)
+
+
+def _what_changes(role: _Role) -> str:
+    workers = [f"{w.slot.name} is {w.slot.state.value}" for w in role.changing]
+    return ", ".join(workers)
+
+
+def _at_max(role: _Role) -> str:
+    dead = [w.slot.name for w in role.all if w.slot.state not in COMING | {SlotState.SERVING}]
+    note = f", of which {', '.join(dead)} is not serving" if dead else ""
+    return f"{role.high} is the maximum{note}"
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    if not holds:
+        return None
+    return now if since is None else since

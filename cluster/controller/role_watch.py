@@ -1,0 +1,174 @@
+"""RoleWatch: how long one role has been short of workers, or has had too many; pure, and decides nothing.
+
+    worst signal / its target
+      |            _____
+    1 |- - - - - -/- - -\\- - - - - - - - - -  missed for `grow_after_s`: short
+      |          /       \\
+  0.8 |- - - - -/- - - - -\\- - - - - - - - -  between the two lines everything stays as it is
+      |________/           \\______________    below for `shrink_after_s`, and what the role had to do in this
+      +---------------------------------- t    time would fit on one worker fewer: there is one to spare
+
+Whether it would fit is learned: a role that was short remembers how much each of its workers had to do then, and calls
+no worker spare as long as the others would have more than 0.7 of that. Requests change, so the memory fades: with every
+hour it thinks a worker capable of 1 / 0.7 as much.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from baton.config import AutoscalingConfig
+from baton.worker import WorkerRole, WorkerStatus
+from cluster.controller.load_signals import Signal, percent
+from cluster.controller.observation import Observation, ObservedWorker
+
+CALM = 0.8
+ROOM_TO_SPARE = 0.7
+FADE_S = 3600.0
+_MAX_SAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The role has missed its targets for this long; the worst of them now."""
+
+    worst: Signal
+    lasted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a role had to do at one moment, all its workers together."""
+
+    at: float
+    amount: float
+    blocks_used: float
+    """In workers' worth of blocks."""
+
+
+class RoleWatch:
+    """Fed with every observation; time must not run backwards."""
+
+    def __init__(self, config: AutoscalingConfig, role: WorkerRole) -> None:
+        self._config = config
+        self._role = role
+        self._missed_since: float | None = None
+        self._calm_since: float | None = None
+        self._worst: Signal | None = None
+        self._now = 0.0
+        self._work: deque[_Work] = deque(maxlen=_MAX_SAMPLES)
+        self._earlier: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
+        self._limit: tuple[float, float] | None = None
+        """What each worker had to do when the role was short, and when that was."""
+
+    def note(self, observation: Observation, signals: list[Signal], now: float) -> None:
+        self._now = now
+        self._worst = max(signals, key=lambda signal: signal.ratio, default=None)
+        ratio = self._worst.ratio if self._worst else 0.0
+        is_complete = all(_is_known(worker) for worker in observation.serving(self._role))
+        self._missed_since = _since(self._missed_since, ratio > 1.0, now)
+        self._calm_since = _since(self._calm_since, ratio < CALM and is_complete, now)
+        self._work.append(self._work_now(observation, now))
+        while self._work[0].at < now - self._config.shrink_after_s:
+            self._work.popleft()
+        self._earlier.append((now, {signal.what: signal.value for signal in signals}))
+        while self._earlier[0][0] < now - self._config.grow_after_s:
+            self._earlier.popleft()
+
+    def remember_limit(self, num_serving: int) -> None:
+        """What these workers had to do lately was too much."""
+        amount, _ = self._mean(self._config.grow_after_s)
+        if num_serving and amount:
+            self._limit = (amount / num_serving, self._now)
+
+    @property
+    def worst(self) -> Signal | None:
+        """The signal that is nearest to its target, or furthest above it; None if none is watched."""
+        return self._worst
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """Since when a target is missed, if one is."""
+        if self._missed_since is None or self._worst is None:
+            return None
+        return Shortage(self._worst, self._now - self._missed_since)
+
+    def calm_for(self) -> float:
+        """Seconds for which all targets have been met with room to spare."""
+        return 0.0 if self._calm_since is None else self._now - self._calm_since
+
+    def falls_from(self) -> float | None:
+        """What the worst signal was `grow_after_s` ago, if it has become better by a tenth since; else None."""
+        if self._worst is None:
+            return None
+        before = self._earlier[0][1].get(self._worst.what, 0.0)
+        return before if self._worst.value < 0.9 * before else None
+
+    def utilisation(self, num_serving: int) -> float:
+        """Of prefill workers, over the last `grow_after_s`: the share of time in which they had anything to do."""
+        return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
+
+    def spare(self, num_left: int, over_s: float) -> str | None:
+        """Whether `num_left` workers could do what was to be done in the last `over_s`: in words what each would have.
+
+        None: they could not, or it was not calm for so long.
+        """
+        if self.calm_for() < over_s or num_left < 0:
+            return None
+        amount, blocks = self._mean(over_s)
+        if num_left == 0:
+            return "there was nothing to do" if amount == 0.0 else None
+        each, use = amount / num_left, blocks / num_left
+        if each > self._bearable():
+            return None
+        target = self._config.target_block_use
+        if self._role is WorkerRole.DECODE and target is not None and use > ROOM_TO_SPARE * target:
+            return None
+        noun = "1 worker" if num_left == 1 else f"{num_left} workers"
+        if self._role is WorkerRole.PREFILL:
+            return f"{noun} would be {percent(each)} busy"
+        return f"{noun} would decode {each:.0f} tokens/s{'' if num_left == 1 else ' each'}"
+
+    def _work_now(self, observation: Observation, now: float) -> _Work:
+        """Prefill workers count while they have anything to do: the mean is their utilisation. Decode: tokens/s.
+
+        Not the requests that run: these are more, the slower they become, so they are no measure of what is asked.
+        """
+        serving = observation.serving(self._role)
+        statuses = [worker.status for worker in serving if worker.status is not None]
+        if self._role is WorkerRole.PREFILL:
+            return _Work(now, float(sum(worker.num_requests > 0 for worker in serving)), 0.0)
+        used = sum(1.0 - s.kv_blocks.free / s.kv_blocks.total for s in statuses if s.kv_blocks.total)
+        return _Work(now, sum(_tokens_per_s(status) for status in statuses), used)
+
+    def _bearable(self) -> float:
+        """What one worker may have to do, as far as is known."""
+        at_most = ROOM_TO_SPARE if self._role is WorkerRole.PREFILL else float("inf")
+        if self._limit is None:
+            return at_most
+        limit, since = self._limit
+        num_hours = int((self._now - since) / FADE_S)
+        return min(at_most, limit * ROOM_TO_SPARE ** (1 - num_hours))
+
+    def _mean(self, over_s: float) -> tuple[float, float]:
+        recent = [work for work in self._work if work.at >= self._now - over_s]
+        amount = sum(work.amount for work in recent) / len(recent)
+        return amount, sum(work.blocks_used for work in recent) / len(recent)
+
+
+def _tokens_per_s(status: WorkerStatus) -> float:
+    return status.requests.running / status.load.decode_step_s if status.load.decode_step_s else 0.0
+
+
+def _is_known(worker: ObservedWorker) -> bool:
+    """Whether it was heard of lately and has measured what it does."""
+    status = worker.status
+    if status is None:
+        return False
+    is_decoding = status.role is WorkerRole.DECODE and status.requests.running > 0
+    return not is_decoding or status.load.decode_step_s > 0.0
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    if not holds:
+        return None
+    return now if since is None else since

@@ -1,0 +1,332 @@
+"""Keeper: keeps one slot filled, life after life, and gives its worker the orders that an operator may give."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from baton.clock import Clock
+from baton.errors import BatonError, ClusterError, FleetError
+from baton.fleet import SlotState
+from baton.system.awake_timer import awake_timeout
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
+from cluster.controller.launcher import Found, Launcher, Life
+from cluster.controller.replica import Slot
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 1.0
+_STOP_TIMEOUT_S = 5.0
+"""A worker that does not close its ports in this time is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a keeper waits for what its worker does, in seconds."""
+
+    start_s: float
+    unresponsive_s: float
+    drain_s: float
+    """What running requests get."""
+    leave_s: float
+    """What a worker may take beyond that until its transfers and leases have ended."""
+
+
+class Keeper:
+    """Owns the lives of one slot. `run` is its loop; the other methods are orders, one at a time, to what it keeps.
+
+    All of it belongs to one event loop. `on_change` hears of every move of the slot and of its worker's role.
+    """
+
+    def __init__(
+        self,
+        slot: Slot,
+        launcher: Launcher,
+        patience: Patience,
+        clock: Clock,
+        on_life: Callable[[str], int],
+        on_change: Callable[["Keeper"], None],
+    ) -> None:
+        """`on_life` notes that another life of this worker begins, and returns its number."""
+        self.slot = slot
+        self.endpoint: WorkerEndpoint | None = None
+        """While it serves or drains."""
+        self.status: WorkerStatus | None = None
+        """As of the last sign of life."""
+        self.progress: StartProgress | None = None
+        self.failure: BatonError | None = None
+        """What ended the latest life, if it ended unasked."""
+        self.death: tuple[str, str] | None = None
+        """The incarnation that served and ended unasked last, and why."""
+        self._launcher = launcher
+        self._patience = patience
+        self._clock = clock
+        self._on_life = on_life
+        self._on_change = on_change
+        self._life: Life | None = None
+        self.was_adopted = False
+        """It has served; a life that was found does so before anything else is waited for."""
+        self._ready: Found | None = None
+        """The next life, which serves as soon as the present one has ended."""
+        self._preparing: asyncio.Task[None] | None = None
+        """Makes it ready."""
+        self._serves_since = 0.0
+        self._is_over = False
+        self._changed = asyncio.Event()
+        self._orders = asyncio.Lock()
+
+    @property
+    def is_serving(self) -> bool:
+        return self.slot.state is SlotState.SERVING
+
+    async def run(self, found: Found | None = None) -> None:
+        """Keeps the slot filled until it is cancelled; then nothing of the worker is left.
+
+        A life that was `found` is its first.
+        """
+        self._ready = found
+        try:
+            while True:
+                try:
+                    life, endpoint = await self._place()
+                    self._serve(await self._start_life(life) if endpoint is None else endpoint)
+                    await self._watch(life)
+                except Exception as error:  # also what nobody foresaw: the slot must not be left alone
+                    failure = _as_failure(error)
+                    served_s = self._served_s()
+                    await self._bury(str(failure), timeout_s=0.0)
+                    await self._back_off(failure, served_s)
+        finally:
+            self._is_over = True
+            if self._preparing is not None:
+                self._preparing.cancel()
+                await asyncio.gather(self._preparing, return_exceptions=True)
+            await self._bury("it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0)
+            await self._discard_ready()
+
+    async def drain(self) -> bool:
+        """Lets a serving worker give away what it has; True if nobody lost anything. It serves no more afterwards.
+
+        The process is still there: cancel `run`.
+        """
+        async with self._orders:
+            return await self._empty()
+
+    async def renew(self) -> WorkerEndpoint:
+        """Replaces the life that serves by a new one, which is returned once it serves.
+
+        Where there is room the new one is made ready first. FleetError if it does not come to serve, with the reason;
+        if that was known before the old one was touched, the old one still serves.
+        """
+        async with self._orders:
+            former, life = (await self._next_endpoint(except_for="")).ref.incarnation, self._life
+            if await self._launcher.has_room(self.slot.role):
+                await self._prepare()
+            if life is not None and self._life is life:
+                await self._empty()
+                await life.stop(_STOP_TIMEOUT_S)
+            else:  # it died meanwhile, so another one is on its way already
+                await self._discard_ready()
+            return await self._next_endpoint(except_for=former)
+
+    async def set_role(self, role: WorkerRole) -> None:
+        """FleetError if the worker remains what it was."""
+        async with self._orders:
+            life, endpoint = self._life, self.endpoint
+            if life is None or endpoint is None or not self.is_serving:
+                raise FleetError(f"worker {self.slot.name} {self._standing()}, so it cannot change its role")
+            try:
+                async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+                    await life.set_role(role, self._patience.drain_s)
+            except (TimeoutError, BatonError) as error:
+                reason = str(error) or "it did not answer in time"
+                raise FleetError(
+                    f"worker {self.slot.name} remains a {endpoint.role.value} worker: {reason}"
+                ) from None
+            self._take_role(role)
+
+    def is_on(self, nodes: Collection[str]) -> bool:
+        """Whether the present life is on one of these nodes."""
+        return self._life is not None and self._life.node in nodes
+
+    async def move_away(self, nodes: Collection[str]) -> None:
+        """Ends the present life if it is on one of these nodes, once it has given away what it had.
+
+        The next one begins as soon as there is room; that is not waited for.
+        """
+        async with self._orders:
+            life = self._life
+            if life is None or life.node not in nodes:
+                return
+            await self._empty()
+            await life.stop(_STOP_TIMEOUT_S)
+            while self._life is life:  # until its end is noticed
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _place(self) -> tuple[Life, WorkerEndpoint | None]:
+        """The next life, and its endpoint if it is ready to serve."""
+        self._notify()
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            self._life = life = ready.life
+        else:
+            number = self._on_life(self.slot.name)
+            self._life = life = await self._launcher.place(self.slot.name, self.slot.role, number)
+        self.slot.num_starts = life.number
+        self.slot.node = life.node
+        self.slot.move(SlotState.STARTING)
+        self._notify()
+        return life, None if ready is None else ready.endpoint
+
+    async def _start_life(self, life: Life) -> WorkerEndpoint:
+        timeout_s = self._patience.start_s
+        try:
+            async with awake_timeout(timeout_s):
+                return await life.start(self._note_progress)
+        except TimeoutError:
+            raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
+
+    async def _prepare(self) -> None:
+        """Has a life ready that could serve, beside the one that does; whoever ends the slot ends that, too."""
+        if self._is_over:
+            raise FleetError(f"worker {self.slot.name} was stopped")
+        preparing = self._preparing = asyncio.create_task(
+            self._make_ready(), name=f"next life of {self.slot.name}"
+        )
+        try:
+            await asyncio.wait([preparing])
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+            self._preparing = None
+        if preparing.cancelled():
+            raise FleetError(f"worker {self.slot.name} was stopped")
+        preparing.result()
+
+    async def _make_ready(self) -> None:
+        number = self._on_life(self.slot.name)
+        life: Life | None = None
+        try:
+            async with awake_timeout(self._patience.start_s):
+                life = await self._launcher.place(self.slot.name, self.slot.role, number)
+            self._ready = Found(life, await self._start_life(life))
+        except (TimeoutError, BatonError) as error:
+            reason = str(error) or "no room for it came free"
+            raise FleetError(f"no new life of worker {self.slot.name}: {reason}") from None
+        finally:
+            if life is not None and self._ready is None:
+                await life.stop(0.0)
+
+    async def _discard_ready(self) -> None:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            await ready.life.stop(0.0)
+
+    def _serve(self, endpoint: WorkerEndpoint) -> None:
+        self.endpoint = endpoint
+        self.was_adopted = True
+        self.progress = None
+        self._serves_since = self._clock.now()
+        self.slot.move(SlotState.SERVING)
+        self._notify()
+
+    async def _watch(self, life: Life) -> None:
+        """Raises ClusterError once this life is over, whatever ended it."""
+        timeout_s = self._patience.unresponsive_s
+        while True:
+            try:
+                async with awake_timeout(PING_INTERVAL_S + timeout_s):
+                    self.status = status = await life.status(PING_INTERVAL_S)
+            except TimeoutError:
+                raise ClusterError(
+                    f"it did not answer for {timeout_s:g} s (cluster.unresponsive_timeout_s)"
+                ) from None
+            if status.state in (WorkerState.DEAD, WorkerState.STOPPED):
+                raise ClusterError(status.failure or "its engine ended")
+            if not self._orders.locked() and self.endpoint and status.role is not self.endpoint.role:
+                self._take_role(status.role)  # a change that another controller had ordered
+
+    async def _empty(self) -> bool:
+        """The worker has nothing left to lose, or is out of time, or dead."""
+        life = self._life
+        if life is None or not self.is_serving:
+            return True
+        self.slot.move(SlotState.DRAINING)
+        self._notify()
+        try:
+            async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+                return await life.drain(self._patience.drain_s)
+        except (TimeoutError, BatonError) as error:
+            logger.warning("worker %s did not drain: %s", self.slot.name, error)
+            return False
+
+    def _served_s(self) -> float:
+        return 0.0 if self.endpoint is None else self._clock.now() - self._serves_since
+
+    async def _bury(self, reason: str, timeout_s: float) -> None:
+        """No process, no room, and nobody sends anything to it."""
+        if self.endpoint is not None and self.is_serving:
+            self.death = (self.endpoint.ref.incarnation, reason)
+        self.endpoint, self.status, self.progress = None, None, None
+        life, self._life = self._life, None
+        if life is not None:
+            self._notify()
+            await life.stop(timeout_s)
+
+    async def _back_off(self, error: BatonError, served_s: float) -> None:
+        """Until the next life may begin. A life that ended as asked, or while it drained, is followed at once."""
+        slot = self.slot
+        if slot.state is SlotState.DRAINING:
+            slot.move(SlotState.PLACING)
+            return
+        self.failure = error
+        extra = {"worker": slot.name}
+        logger.error("worker %s (%s) died: %s", slot.name, slot.role.value, error, extra=extra)
+        delay_s = slot.died(self._clock.now(), served_s, str(error))
+        self._notify()
+        await asyncio.sleep(delay_s)
+        slot.move(SlotState.PLACING)
+
+    async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
+        """That of another life than this one, once it serves; FleetError if it fails first, or takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with awake_timeout(self._patience.start_s):
+                while self.is_serving and self.endpoint is None and not self._is_over:
+                    self._changed.clear()  # it is being buried: that was not the failure of the next one
+                    await self._changed.wait()
+                failure_before = self.failure
+                while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):
+                    if self.failure is not failure_before or self._is_over:
+                        break
+                    self._changed.clear()
+                    await self._changed.wait()
+                else:
+                    return self.endpoint
+        reason = self.slot.last_failure or f"waited {self._patience.start_s:g} s"
+        raise FleetError(f"worker {self.slot.name} {self._standing()}: {reason}")
+
+    def _standing(self) -> str:
+        return f"does not serve ({self.slot.state.value.replace('_', ' ')})"
+
+    def _take_role(self, role: WorkerRole) -> None:
+        assert self.endpoint is not None
+        self.endpoint = replace(self.endpoint, role=role)
+        self.slot.role = role
+        self._notify()
+
+    def _note_progress(self, progress: StartProgress) -> None:
+        self.progress = progress
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._on_change(self)
+
+
+def _as_failure(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    logger.error("an error that nobody foresaw", exc_info=error)
+    return ClusterError(f"{type(error).__name__}: {error}")

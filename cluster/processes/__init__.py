@@ -1,0 +1,1 @@
+"""Workers as child processes on one machine, without Ray."""

@@ -1,0 +1,152 @@
+"""A cluster of child processes on this machine, without Ray: for tests, benchmarks and machines that have no Ray.
+
+The same workers, the same gateway and the same planes as under Ray; only who starts them differs.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import WorkerUnavailable
+from baton.system.curve import ClusterSecret, derive_keys
+from baton.system.secret import SECRET_VARIABLE, load_secret
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.controller.desired import worker_names
+from cluster.serve.gateway import make_gateway
+from gateway import Gateway, Tokenizer
+from worker.control_channel import ControlChannel
+from worker.ready_line import endpoint_from_json
+
+STOP_TIMEOUT_S = 30.0
+
+
+class WorkerProcess:
+    """One worker; it lives no longer than this process, whose end closes its stdin."""
+
+    def __init__(
+        self,
+        config_path: Path,
+        secret: ClusterSecret | None,
+        role: WorkerRole,
+        name: str,
+        log_level: str | None = "INFO",
+    ) -> None:
+        """`log_level` None: as the configuration says. The secret goes into the process's environment, which its user
+        alone can read, unlike its arguments."""
+        self.name = name
+        environment = dict(os.environ)
+        if secret is not None:
+            environment[SECRET_VARIABLE] = secret.text
+        command = [sys.executable, "-m", "worker.process", "--role", role.value, "--name", name]
+        if log_level is not None:
+            command += ["--log-level", log_level]
+        self._process = subprocess.Popen(
+            [*command, "--config", str(config_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the command, which drains its workers first
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> WorkerEndpoint:
+        """Blocks until the worker serves. If it ends instead, it raises as `endpoint_from_json` does."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerUnavailable(f"its process ended with {self._process.wait()} before it was ready")
+        return endpoint_from_json(line)
+
+    def control(self) -> ControlChannel:
+        """For a worker that serves; its stdout is read there alone from now on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return ControlChannel(self.name, self._process.stdin, self._process.stdout)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Blocks until the process has ended; its exit code."""
+        return self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Cleanly, by itself, and soon."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Our ends of its pipes. A process that still runs ends with them."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what it was told last went nowhere
+                stream.close()
+
+    def stop(self) -> int:
+        """Lets the worker end by itself and returns its exit code; one that does not is killed."""
+        self.close()
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class ChildProcesses:
+    """A running cluster: its gateway, and its workers by name."""
+
+    def __init__(self, gateway: Gateway, workers: dict[str, WorkerProcess]) -> None:
+        self.gateway = gateway
+        self.workers = workers
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.gateway.grpc_port}"
+
+
+@asynccontextmanager
+async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
+    """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the block ends."""
+    workers: dict[str, WorkerProcess] = {}
+    secret = load_secret(config.network, os.environ, may_create=True)
+    keys = derive_keys(secret)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = Path(folder) / "baton.json"
+            path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
+            for name, role in worker_names(config):
+                workers[name] = WorkerProcess(path, secret, role, name)
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
+            endpoints = await asyncio.gather(
+                *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
+            )
+            gateway = make_gateway(config, keys, model_path, await loading)
+            await gateway.start()
+            try:
+                for endpoint in endpoints:
+                    gateway.add_worker(endpoint)
+                await asyncio.gather(*[gateway.wait_for_worker(name) for name in workers])
+                yield ChildProcesses(gateway, workers)
+            finally:
+                await gateway.stop(grace_s=1.0)
+        finally:
+            await asyncio.gather(*[asyncio.to_thread(worker.stop) for worker in workers.values()])
+
+
+def with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
+    """As a file says it: without what nobody has set, which may be the device's choice."""
+    values = config.model_dump(exclude_unset=True)
+    values.setdefault("model", {})["path"] = str(model_path)
+    return values

@@ -1,0 +1,49 @@
+"""A fleet of child processes on this machine, kept whole by a controller in this one: `baton serve` without Ray."""
+
+import asyncio
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from baton.system.curve import ClusterSecret
+from baton.system.signals import unless
+from cluster.controller.controller import Controller
+from cluster.controller.desired import Memory
+from cluster.controller.first_start import OnProgress, OnServing, first_start
+from cluster.processes.child_processes import with_path
+from cluster.processes.launcher import ProcessLauncher
+
+
+class ProcessFleet:
+    """See cluster.serve.owned_fleet.Fleet. Its workers end with this process, however that ends."""
+
+    def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
+        path = Path(self._folder.name) / "baton.json"
+        path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self.launcher = ProcessLauncher(path, secret)
+        self.controller = Controller(config, self.launcher, Memory(), SystemClock())
+        self._has_started = False
+
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> Controller:
+        await self.controller.start()
+        shortage = "no worker could be started"
+        on_enough = on_serving and partial(self._on_enough, on_serving)
+        await first_start(self.controller, self._start_timeout_s, shortage, on_progress, on_enough)
+        self._has_started = True
+        return self.controller
+
+    async def _on_enough(self, on_serving: OnServing) -> None:
+        self._has_started = True
+        await on_serving(self.controller)
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        try:
+            if not self._has_started or not await unless(hurry, self.controller.shutdown(may_drain=True)):
+                await self.controller.shutdown(may_drain=False)
+        finally:
+            self._folder.cleanup()

@@ -1,0 +1,121 @@
+"""A fleet without a gateway: begun or taken up, its door open to gateways elsewhere, and ended with all of it."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.system.curve import PlaneKeys, derive_fleet_keys
+from baton.system.secret import load_secret
+from baton.system.signals import StopSignals, unless
+from baton.worker import WorkerEndpoint
+from cluster.control_api.server import FIRST_VIEW_S, FleetDoor
+from cluster.controller.control import ControllerCalls
+from cluster.controller.desired import worker_names
+from cluster.serve.fleet_counts import follow_counts
+from cluster.serve.owned_fleet import (
+    Fleet,
+    check_owner,
+    fleet_text,
+    make_fleet,
+    resolve_model,
+)
+from cluster.serve.screen import Screen, workers_text
+
+_FAREWELL_S = 1.0
+"""A gateway that has heard news asks for the next at once, one that has heard an error a second later."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDoor:
+    """A fleet that serves, and where gateways find it."""
+
+    address: str
+    """HOST:PORT, as others reach it."""
+    endpoints: tuple[WorkerEndpoint, ...]
+
+
+WhileOpen = Callable[[OpenDoor], Awaitable[None]]
+
+
+def run_fleet(
+    config: BatonConfig, screen: Screen, while_open: WhileOpen, reread: Callable[[], BatonConfig]
+) -> None:
+    """Starts a fleet, or takes up one that was left alone, and ends it; a signal cancels whatever comes before that.
+
+    `reread` is asked every few seconds for the configuration as it is now: if it asks for other numbers of workers,
+    there will be so many.
+
+    Raises BatonError if it could not start or take it up, FleetEnded if it ends by itself, and KeyboardInterrupt if
+    SIGINT comes before there is a loop. Either way nothing of it is left.
+    """
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        check_owner(config, "fleet")
+        secret = load_secret(config.network, os.environ, may_create=True)
+        model_path = resolve_model(config, screen)
+        fleet = make_fleet(config, secret, model_path, screen, stack)
+        keys = derive_fleet_keys(secret)
+        signals.run(_run(config, model_path, keys, fleet, screen, while_open, reread, signals))
+
+
+async def _run(
+    config: BatonConfig,
+    model_path: Path,
+    keys: PlaneKeys | None,
+    fleet: Fleet,
+    screen: Screen,
+    while_open: WhileOpen,
+    reread: Callable[[], BatonConfig],
+    signals: StopSignals,
+) -> None:
+    # Bound before the workers start, which takes minutes, so that a port that is taken is known now.
+    door = FleetDoor(config, model_path, keys)
+    door.open()
+
+    async def start_and_serve() -> None:
+        with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
+
+            async def let_in(control: ControllerCalls) -> None:
+                endpoints = (await door.serve(control)).endpoints
+                if (num_missing := len(worker_names(config)) - len(endpoints)) > 0:
+                    stage.note(
+                        f"{workers_text(endpoints)} serve at {door.address}; {num_missing} more to come"
+                    )
+
+            control = await fleet.start(
+                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
+                let_in,
+            )
+            view = await control.next_view("", -1, FIRST_VIEW_S)
+            stage(workers_text(view.endpoints))
+        await _either(
+            while_open(OpenDoor(door.address, view.endpoints)),
+            door.until_ended(),
+            follow_counts(reread, config, control),
+        )
+
+    try:
+        await unless(signals.stop, start_and_serve())
+    finally:
+        screen.line("stopping", f"the fleet ends; its workers have {config.cluster.drain_timeout_s:g} s")
+        try:
+            await fleet.end(signals.hurry)
+        finally:
+            await door.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
+
+
+async def _either(*works: Awaitable[None]) -> None:
+    """Returns when one of them does, and raises what it raises; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""Door: a gateway whose workers are those of a fleet, from its first port to its last request; starts no worker."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from baton.config import BatonConfig
+from baton.errors import ClusterError
+from baton.system.garbage import settle
+from baton.system.hosts import in_url
+from baton.system.signals import unless
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.controller.follower import POLL_S, Follower, ReportSink, ViewSource, keep_reporting
+from gateway import Gateway
+from gateway.fleet_control import FleetControl
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A gateway that answers requests."""
+
+    target: str
+    """Where its gRPC listens, as `host:port`."""
+    http: str | None
+    """Where its HTTP does; None if it was configured without."""
+    endpoints: tuple[WorkerEndpoint, ...]
+    model: str
+    """By which name clients ask for it."""
+    uses_tls: bool = False
+    asks_for_key: bool = False
+
+
+WhileReady = Callable[[Service], Awaitable[None]]
+
+
+class Control(FleetControl, ViewSource, ReportSink, Protocol):
+    """What a gateway needs of a fleet's controller, wherever that runs."""
+
+
+class Door:
+    """`stop` is right whatever `start` did."""
+
+    def __init__(self, config: BatonConfig, gateway: Gateway, control: Control) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._control = control
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Service:
+        """Returns once some worker decodes, and everyone who serves was heard of; ClusterError if none ever does."""
+        gateway = self._gateway
+        await gateway.start()
+        follower = Follower(self._control, gateway)
+        endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
+        await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
+        self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))
+        scaling = self._config.autoscaling
+        if scaling.mode != "off":
+            report = partial(gateway.report, scaling.grow_after_s)
+            reporting = keep_reporting(self._control, report, scaling.interval_s)
+            self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
+        config = self._config.gateway
+        settle()
+        host = in_url(config.host)
+        http = None if gateway.http_port is None else f"{host}:{gateway.http_port}"
+        return Service(
+            f"{host}:{gateway.grpc_port}",
+            http,
+            endpoints,
+            gateway.model_name,
+            uses_tls=config.tls is not None,
+            asks_for_key=config.has_keys and not config.allow_anonymous,
+        )
+
+    async def use(self, work: Awaitable[None]) -> None:
+        """Returns when `work` does; FleetEnded if the fleet ends first."""
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([working, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, *self._tasks):
+                if task.done():
+                    task.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """No new requests; running ones get `cluster.drain_timeout_s`, unless `hurry` is set."""
+        if not await unless(hurry, self._gateway.stop(self._config.cluster.drain_timeout_s)):
+            await self._gateway.stop(0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _until_some_decode(self, follower: Follower) -> tuple[WorkerEndpoint, ...]:
+        timeout_s = self._config.cluster.start_timeout_s
+        endpoints = await follower.catch_up(0.0)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not any(endpoint.role is WorkerRole.DECODE for endpoint in endpoints):
+                    endpoints = await follower.catch_up(POLL_S)
+        except TimeoutError:
+            raise ClusterError(
+                f"no decode worker of the fleet served within {timeout_s:g} s (cluster.start_timeout_s)"
+            ) from None
+        return endpoints
+
+
+def stopping_text(config: BatonConfig) -> str:
+    return f"running requests have {config.cluster.drain_timeout_s:g} s to end; Ctrl-C again cuts them off"

@@ -1,0 +1,180 @@
+"""One more gateway to a fleet that runs: found, followed, and left alone in the end."""
+
+import asyncio
+import os
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.config import BatonConfig
+from baton.errors import ClusterError, ConfigError
+from baton.system.awake_timer import awake_timeout
+from baton.system.curve import ClusterKeys, derive_fleet_keys, derive_keys
+from baton.system.loading import Loading
+from baton.system.secret import load_secret
+from baton.system.signals import StopSignals, unless
+from cluster.control_api.client import FleetClient
+from cluster.controller.desired import differences
+from cluster.serve.fleet_source import AnotherFleet, DoorSource, FleetHandle, FleetSource, RaySource, Sighting
+from cluster.serve.following_gateway import Door, WhileReady, stopping_text
+from cluster.serve.gateway import check_access, make_gateway
+from cluster.serve.screen import Screen, Stage, workers_text
+from engine.loading.pretrained import default_cache_dir, resolve
+from gateway import Tokenizer
+
+_LOOK_EVERY_S = 1.0
+"""Nobody tells that a fleet has appeared."""
+
+
+class Found(NamedTuple):
+    """A fleet, and what a gateway to it has to know."""
+
+    control: FleetHandle
+    config: BatonConfig
+    """The fleet's own, with our gateway in it."""
+    keys: ClusterKeys
+    model_path: Path
+    """On the machine of its owner."""
+
+
+def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
+    """Serves the fleet `cluster.name` while `while_ready` runs; a signal cancels that. The fleet goes on without us.
+
+    Of `config`, the section `gateway` counts; whatever else is set in it must be as in the fleet, and what is not set
+    is the fleet's. Raises BatonError if there is no such fleet within `cluster.start_timeout_s`, if it is another one
+    than is asked for, or when it ends; KeyboardInterrupt if SIGINT comes before there is a loop.
+    """
+    address = config.cluster.ray_address
+    has_door = config.cluster.fleet_address is not None
+    if not has_door and address in ("local", "none"):
+        raise ConfigError(
+            f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach; a gateway joins a Ray "
+            "cluster by its address, such as head:6379, or auto for that of this machine; or a `baton fleet` by "
+            "cluster.fleet_address"
+        )
+    check_access(config)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        if not has_door:
+            _connect_ray(config, screen, stack)
+        signals.run(_run(config, screen, while_ready, signals))
+
+
+def _connect_ray(config: BatonConfig, screen: Screen, stack: ExitStack) -> None:
+    from cluster.on_ray.session import connect  # not above: a gateway's machine may do without Ray
+
+    address = config.cluster.ray_address
+    with screen.stage("ray", f"connecting to {address}") as outcome:
+        stack.enter_context(connect(config.cluster, 0, config.engine.device))
+        outcome(f"joined {address}")
+
+
+async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, signals: StopSignals) -> None:
+    door: Door | None = None
+
+    async def find_and_open() -> None:
+        nonlocal door
+        found = await _find(config, await _source(config, stack), screen)
+        with (
+            screen.stage("workers", "waiting for some that serve") as stage,
+            Loading(partial(_load, config, found)) as loading,
+        ):
+            model_path, tokenizer = await asyncio.wrap_future(loading.result)
+            gateway = make_gateway(found.config, found.keys, model_path, tokenizer, found.control)
+            door = Door(found.config, gateway, found.control)
+            service = await door.start()
+            stage(workers_text(service.endpoints))
+        await door.use(while_ready(service))
+
+    async with AsyncExitStack() as stack:
+        try:
+            await unless(signals.stop, find_and_open())
+        finally:
+            if door is not None:
+                screen.line("stopping", f"{stopping_text(config)}; the fleet goes on")
+                await door.stop(signals.hurry)
+
+
+async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
+    """Usable until the stack is left."""
+    address = config.cluster.fleet_address
+    if address is None:
+        return RaySource(config)
+    keys = derive_fleet_keys(load_secret(config.network, os.environ, may_create=False))
+    return DoorSource(await stack.enter_async_context(FleetClient(address, keys, config.network)))
+
+
+async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> Found:
+    """Waits until there is a fleet, and compares it with what is asked for."""
+    name = config.cluster.name
+    with screen.stage("fleet", f"looking for '{name}'") as stage:
+        control, theirs, model_path = await _wait_for(config, source, stage)
+        if contradictions := differences(theirs, config, only_set=True):
+            raise _another_one(theirs.cluster.name, contradictions)
+        merged = _with_gateway_of(config, theirs)
+        keys = derive_keys(load_secret(merged.network, os.environ, may_create=False))
+        if not await control.has_keys(keys):
+            raise _another_one(name, ["its cluster secret is another one"])
+        stage(f"found '{merged.cluster.name}'")
+    return Found(control.with_config(merged), merged, keys, model_path)
+
+
+async def _wait_for(config: BatonConfig, source: FleetSource, stage: Stage) -> Sighting:
+    """A fleet whose controller answers."""
+    timeout_s = config.cluster.start_timeout_s
+    reason = ""
+    try:
+        async with awake_timeout(timeout_s):
+            while True:
+                try:
+                    return await source.look()
+                except AnotherFleet:
+                    raise
+                except ClusterError as error:  # it ends, or is not quite there yet
+                    if not reason:
+                        stage.note(f"{source.absence} yet; waiting for one, {timeout_s:g} s at most")
+                    reason = str(error)
+                await asyncio.sleep(_LOOK_EVERY_S)
+    except TimeoutError:
+        raise ClusterError(
+            f"{source.absence}; waited {timeout_s:g} s (cluster.start_timeout_s) for a `baton serve` or `baton fleet` "
+            f"to start one: {reason or 'nobody answers'}"
+        ) from None
+
+
+def _load(config: BatonConfig, found: Found) -> tuple[Path, Tokenizer]:
+    """The model's folder on this machine, which need not be where it is on others, and its tokenizer."""
+    asked_for, served = config.model.path, found.config.model.path
+    if "path" in config.model.model_fields_set:
+        path = resolve(asked_for, default_cache_dir(os.environ))
+        if path != found.model_path and asked_for != served:
+            raise _another_one(
+                config.cluster.name, [f"model.path is {str(found.model_path)!r} there, {str(path)!r} here"]
+            )
+    else:
+        is_here = found.model_path.is_dir()
+        path = found.model_path if is_here else resolve(served, default_cache_dir(os.environ))
+    return path, Tokenizer(path)
+
+
+def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
+    """The fleet's, with what is this gateway's own, and this machine's."""
+    network = theirs.network.model_copy(update={"secret_file": config.network.secret_file})
+    ours = {
+        "ray_address",
+        "ray_timeout_s",
+        "fleet_address",
+        "start_timeout_s",
+        "drain_timeout_s",
+    } & config.cluster.model_fields_set
+    cluster = theirs.cluster.model_copy(update={key: getattr(config.cluster, key) for key in ours})
+    ours_alone = {"gateway": config.gateway, "logging": config.logging}
+    return theirs.model_copy(update={**ours_alone, "network": network, "cluster": cluster})
+
+
+def _another_one(name: str, differences: list[str]) -> AnotherFleet:
+    return AnotherFleet(
+        f"the fleet named '{name}' is not the one that is asked for: {'; '.join(differences)}. Leave these keys out, "
+        "or use another cluster.name"
+    )

@@ -1,0 +1,82 @@
+"""The fleet that a command begins or takes up, and ends with itself: on Ray, or child processes; opens no door."""
+
+import asyncio
+import os
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from baton.config import BatonConfig
+from baton.errors import ConfigError
+from baton.system.curve import ClusterSecret, derive_keys
+from baton.worker import WorkerRole
+from cluster.controller.control import ControllerCalls
+from cluster.controller.desired import worker_names
+from cluster.controller.first_start import OnProgress, OnServing
+from cluster.serve.screen import Screen
+from engine.loading.pretrained import default_cache_dir, resolve
+
+
+class Fleet(Protocol):
+    """Workers and their controller. `end` is right whatever `start` did."""
+
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControllerCalls:
+        """Returns once every worker serves; raises BatonError if that cannot be.
+
+        `on_serving` is called before, as soon as workers of each role serve; then others may be missing in the end, as
+        `first_start` has it.
+        """
+        ...
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        """Workers have a bounded time to give away what they have, unless `hurry` is set; then nothing is left."""
+        ...
+
+
+def check_owner(config: BatonConfig, command: str) -> None:
+    """ConfigError if the configuration is that of a command which starts no fleet."""
+    address = config.cluster.fleet_address
+    if address is not None:
+        raise ConfigError(
+            f"cluster.fleet_address: got '{address}', where `baton gateway` finds a fleet that runs; `baton {command}` "
+            "starts one, so leave it out"
+        )
+
+
+def make_fleet(
+    config: BatonConfig, secret: ClusterSecret | None, model_path: Path, screen: Screen, stack: ExitStack
+) -> Fleet:
+    """Not started yet. Connected to Ray, if it needs that, until the stack is left."""
+    if config.cluster.ray_address == "none":
+        from cluster.processes.fleet import ProcessFleet
+
+        return ProcessFleet(config, secret, model_path)
+    from cluster.on_ray.fleet import RayFleet  # not above: a machine may do without Ray
+    from cluster.on_ray.session import connect
+
+    address = config.cluster.ray_address
+    with screen.stage("ray", f"connecting to {address}") as outcome:
+        logs = stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
+        outcome(f"joined {address}" if logs is None else f"private, loopback only; logs in {logs}")
+    return RayFleet(config, derive_keys(secret), model_path)
+
+
+def most_ranks(config: BatonConfig) -> int:
+    """Of all workers together, as many as there may ever be at once."""
+    workers = Counter(role for _, role in worker_names(config))
+    if config.autoscaling.mode == "on":
+        workers = Counter({role: config.worker_bounds(role)[1] for role in WorkerRole})
+    return sum(config.num_ranks(role) * count for role, count in workers.items())
+
+
+def resolve_model(config: BatonConfig, screen: Screen) -> Path:
+    """The model's folder, made now if need be."""
+    with screen.bar() as progress:
+        path = resolve(config.model.path, default_cache_dir(os.environ), progress)
+    screen.line("model", f"{path} in {config.model.dtype}")
+    return path
+
+
+def fleet_text(config: BatonConfig) -> str:
+    return f"{config.cluster.prefill} prefill and {config.cluster.decode} decode on {config.engine.device}"

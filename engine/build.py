@@ -1,0 +1,173 @@
+"""build_rank: one tensor-parallel rank of a worker, its part of the model, its KV pool and its connector, from the
+configuration; knows no process and no other rank.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.clock import Clock
+from baton.config import BatonConfig, SchedulerConfig
+from baton.errors import ConfigError
+from baton.system.curve import PlaneKeys
+from engine.allocator import available_memory, keep_freed_memory
+from engine.capacity import Capacity, reckon
+from engine.collectives import Collectives
+from engine.device import rank_device
+from engine.gpu.fail_settled import FailSettled
+from engine.grammars.compiler import GrammarCompiler
+from engine.kv_cache import HostBlocks, KVPool
+from engine.loading.loader import LoadedModel, load_model
+from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.ranks.fail_stop import FailStop, StepRunner
+from engine.runner_parts import make_runner
+from engine.step_limits import StepLimits
+from kv_transfer import CudaMemory, KVConnectorWorker, SharedMemory
+
+OnProgress = Callable[[str, int, int], None]
+"""What is being done, how much of it is, of how much in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What every rank of a worker has."""
+
+    config: BatonConfig
+    model: LoadedModel
+    capacity: Capacity
+    pool: KVPool
+    memory: SharedMemory | CudaMemory
+    """That of the pool."""
+    connector: KVConnectorWorker
+    """Not started yet."""
+    on_progress: OnProgress
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """Complete, as far as this rank is concerned."""
+        return self.capacity.scheduler_config
+
+    @property
+    def num_blocks(self) -> int:
+        """Of this rank's pool."""
+        return self.pool.num_blocks
+
+    def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
+        """Where the rank computes its steps. The collectives are connected, and every rank calls this at the same time.
+
+        `grammars`: for the rank that samples, rank 0.
+        """
+        is_async = self.scheduler_config.async_scheduling
+        if self.model.device.type == "cpu":
+            host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
+            steps = self._fail_stop(make_runner(self.model, self.pool, host_blocks, grammars))
+            return make_pipeline(steps, async_scheduling=is_async)
+        runner: StepRunner = self._make_device_runner(grammars)
+        device = self.model.device
+        # Of several ranks none goes on after a failure, and to wait for the device might be to wait for another rank.
+        if self.model.collectives.size == 1:
+            runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
+        steps = self._fail_stop(runner)
+        return StreamPipeline(steps) if is_async else InlinePipeline(steps)
+
+    def free(self) -> None:
+        """Gives the pool's memory back, when nothing uses it any more: no step, no connector."""
+        if isinstance(self.memory, CudaMemory):
+            self.memory.free()
+
+    def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
+        from engine.gpu.device_parts import make_device_parts  # Triton need not be there where no GPU is
+        from engine.gpu.graphs import CudaGraphs
+
+        scheduler = self.scheduler_config
+        assert scheduler.max_model_len is not None
+        limits = StepLimits(
+            scheduler.max_num_seqs, self.capacity.max_num_batched_tokens, scheduler.max_model_len
+        )
+        parts = make_device_parts(self.model, self.pool, limits)
+        parts.rehearse()
+        if self.config.engine.cuda_graphs:
+            parts.record(
+                CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)
+            )
+        return parts.runner(
+            self.pool,
+            scheduler.num_swap_blocks or 0,
+            grammars,
+            samples=self.model.collectives.rank == 0,
+        )
+
+    def _fail_stop(self, runner: StepRunner) -> StepRunner:
+        return runner if self.model.collectives.size == 1 else FailStop(runner)
+
+
+def build_rank(
+    config: BatonConfig,
+    kv_keys: PlaneKeys | None,
+    model_path: Path,
+    incarnation: str,
+    collectives: Collectives,
+    clock: Clock,
+    on_news: Callable[[], None],
+    on_progress: OnProgress,
+) -> RankParts:
+    """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError for what cannot be served.
+
+    `incarnation` is the worker's; `on_news` is called from the transfer thread. The collectives need not be connected.
+    """
+    keep_freed_memory()
+    torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
+    device = rank_device(config.engine, collectives.rank)
+    free_at_start = _begin_with(device)
+    model = load_model(
+        config.model,
+        model_path,
+        device,
+        kv_cache_dtype=config.engine.kv_cache_dtype,
+        collectives=collectives,
+        on_progress=lambda done, count: on_progress("loading weights", done, count),
+    )
+    capacity = reckon(config, model, free_at_start)
+    num_blocks = capacity.scheduler_config.num_blocks
+    assert num_blocks is not None
+    shape = model.kv_block_shape(capacity.scheduler_config.block_size)
+    memory = _take_memory(num_blocks * shape.size_bytes, device)
+    pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
+    connector = KVConnectorWorker(
+        config.kv_transfer,
+        config.network.bind_host,
+        kv_keys,
+        incarnation,
+        clock,
+        pool.block_bytes(),
+        pool.fingerprint(model.digest, collectives.size),
+        on_news=on_news,
+        rank=collectives.rank,
+        memory=memory if isinstance(memory, SharedMemory) else None,
+        advertise_host=config.network.advertise_host,
+    )
+    return RankParts(config, model, capacity, pool, memory, connector, on_progress)
+
+
+def _begin_with(device: torch.device) -> int:
+    """Makes it the one that this process computes on: bytes of its memory that are free now, if it is a GPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize()  # the context is there, so that it is not taken for a weight
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:
+    """For the pool. Of the host's memory it asks first what there is: Linux would rather end a process than refuse."""
+    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
+        raise ConfigError(
+            f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
+            "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
+        )
+    return SharedMemory(num_bytes) if device.type == "cpu" else CudaMemory(num_bytes, device.index)

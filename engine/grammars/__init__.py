@@ -1,0 +1,1 @@
+"""Grammars: compiled, then followed token by token; the only user of llguidance."""

@@ -1,0 +1,197 @@
+"""Structured output: grammars are compiled on a thread of their own, then each guides one request token by token.
+
+A gateway compiles every grammar in a process of its own before a worker sees it (`gateway/grammars/`), within less
+time, memory and stack than there is here. Knows no scheduler and no logits.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.sampling import StructuredOutput
+from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAMMARS = 256
+"""Compiled grammars that are kept beside those in use, the latest used: clients tend to repeat theirs."""
+STACK_BYTES = 256 * 2**20
+"""Of the thread that compiles, eight times what a gateway allows. The system provides what is touched of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """News: this grammar can be matched now, or `error` says why it never can."""
+
+    output: StructuredOutput
+    error: str | None = None
+
+
+class Matcher:
+    """One request's way through its grammar. A defect of the library fails this request, not the worker."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._num_consumed = 0
+        self._defect: str | None = None
+
+    def consume(self, token_id: int) -> str | None:
+        """Moves on by one sampled token; why that is not possible, or None if it was."""
+        self._num_consumed += 1
+        if self._defect is None:
+            try:
+                return None if self._matcher.consume_token(token_id) else self._error(token_id)
+            except BaseException as error:  # a panic of the library is no Exception
+                self._note(error)
+        return f"the structured output cannot go on: {self._defect}"
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[vocab_size]: which tokens may come next. Once the grammar is complete, only end-of-sequence."""
+        mask = np.frombuffer(self._mask(), np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
+        return np.pad(allowed, (0, self._vocab_size - len(allowed)))
+
+    def allowed_words(self) -> npt.NDArray[np.int32]:
+        """The same as bits: bit b of word w is token 32 w + b. What lies behind the vocabulary means nothing."""
+        mask = np.frombuffer(self._mask(), np.uint8)
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        num_bytes = min(len(mask), words.nbytes)
+        words.view(np.uint8)[:num_bytes] = mask[:num_bytes]
+        return words
+
+    def rewind(self, num_tokens: int) -> None:
+        """Back to where it was after the first `num_tokens` tokens: the others are to be sampled again."""
+        if self._num_consumed > num_tokens:
+            self._matcher.rollback(self._num_consumed - num_tokens)
+            self._num_consumed = num_tokens
+
+    def _mask(self) -> bytes:
+        """All tokens after a defect: the next one fails the request."""
+        if self._defect is None:
+            try:
+                return bytes(self._matcher.compute_bitmask())
+            except BaseException as error:  # as above
+                self._note(error)
+        return b"\xff" * -(-self._vocab_size // 8)
+
+    def _note(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        logger.error("matching a grammar failed", exc_info=error)
+        self._defect = in_one_line(str(error)) or type(error).__name__
+
+    def _error(self, token_id: int) -> str:
+        return f"the structured output cannot go on with token {token_id}: {in_one_line(self._matcher.get_error())}"
+
+
+class GrammarCompiler:
+    """Compiles grammars, each once however many requests share it; knows no request.
+
+    The engine's thread orders them and learns of them, a thread of its own compiles, the device's thread asks for
+    matchers and never compiles.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        on_news: Callable[[], None],
+    ) -> None:
+        """Thread and tokenizer wait for the first grammar; `on_news` is called from the compiler's thread."""
+        self.vocab_size = vocab_size
+        """Of the model."""
+        self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
+        self._on_news = on_news
+        self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
+        self._wanted: frozenset[StructuredOutput] = frozenset()
+        self._is_closing = False
+        self._lock = threading.Lock()
+        """Guards the next one."""
+        self._compiled: dict[StructuredOutput, Any] = {}
+        """The latest used comes last."""
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Ends the thread after the grammar it is at."""
+        self._is_closing = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def compile(self, output: StructuredOutput) -> None:
+        """Returns at once; `take_news` names the grammar when it is done."""
+        if self._thread is None:
+            self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
+        self._wanted |= {output}
+        self._jobs.put(output)
+
+    def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
+        """No request waits for any other grammar any more: the others are not compiled."""
+        self._wanted = wanted
+
+    def take_news(self) -> list[CompiledGrammar]:
+        """What ended since the last call."""
+        news = []
+        while not self._done.empty():
+            news.append(self._done.get())
+        if news:
+            self._wanted -= {grammar.output for grammar in news}
+        return news
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more grammars are kept than MAX_GRAMMARS, until `evict` is called."""
+        return len(self._compiled) > MAX_GRAMMARS
+
+    def evict(self, in_use: Set[StructuredOutput]) -> None:
+        """Keeps the grammars that unfinished requests use, and of the others the latest MAX_GRAMMARS."""
+        with self._lock:
+            unused = [output for output in self._compiled if output not in in_use]
+            for output in unused[: max(0, len(unused) - MAX_GRAMMARS)]:
+                del self._compiled[output]
+
+    def matcher(self, output: StructuredOutput) -> Matcher | None:
+        """At the start of a grammar that was named as compiled; None once all requests that use it have ended."""
+        compiled = self._find(output)
+        return None if compiled is None else Matcher(compiled.deep_copy(), self.vocab_size)
+
+    def _run(self) -> None:
+        while (output := self._jobs.get()) is not None and not self._is_closing:
+            if output in self._wanted:
+                self._done.put(CompiledGrammar(output, self._error_of(output)))
+                self._on_news()
+
+    def _error_of(self, output: StructuredOutput) -> str | None:
+        try:
+            self._compile(output)
+        except ValueError as error:
+            return f"structured_output: {error}"
+        except BaseException as error:  # the edge to a foreign library, whose panics are no Exceptions
+            logger.exception("compiling a grammar failed")
+            return f"structured_output: {in_one_line(str(error))}"
+        return None
+
+    def _compile(self, output: StructuredOutput) -> None:
+        """Raises ValueError with the library's complaint about the grammar."""
+        if self._find(output) is None:
+            compiled = self._library.compile(output)
+            with self._lock:
+                self._compiled[output] = compiled
+
+    def _find(self, output: StructuredOutput) -> Any:
+        """A matcher that is only ever copied, or None; it is the latest used from now on."""
+        with self._lock:
+            compiled = self._compiled.pop(output, None)
+            if compiled is not None:
+                self._compiled[output] = compiled
+        return compiled

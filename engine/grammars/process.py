@@ -1,0 +1,210 @@
+"""A process that compiles grammars for a gateway, so that a hostile one ends this process and nothing else.
+
+    python -m engine.grammars.process TOKENIZER_FILE VOCAB_SIZE EOS_TOKEN_ID[,...]
+
+    parent    loads the tokenizer once, forks, waits, says which grammar ended a child, forks again
+    child     reads grammars from stdin, one at a time, and answers on stdout; its time, memory and stack are limited
+
+A fork has the tokenizer already, so a child that ended is replaced within milliseconds. A child also follows the
+grammar for a few tokens, under the same limits: some compile quickly and then take seconds and a gigabyte for a
+token. Knows no gateway; both end when stdin does.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from baton.messages.grammar_check import (
+    CPU_LIMIT_S,
+    FOLLOW_LIMIT_S,
+    HEADER_BYTES,
+    MEMORY_LIMIT_BYTES,
+    STACK_BYTES,
+    GrammarEndedProcess,
+    GrammarTried,
+    TryGrammar,
+    pack,
+    unpack,
+)
+from baton.sampling import StructuredOutput
+from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
+
+NUM_FOLLOWED_TOKENS = 8
+ORDINARY_CHARACTERS = 4_000
+ORDINARY_CPU_S = 0.01
+"""To compile. What is smaller and quicker is cheap to match, so that its answer need not wait for the proof."""
+MAX_GRAMMARS_PER_CHILD = 1_000
+"""Then another one takes its place, with the memory that the parent has."""
+
+PR_SET_PDEATHSIG = 1
+EXIT_NO_MORE_GRAMMARS = 0
+EXIT_REPLACE = 75
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code."""
+    file, vocab_size, eos_token_ids = arguments
+    library = GrammarLibrary(
+        Path(file), int(vocab_size), tuple(map(int, filter(None, eos_token_ids.split(","))))
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end is ours
+    with contextlib.suppress(ValueError):  # every grammar will be told
+        library.load_tokenizer()
+    under_way = NumberUnderWay()
+    while True:
+        child = os.fork()
+        if child == 0:
+            serve_grammars(library, under_way)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if under_way.number:
+            write(pack(GrammarEndedProcess(under_way.number, max(0, -code))))
+            under_way.number = 0
+        elif code >= 0 and code != EXIT_REPLACE:
+            return code
+
+
+class NumberUnderWay:
+    """Which grammar a child works on, where its parent can read it after the child's end; 0: none."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+
+    @property
+    def number(self) -> int:
+        (number,) = struct.unpack("Q", self._memory[:8])
+        return int(number)
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._memory[:8] = struct.pack("Q", number)
+
+
+def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
+    """A child's whole life; does not return."""
+    code = 1
+
+    def run() -> None:
+        nonlocal code
+        code = answer_grammars(library, under_way)
+
+    try:
+        end_with_parent()
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # clients must not fill a log with what a library says at its end
+        set_limits()
+        thread_with_stack(STACK_BYTES, run, "grammar").join()
+    finally:
+        os._exit(code)
+
+
+def end_with_parent() -> None:
+    """On Linux. Elsewhere a child whose parent was killed goes on, and is not replaced once it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_limits() -> None:
+    """No core dumps, and on Linux a bound to memory: an allocation beyond it ends this process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + STACK_BYTES + MEMORY_LIMIT_BYTES
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
+    """The exit code, once stdin ends or it has answered enough."""
+    for _ in range(MAX_GRAMMARS_PER_CHILD):
+        job = read_grammar()
+        if job is None:
+            return EXIT_NO_MORE_GRAMMARS
+        under_way.number = job.number
+        began = time.process_time()
+        matcher, error = compile_within_limits(library, job.output)
+        is_ordinary = (
+            len(job.output.source) <= ORDINARY_CHARACTERS and time.process_time() - began <= ORDINARY_CPU_S
+        )
+        if matcher is not None and not is_ordinary:
+            follow(matcher)
+        write(pack(GrammarTried(job.number, error)))
+        if matcher is not None and is_ordinary:
+            follow(matcher)
+        under_way.number = 0
+    return EXIT_REPLACE
+
+
+def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> tuple[Any, str | None]:
+    """A matcher, or why there is none. SIGPROF ends the process where it takes longer than its limit."""
+    limit_cpu_time()
+    try:
+        return library.compile(output), None
+    except ValueError as error:
+        return None, str(error)
+    except BaseException as error:  # a panic of the library is no Exception
+        return None, in_one_line(str(error)) or type(error).__name__
+    finally:
+        limit_cpu_time(0.0)
+
+
+def follow(matcher: Any) -> None:
+    """Matches a few tokens, each the last that is allowed: the first may be the end. Beyond the limits it does not
+    return."""
+    limit_cpu_time(FOLLOW_LIMIT_S)
+    with contextlib.suppress(
+        Exception
+    ):  # a panic is none: it ends this process, and with it the grammar's chances
+        for _ in range(NUM_FOLLOWED_TOKENS):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
+            if not len(allowed) or not matcher.consume_token(int(allowed[-1])) or matcher.is_stopped():
+                break
+    limit_cpu_time(0.0)
+
+
+def limit_cpu_time(limit_s: float = CPU_LIMIT_S) -> None:
+    """Of this process from now on; 0: none. The system ends it with SIGPROF, whatever code it is in."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
+
+
+def read_grammar() -> TryGrammar | None:
+    """The next one; None once stdin has ended."""
+    header = read(HEADER_BYTES)
+    data = read(int.from_bytes(header, "big")) if header else b""
+    if not data:
+        return None
+    message = unpack(data)
+    assert isinstance(message, TryGrammar)
+    return message
+
+
+def read(num_bytes: int) -> bytes:
+    """Exactly so many from stdin, without a buffer that would end with this process; fewer once it has ended."""
+    data = b""
+    while len(data) < num_bytes and (part := os.read(0, num_bytes - len(data))):
+        data += part
+    return data if len(data) == num_bytes else b""
+
+
+def write(data: bytes) -> None:
+    """To stdout, all of it."""
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

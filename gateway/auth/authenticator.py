@@ -1,0 +1,112 @@
+"""Doorkeeper: on whose behalf a call is made, and whether they may; every door asks it first."""
+
+import os
+import stat
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError
+
+from baton.clock import Clock
+from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
+from baton.errors import ConfigError, PermissionDenied, Unauthenticated
+from baton.system.watched import Watched
+from gateway.auth.callers import ANYBODY, Caller, Right
+from gateway.auth.key_store import Keyring
+from gateway.auth.limits import RequestRates
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""In C if there is one: everybody waits while the file is read, and thousands of keys take Python seconds."""
+_MAX_FILE_BYTES = 16 * 2**20
+_HOW = "send the header `Authorization: Bearer KEY`, in gRPC as metadata"
+
+
+class Doorkeeper:
+    """One instance stands at all doors of a gateway. Neither its errors nor its logs hold a key."""
+
+    def __init__(self, config: GatewayConfig, clock: Clock) -> None:
+        """ConfigError if the keys cannot be used."""
+        self._clock = clock
+        self._asks_for_keys = config.has_keys
+        self._anonymous = _anonymous(config)
+        self._rates = RequestRates()
+        self._keyring: Watched[Keyring] | None = None
+        self._fixed = Keyring(config.api_keys)
+        if config.api_keys_file is not None:
+            path = Path(config.api_keys_file).expanduser()
+            self._keyring = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
+
+    def admit(self, caller: Caller, right: Right | None) -> None:
+        """`right` is what the call needs, None if any caller will do. PermissionDenied and RateLimited say what is
+        missing; only what sends requests counts against a rate."""
+        if right is not None and not caller.may(right):
+            raise _denied(caller, right)
+        if right is Right.GENERATE:
+            self._rates.count(caller, self._clock.now())
+
+    def caller_of(self, authorizations: Sequence[str]) -> Caller:
+        """Who asks, by the values of their `Authorization` headers, of which there should be one; or
+        Unauthenticated."""
+        if not self._asks_for_keys and self._anonymous is not None:
+            return self._anonymous  # whatever they show: clients of OpenAI's insist on sending a key
+        if not authorizations and self._anonymous is not None:
+            return self._anonymous
+        if not authorizations:
+            raise Unauthenticated(f"this gateway asks for an API key; {_HOW}")
+        scheme, _, key = authorizations[0].strip().partition(" ")
+        key = key.strip()
+        if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
+            raise Unauthenticated(f"the header `Authorization` does not hold one API key; {_HOW}")
+        keyring = self._keyring.current() if self._keyring else self._fixed
+        caller = keyring.caller(key)
+        if caller is None:
+            raise Unauthenticated(
+                "this API key is not known here, or no longer; ask whoever runs this gateway"
+            )
+        return caller
+
+
+def _anonymous(config: GatewayConfig) -> Caller | None:
+    """Whom those are taken for who show no key; None: they are sent away."""
+    if config.has_keys and not config.allow_anonymous:
+        return None
+    if config.is_open_to_its_machine:
+        return ANYBODY
+    return Caller(ANONYMOUS, best_priority=0)
+
+
+def _denied(caller: Caller, right: Right) -> PermissionDenied:
+    if caller.name == ANONYMOUS:
+        return PermissionDenied(f"this needs an API key with the scope '{right.value}'; {_HOW}")
+    return PermissionDenied(f"the key of '{caller.name}' lacks the scope '{right.value}', which this needs")
+
+
+class _KeyFile(Section):
+    api_keys: tuple[ApiKey, ...] = Field(strict=False)
+
+
+def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> Keyring:
+    source = f"gateway.api_keys_file {path}"
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if stat.S_IMODE(mode) & stat.S_IWOTH:
+            raise ConfigError(
+                f"{source}: others may write it, and so let themselves in; run `chmod o-w {path}`"
+            )
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{source}: holds more than {_MAX_FILE_BYTES} bytes")
+        keys = yaml.load(content, _LOADER)
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError):  # whose messages quote the file
+        raise ConfigError(f"{source}: is neither YAML nor JSON") from None
+    try:
+        return Keyring(
+            (*others, *_KeyFile.model_validate({"api_keys": [] if keys is None else keys}).api_keys)
+        )
+    except ValidationError as error:
+        raise ConfigError(describe(error, source)) from None

@@ -1,0 +1,87 @@
+"""Certificates: what TLS needs at both doors, read from files and held against each other."""
+
+import ssl
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from baton.clock import Clock
+from baton.config import Tls
+from baton.errors import ConfigError
+from baton.system.watched import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """One version of the files, of which each belongs to the other."""
+
+    cert_pem: bytes
+    key_pem: bytes
+    client_ca_pem: bytes | None
+    context: ssl.SSLContext
+    """The same for Python's TLS; for connections that begin while this version is the current one.
+
+    Sessions are kept in it, and the keys of tickets. So a session of an earlier version, whose client was verified by
+    an authority that may be gone, cannot be resumed here.
+    """
+
+
+def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
+    """ConfigError if the files cannot be used; later, what could be used last is used on."""
+    names = (tls.cert_file, tls.key_file, tls.client_ca_file)
+    paths = [Path(name).expanduser() for name in names if name is not None]
+    return Watched(paths, partial(_read_all, tls), clock)
+
+
+def _read_all(tls: Tls) -> Certificates:
+    cert_pem = _read("cert_file", tls.cert_file, b"CERTIFICATE-----")
+    key_pem = _read("key_file", tls.key_file, b"PRIVATE KEY-----")
+    if b"ENCRYPTED" in key_pem:
+        raise ConfigError(
+            f"gateway.tls.key_file {tls.key_file}: is encrypted, and nobody is there to type its passphrase; decrypt "
+            "it with `openssl pkey`, and let nobody but the gateway read it"
+        )
+    client_ca_pem = None
+    if tls.client_ca_file is not None:
+        client_ca_pem = _read("client_ca_file", tls.client_ca_file, b"CERTIFICATE-----")
+    return Certificates(cert_pem, key_pem, client_ca_pem, _context(tls, client_ca_pem))
+
+
+def _read(field: str, name: str, mark: bytes) -> bytes:
+    try:
+        content = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
+    if mark not in content:
+        raise ConfigError(f"gateway.tls.{field} {name}: holds no {mark.decode().rstrip('-').lower()} in PEM")
+    return content
+
+
+def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(Path(tls.cert_file).expanduser(), Path(tls.key_file).expanduser())
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"gateway.tls: {_why(error, tls)}") from error
+    if client_ca_pem is not None:
+        try:
+            context.load_verify_locations(cadata=client_ca_pem.decode("ascii", "replace"))
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"gateway.tls.client_ca_file {tls.client_ca_file}: {error.reason or error}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0  # a resumed session would not show its certificate again
+    return context
+
+
+def _why(error: OSError, tls: Tls) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        return (
+            f"the key of key_file {tls.key_file} is not that of the certificate in cert_file {tls.cert_file}"
+        )
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return f"cert_file {tls.cert_file} and key_file {tls.key_file} cannot be used: {reason}"

@@ -1,0 +1,59 @@
+"""Keyring: whose key is this? Knows hashes only."""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+
+from baton.config import ApiKey, contradiction_among
+from baton.errors import ConfigError
+from gateway.auth.callers import Caller
+
+PREFIX = "baton-"
+"""By which people and scanners recognise a key that lies where it should not."""
+
+
+def new_key() -> str:
+    """256 random bits, in characters that a header may hold."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_of(key: str) -> str:
+    """What is kept of a key."""
+    return _digest(key).hex()
+
+
+class Keyring:
+    """Finds a key's owner. How long that takes tells nothing about the keys there are: what is looked up was hashed
+    together with a secret of this process, so nobody outside can choose by how much it resembles another one."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        """ConfigError if two of them contradict each other."""
+        self._blinding = secrets.token_bytes(32)
+        keys = tuple(keys)
+        if reason := contradiction_among(keys):
+            raise ConfigError(f"gateway.api_keys: {reason}")
+        self._callers = {self._blind(bytes.fromhex(key.sha256)): _caller(key) for key in keys}
+
+    def caller(self, key: str) -> Caller | None:
+        """None if nobody has this key."""
+        return self._callers.get(self._blind(_digest(key)))
+
+    def _blind(self, digest: bytes) -> bytes:
+        return hmac.digest(self._blinding, digest, "sha256")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _caller(key: ApiKey) -> Caller:
+    return Caller(
+        key.name,
+        may_administer="administer" in key.scopes,
+        may_observe="observe" in key.scopes,
+        may_generate="generate" in key.scopes,
+        requests_per_minute=key.requests_per_minute,
+        max_concurrent=key.max_concurrent,
+        best_priority=key.best_priority,
+    )

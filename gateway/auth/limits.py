@@ -1,0 +1,80 @@
+"""What each caller's key grants at most: how often, and how many at once; pure, time is an argument."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.errors import RateLimited
+from gateway.auth.callers import Caller
+
+CONCURRENCY_RETRY_S = 1.0
+"""Nobody knows when one of a caller's own requests will end."""
+
+
+class TokenBucket:
+    """Holds up to `capacity` tokens, gets `rate_per_s` of them, and begins full (the leaky bucket as a meter, ITU-T
+    I.371)."""
+
+    def __init__(self, rate_per_s: float, capacity: float, now: float) -> None:
+        assert rate_per_s > 0.0
+        assert capacity >= 1.0
+        self._rate_per_s = rate_per_s
+        self._capacity = capacity
+        self._level = capacity
+        self._at = now
+
+    def take(self, now: float) -> float:
+        """Takes one: 0. If there is none, takes nothing, and says in how many seconds there will be one."""
+        self._level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
+        self._at = now
+        if self._level >= 1.0 - 1e-9:  # or the wait that was asked for could end a rounding error too early
+            self._level = max(0.0, self._level - 1.0)
+            return 0.0
+        return (1.0 - self._level) / self._rate_per_s
+
+
+class RequestRates:
+    """Every caller's bucket; a caller whose rate is changed begins with a full one."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, tuple[int, TokenBucket]] = {}
+
+    def count(self, caller: Caller, now: float) -> None:
+        """One more request of this caller; RateLimited says when it would not have been too many."""
+        per_minute = caller.requests_per_minute
+        if per_minute is None:
+            return
+        known = self._buckets.get(caller.name)
+        if known is None or known[0] != per_minute:
+            known = self._buckets[caller.name] = (per_minute, TokenBucket(per_minute / 60.0, per_minute, now))
+        wait_s = known[1].take(now)
+        if wait_s > 0.0:
+            raise RateLimited(
+                f"the key of '{caller.name}' grants {per_minute} requests a minute, and these are used up; try again "
+                f"in {wait_s:.1f} s",
+                wait_s,
+            )
+
+
+class Concurrency:
+    """Requests of each caller that are not over yet."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, int] = {}
+
+    @contextmanager
+    def one_more(self, caller: Caller) -> Iterator[None]:
+        """While it lasts, the caller has one request more; RateLimited if it may not."""
+        running = self._running.get(caller.name, 0)
+        if caller.max_concurrent is not None and running >= caller.max_concurrent:
+            raise RateLimited(
+                f"the key of '{caller.name}' grants {caller.max_concurrent} requests at once, and so many run "
+                "already; try again when one of them has ended",
+                CONCURRENCY_RETRY_S,
+            )
+        self._running[caller.name] = running + 1
+        try:
+            yield
+        finally:
+            self._running[caller.name] -= 1
+            if not self._running[caller.name]:
+                del self._running[caller.name]

@@ -1,0 +1,79 @@
+"""Lock: who may call which gRPC method; asked before the first message is read."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from baton.errors import RequestError
+from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.callers import NOBODY, Right, current_caller
+
+OPEN = frozenset({"grpc.health.v1.Health"})
+"""Services for everybody who can connect."""
+
+RIGHTS: dict[str, Right | None] = {
+    "/baton.v1.ClusterService/DescribeCluster": Right.OBSERVE,
+    "/baton.v1.ClusterService/WatchCluster": Right.OBSERVE,
+    "/baton.v1.ClusterService": Right.ADMINISTER,
+    "/baton.v1.GenerationService/Abort": None,
+    "/baton.v1.GenerationService/GetModelInfo": None,
+    "/vllm.grpc.engine.VllmEngine/HealthCheck": None,
+    "/vllm.grpc.engine.VllmEngine/GetModelInfo": None,
+    "/vllm.grpc.engine.VllmEngine/GetServerInfo": None,
+    "/vllm.grpc.engine.VllmEngine/GetLoads": None,
+    "/vllm.grpc.engine.VllmEngine/Abort": None,
+    "/grpc.reflection.v1alpha.ServerReflection": None,
+    "/grpc.reflection.v1.ServerReflection": None,
+}
+"""What a method needs, else its service; None: any key will do. All others need the right to generate."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+"""None where there is no such method."""
+
+
+def right_for(method: str) -> Right | None:
+    """What `/package.Service/Method` needs, if its service is not open."""
+    return RIGHTS.get(method, RIGHTS.get(f"/{_service_of(method)}", Right.GENERATE))
+
+
+def _service_of(method: str) -> str:
+    """A client may name anything."""
+    return method.rpartition("/")[0].removeprefix("/")
+
+
+class Lock(grpc.aio.ServerInterceptor):
+    """Sets `current_caller` for the call, or ends it with a status that says what is missing."""
+
+    def __init__(self, doorkeeper: Doorkeeper) -> None:
+        self._doorkeeper = doorkeeper
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        method = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if _service_of(method) in OPEN:
+            current_caller.set(NOBODY)
+            return handler
+        metadata = handler_call_details.invocation_metadata
+        shown = [str(value) for name, value in metadata if name == "authorization"]
+        try:
+            caller = self._doorkeeper.caller_of(shown)
+            current_caller.set(caller)
+            self._doorkeeper.admit(caller, right_for(method))
+        except RequestError as error:
+            return _refusing(error)
+        return handler
+
+
+def _refusing(error: RequestError) -> Handler:
+    """As if the call had streams both ways: then no message is read before it is refused."""
+
+    async def refuse(_requests: Any, _context: object) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,210 @@
+"""ClusterService: the operators' calls. What they order is for the controller to do; here it is asked and answered."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import grpc.aio
+
+from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
+from baton.fleet import FleetDescription
+from baton.v1 import cluster_service_pb2 as pb
+from baton.v1 import cluster_service_pb2_grpc as pb_grpc
+from baton.worker import WorkerRole
+from gateway.auth import callers
+from gateway.fleet_control import FleetControl
+from gateway.grpc import fleet_messages
+from gateway.model import ServedModel
+from gateway.requests.dispatcher import Dispatcher
+from gateway.workers.appearance import in_order
+
+DESCRIBE_TIMEOUT_S = 1.0
+"""A controller that takes longer is away, and what the gateway itself knows is the answer."""
+
+WATCH_INTERVAL_S = 1.0
+MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
+MAX_WATCHES = 64
+"""A look costs a question to the controller, and the fleet's description is some kilobytes."""
+
+DRAIN_NODE_S, MAX_DRAIN_NODE_S = 60.0, 3600.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ClusterService(pb_grpc.ClusterServiceServicer):
+    """Tells what the gateway and the controller know of the fleet, and passes orders on to the latter.
+
+    An order that was passed on is the controller's: a caller who leaves does not call it back.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, model: ServedModel, fleet_control: FleetControl | None
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._fleet_control = fleet_control
+        self._is_closing = asyncio.Event()
+        self._num_watches = 0
+
+    async def DescribeCluster(  # noqa: N802
+        self,
+        request: pb.DescribeClusterRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.DescribeClusterResponse:
+        return await self._description()
+
+    async def WatchCluster(  # noqa: N802
+        self,
+        request: pb.WatchClusterRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[pb.WatchClusterResponse]:
+        interval_s = _interval_from(request)
+        if self._num_watches >= MAX_WATCHES:
+            raise Overloaded(f"{MAX_WATCHES} calls watch already, which is the limit", retry_after_s=10.0)
+        self._num_watches += 1
+        try:
+            async with aclosing(self._changes(interval_s)) as changes:
+                async for description in changes:
+                    yield pb.WatchClusterResponse(cluster=description)
+        finally:
+            self._num_watches -= 1
+
+    def end_watches(self) -> None:
+        """They would last for as long as their clients like, and hold up whoever waits for running calls to end."""
+        self._is_closing.set()
+
+    async def DrainWorker(  # noqa: N802
+        self,
+        request: pb.DrainWorkerRequest,
+        context: Context,  # noqa: ARG002
+    ) -> pb.DrainWorkerResponse:
+        try:
+            await self._control().drain(request.worker)
+        except FleetError as error:
+            raise await self._why([request.worker], error) from error
+        return pb.DrainWorkerResponse()
+
+    async def DrainNode(  # noqa: N802
+        self,
+        request: pb.DrainNodeRequest,
+        context: Context,  # noqa: ARG002
+    ) -> pb.DrainNodeResponse:
+        if not request.node:
+            raise InvalidRequest("node", "got none; the node's address, or its name in DescribeCluster")
+        await self._control().drain_node(request.node, _drain_time_from(request))
+        return pb.DrainNodeResponse()
+
+    async def SetWorkerRole(  # noqa: N802
+        self,
+        request: pb.SetWorkerRoleRequest,
+        context: Context,  # noqa: ARG002
+    ) -> pb.SetWorkerRoleResponse:
+        role = _role_from(request.role)
+        try:
+            await self._control().set_role(request.worker, role)
+        except FleetError as error:
+            raise await self._why([request.worker], error) from error
+        return pb.SetWorkerRoleResponse()
+
+    async def RolloutFleet(  # noqa: N802
+        self,
+        request: pb.RolloutFleetRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[pb.RolloutFleetResponse]:
+        asked = tuple(request.workers)
+        try:
+            async for step in self._control().rollout(asked):
+                asked = ()  # they were all there when it began
+                yield fleet_messages.step_to_message(step)
+        except FleetError as error:
+            raise await self._why(asked, error) from error
+
+    async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
+        told: pb.DescribeClusterResponse | None = None
+        now = asyncio.get_running_loop().time
+        ends_at = now() + callers.MAX_WATCH_S
+        while not self._is_closing.is_set():
+            current = await self._description()
+            if current != told:
+                yield current
+                told = current
+            if now() >= ends_at:
+                raise ClusterError(f"a watch lasts {callers.MAX_WATCH_S:g} s at most; watch again")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._is_closing.wait()
+        raise ClusterError("this gateway is shutting down; watch another one")
+
+    async def _description(self) -> pb.DescribeClusterResponse:
+        controller, fleet = await self._controller()
+        clients = self._dispatcher.fleet.clients
+        response = pb.DescribeClusterResponse(
+            model=self._model.name,
+            model_path=self._model.path,
+            workers=fleet_messages.workers_to_messages(clients, fleet.slots if fleet else ()),
+            gateway=fleet_messages.gateway_to_message(
+                self._dispatcher.num_in_flight, self._dispatcher.num_queued, self._dispatcher.tally
+            ),
+            nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
+            controller=controller,
+        )
+        if not callers.current_caller.get().may_administer:
+            fleet_messages.hide_inside(response)
+        return response
+
+    async def _controller(self) -> tuple[pb.Controller, FleetDescription | None]:
+        if self._fleet_control is None:
+            return pb.Controller(state="none"), None
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                fleet = await self._fleet_control.describe()
+        except TimeoutError:
+            reason = f"it did not answer within {DESCRIBE_TIMEOUT_S:g} s"
+            return pb.Controller(state="away", failure=reason), None
+        except (FleetError, ClusterError) as error:
+            return pb.Controller(state="away", failure=str(error)), None
+        return fleet_messages.controller_to_message(fleet), fleet
+
+    async def _why(self, workers: Iterable[str], error: FleetError) -> FleetError:
+        """The controller's error, or a clearer one if it does not know one of the workers."""
+        _, fleet = await self._controller()
+        if fleet is None:
+            return error
+        names = sorted((slot.name for slot in fleet.slots), key=in_order)
+        there = f"there are {', '.join(names)}" if names else "there is none"
+        for worker in workers:
+            if worker not in names:
+                return UnknownWorker(f"no worker is called {worker!r}; {there}")
+        return error
+
+    def _control(self) -> FleetControl:
+        if self._fleet_control is None:
+            raise FleetError(
+                "this gateway was started without a controller: its workers are started and stopped by "
+                "whoever runs them, one by one"
+            )
+        return self._fleet_control
+
+
+def _role_from(text: str) -> WorkerRole:
+    try:
+        return WorkerRole(text)
+    except ValueError:
+        roles = " or ".join(role.value for role in WorkerRole)
+        raise InvalidRequest("role", f"got {text!r}; a worker's role is {roles}") from None
+
+
+def _drain_time_from(request: pb.DrainNodeRequest) -> float:
+    timeout_s = request.timeout_s if request.HasField("timeout_s") else DRAIN_NODE_S
+    if not 0.0 < timeout_s <= MAX_DRAIN_NODE_S:
+        raise InvalidRequest("timeout_s", f"got {timeout_s:g}; more than 0, at most {MAX_DRAIN_NODE_S:g}")
+    return timeout_s
+
+
+def _interval_from(request: pb.WatchClusterRequest) -> float:
+    interval_s = request.interval_s if request.HasField("interval_s") else WATCH_INTERVAL_S
+    if not MIN_WATCH_INTERVAL_S <= interval_s <= MAX_WATCH_INTERVAL_S:
+        allowed = f"from {MIN_WATCH_INTERVAL_S:g} to {MAX_WATCH_INTERVAL_S:g}"
+        raise InvalidRequest("interval_s", f"got {interval_s:g}; {allowed}")
+    return interval_s

@@ -1,0 +1,202 @@
+"""Protobuf <-> our own values, for requests; `fleet_messages` does so for the fleet. No other module sees both."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.request import FinishReason, TokenLogprobs
+from baton.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    GrammarKind,
+    SamplingParams,
+    StructuredOutput,
+)
+from baton.v1 import generation_service_pb2 as generation_pb
+from baton.v1 import sampling_pb2 as sampling_pb
+from gateway.preprocess import Prompt
+from gateway.requests.client_request import Delta, Finish, SeenTransfer
+from gateway.routing.placement import Mode
+from gateway.text import ChatMessage
+
+MODES = {
+    generation_pb.ROUTING_MODE_UNSPECIFIED: None,
+    generation_pb.ROUTING_MODE_DISAGGREGATED: Mode.DISAGGREGATED,
+    generation_pb.ROUTING_MODE_LOCAL: Mode.LOCAL,
+}
+FINISH_REASONS = {
+    FinishReason.STOP: generation_pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb.FINISH_REASON_LENGTH,
+}
+
+
+MAX_MESSAGES = 4096
+
+MAX_ABORTED = 4096
+"""Ids in one call of Abort."""
+
+_MOST = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+
+
+def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
+    """What is to be continued; exactly one of three."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            if not 1 <= len(message.chat.messages) <= MAX_MESSAGES:
+                raise InvalidRequest(
+                    "chat",
+                    f"a conversation has 1 to {MAX_MESSAGES} messages, got {len(message.chat.messages)}",
+                )
+            return [ChatMessage(turn.role, turn.content) for turn in message.chat.messages]
+        case _:
+            raise InvalidRequest("prompt", "set one of text, token_ids and chat")
+
+
+def mode_from(message: generation_pb.GenerateRequest) -> Mode | None:
+    if message.routing_mode not in MODES:
+        raise InvalidRequest("routing_mode", f"unknown value {message.routing_mode}")
+    return MODES[message.routing_mode]
+
+
+def sampling_params_from(message: sampling_pb.SamplingParams, room: int) -> SamplingParams:
+    """Fills in defaults, for an answer of at most `room` tokens; InvalidRequest names the field."""
+    check_counts(message)
+    max_tokens = min(message.max_tokens, room) if message.HasField("max_tokens") else room
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=exact(message.top_p) if message.HasField("top_p") else 1.0,
+        min_p=exact(message.min_p),
+        presence_penalty=exact(message.presence_penalty),
+        frequency_penalty=exact(message.frequency_penalty),
+        repetition_penalty=exact(message.repetition_penalty)
+        if message.HasField("repetition_penalty")
+        else 1.0,
+        logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
+        seed=message.seed if message.HasField("seed") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        structured_output=_structured_output_from(message),
+    )
+
+
+def check_counts(message: Any) -> None:
+    """Before anything is made of what a message repeats: millions fit into it, and all others would have to wait."""
+    for name, most in _MOST.items():
+        if (count := len(getattr(message, name))) > most:
+            raise InvalidRequest(name, f"must have at most {most} entries, got {count}")
+
+
+def ids_to_abort(request_ids: Sequence[str]) -> list[str]:
+    """InvalidRequest if they are too many."""
+    if len(request_ids) > MAX_ABORTED:
+        raise InvalidRequest("request_ids", f"one call ends at most {MAX_ABORTED}, got {len(request_ids)}")
+    return list(request_ids)
+
+
+def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOutput | None:
+    match message.WhichOneof("structured_output"):
+        case "json_schema":
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "regex":
+            return StructuredOutput(GrammarKind.REGEX, message.regex)
+        case "lark_grammar":
+            return StructuredOutput(GrammarKind.LARK, message.lark_grammar)
+        case _:
+            return None
+
+
+def delta_to_response(request_id: str, delta: Delta) -> generation_pb.GenerateResponse:
+    return generation_pb.GenerateResponse(
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
+        finish=_finish_to_message(delta.finish) if delta.finish else None,
+    )
+
+
+def _finish_to_message(finish: Finish) -> generation_pb.Finish:
+    timing, placement = finish.timing, finish.placement
+    message = generation_pb.Finish(
+        reason=FINISH_REASONS[finish.reason],
+        usage=generation_pb.Usage(
+            prompt_tokens=finish.num_prompt_tokens,
+            completion_tokens=finish.num_completion_tokens,
+            cached_tokens=finish.num_cached_tokens,
+        ),
+        timing=generation_pb.Timing(
+            ttft_s=timing.ttft_s,
+            itl_s=timing.itl_s,
+            queue_s=timing.queue_s,
+            prefill_s=timing.prefill_s,
+            transfer_s=timing.transfer_s,
+            transfer_bytes=timing.transfer_bytes,
+            handover_s=timing.handover_s,
+            decode_s=timing.decode_s,
+            total_s=timing.total_s,
+            transfer_wait_s=timing.transfer_wait_s,
+            transport=timing.transport,
+            transfers=map(_transfer_to_message, timing.transfers),
+            ttft_parts=generation_pb.TtftParts(**asdict(timing.ttft_parts)) if timing.ttft_parts else None,
+            handover_parts=generation_pb.HandoverParts(**asdict(timing.handover_parts))
+            if timing.handover_parts
+            else None,
+        ),
+        placement=generation_pb.Placement(
+            mode=placement.mode.value,
+            prefill=placement.prefill or "",
+            decode=placement.decode,
+            attempts=finish.num_attempts,
+        ),
+    )
+    if finish.matched_stop is not None:
+        message.stop = finish.matched_stop
+    elif finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    return message
+
+
+def _transfer_to_message(seen: SeenTransfer) -> generation_pb.Transfer:
+    record = seen.record
+    return generation_pb.Transfer(
+        worker=seen.worker,
+        role=record.role.value,
+        peer=record.peer,
+        attempt=record.attempt + 1,
+        transport=record.transport,
+        bytes=record.num_bytes,
+        events=[
+            generation_pb.TransferEvent(name=event.kind.value, at_s=event.at_s) for event in record.events
+        ],
+        reason=record.reason,
+        exposed_s=record.exposed_s,
+    )
+
+
+def _logprobs_to_message(logprobs: TokenLogprobs) -> sampling_pb.TokenLogprobs:
+    return sampling_pb.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top=[
+            sampling_pb.TokenLogprobs.Candidate(token_id=token_id, logprob=logprob)
+            for token_id, logprob in logprobs.top
+        ],
+    )
+
+
+def exact(value: float) -> float:
+    """The shortest decimal that a float32 stands for: 0.8 and not 0.800000011920929."""
+    return float(f"{value:.7g}") if math.isfinite(value) else value

@@ -1,0 +1,72 @@
+"""GenerationService: gRPC's calls for text and tokens; what they mean is up to intake and dispatcher."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from baton.v1 import generation_service_pb2 as pb
+from baton.v1 import generation_service_pb2_grpc as pb_grpc
+from gateway.auth.callers import current_caller
+from gateway.grpc import convert
+from gateway.grpc.guard import trace_of
+from gateway.model import ServedModel
+from gateway.preprocess import Intake
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.run import Generation
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationService(pb_grpc.GenerationServiceServicer):
+    """One instance serves all calls."""
+
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._model = model
+
+    async def Generate(  # noqa: N802 - gRPC's name; an async generator is an async iterator
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        generation = await self._generation(request, context)
+        async with aclosing(self._dispatcher.generate(generation)) as deltas:
+            async for delta in deltas:
+                yield convert.delta_to_response(generation.request_id, delta)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
+        caller = current_caller.get()
+        request_ids = convert.ids_to_abort(request.request_ids)
+        aborted = [self._dispatcher.abort(request_id, caller) for request_id in request_ids]
+        return pb.AbortResponse(num_aborted=sum(aborted))
+
+    async def GetModelInfo(  # noqa: N802
+        self,
+        request: pb.GetModelInfoRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(
+            model=self._model.name,
+            model_path=self._model.path if current_caller.get().may_administer else "",
+            max_model_len=self._model.max_model_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            has_chat_template=self._intake.has_chat_template,
+        )
+
+    async def _generation(self, request: pb.GenerateRequest, context: Context) -> Generation:
+        self._intake.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
+        return await self._intake.generation(
+            convert.prompt_from(request),
+            partial(convert.sampling_params_from, request.sampling_params),
+            request_id=request.request_id,
+            keep_special_tokens=request.keep_special_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+            mode=convert.mode_from(request),
+            timeout_s=context.time_remaining(),
+            caller=current_caller.get(),
+            trace=trace_of(context),
+        )

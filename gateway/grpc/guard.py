@@ -1,0 +1,219 @@
+"""Guard: what every gRPC call has, whichever service it is for: a name, proper statuses, reads and writes that end."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
+from gateway.auth.callers import current_caller
+from gateway.grpc.status import REQUEST_ID, Context, abort_call, code_of
+from gateway.requests.request_id import offered_id, request_id_for
+from gateway.requests.trace_context import TraceContext, trace_context_from
+from gateway.telemetry.call_error import INTERNAL_ERROR, CallError, OnCallError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 60.0
+"""For a call's message to arrive, as for a body over HTTP."""
+
+ABORT_TIMEOUT_S = 1.0
+"""A status goes out behind what the client has not read yet. gRPC keeps it for a client that reads on later."""
+
+MAX_COMPRESSED_BYTES = 256 * 1024
+"""Of one response; a larger one goes out as it is. gRPC compresses in the event loop: a MiB takes 30 ms."""
+
+ENCODING = "baton-response-encoding"
+"""The header by which a client asks for compressed answers. gRPC keeps to itself which ones a client understands, and
+breaks calls of those that understand none."""
+
+RpcMethod = Callable[[Any, Context], Any]
+Read = Callable[[bytes], Any]
+Receive = Callable[[Context], Awaitable[Any]]
+"""Gets from a call what its method takes: a message, or all of them."""
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Errors of ours become statuses; all others are logged, and the client learns only that there was one.
+
+    A message with an empty `request_id` is given one, so that the service, the log and the status name the same. The
+    trailer has what the client or a proxy offered in passing, where that is another.
+    Answers are compressed if the client asks for it. A client that takes none for `write_timeout_s`, or whose message
+    does not come, loses its call; and so does one that could ask more when the gateway is closing, but does not.
+    """
+
+    def __init__(self, write_timeout_s: float, is_closing: asyncio.Event, on_error: OnCallError) -> None:
+        self._write_timeout_s = write_timeout_s
+        self._is_closing = is_closing
+        self._on_error = on_error
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None  # there is no such call; gRPC says so
+        read = handler.request_deserializer
+        if handler.stream_stream is not None:  # gRPC's reflection, and whatever is refused
+            method, receive = handler.stream_stream, partial(self._receive_many, read)
+        else:
+            method, receive = handler.unary_stream or handler.unary_unary, partial(_receive_one, read)
+        # By itself, gRPC waits for the one message of a call without an end, and never ends calls that have none. And
+        # one answer is a stream of one: only what is written to a stream is compressed.
+        call = self._guarded(method, receive, handler_call_details.method)
+        serialise = partial(_serialised, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(call, None, serialise)
+
+    def _guarded(self, method: RpcMethod, receive: Receive, name: str) -> RpcMethod:
+        is_generator = inspect.isasyncgenfunction(method)
+
+        async def call(_messages: Any, context: Context) -> None:
+            offered = offered_id(_metadata(context, REQUEST_ID))
+            request_id = request_id_for(offered)
+            try:
+                request = await receive(context)
+                request_id = _named(request, request_id)
+                context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))
+                _set_compression(context)
+                if is_generator:
+                    async with aclosing(method(request, context)) as responses:
+                        async for response in responses:
+                            await self._write(response, context)
+                else:
+                    await self._write(await method(request, context), context)
+            except Exception as error:
+                if not _is_over(context, error):
+                    self._on_error(_seen(error, name, request_id))
+                await _end(context, error, name, request_id, offered)
+
+        return call
+
+    async def _receive_many(self, read: Read, context: Context) -> AsyncIterator[Any]:
+        return self._messages(read, context)
+
+    async def _messages(self, read: Read, context: Context) -> AsyncIterator[Any]:
+        """Until the client has no more, sends none for long, or the gateway is closing."""
+        closing = asyncio.ensure_future(self._is_closing.wait())
+        reading: asyncio.Future[Any] = closing
+        try:
+            while not closing.done():
+                reading = asyncio.ensure_future(context.read())
+                both = (reading, closing)
+                await asyncio.wait(both, timeout=REQUEST_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done() or reading.result() is grpc.aio.EOF:
+                    return
+                yield _read(read, reading.result())
+        finally:
+            closing.cancel()
+            reading.cancel()
+
+    async def _write(self, response: Any, context: Context) -> None:
+        if isinstance(response, bytes) and len(response) > MAX_COMPRESSED_BYTES:
+            context.disable_next_message_compression()
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await context.write(response)
+        except TimeoutError:
+            raise SlowReader(
+                f"the client has read nothing for {self._write_timeout_s:g} s while there was something to read"
+            ) from None
+
+
+def trace_of(context: Context) -> TraceContext | None:
+    """The client's."""
+    sent = context.invocation_metadata() or ()
+    parents, states = (
+        [value for key, value in sent if key == name and isinstance(value, str)]
+        for name in ("traceparent", "tracestate")
+    )
+    return trace_context_from(parents, states)
+
+
+def _metadata(context: Context, key: str) -> str | None:
+    value = dict(context.invocation_metadata() or ()).get(key)
+    return value if isinstance(value, str) else None
+
+
+async def _receive_one(read: Read, context: Context) -> Any:
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            body = await context.read()
+    except TimeoutError:
+        raise DeadlinePassed(f"the call's message did not arrive within {REQUEST_TIMEOUT_S:g} s") from None
+    if body is grpc.aio.EOF:
+        raise InvalidRequest("request", "the call ended without the message that it takes")
+    return _read(read, body)
+
+
+def _read(read: Read, body: bytes) -> Any:
+    try:
+        return read(body)
+    except DecodeError:
+        raise InvalidRequest("request", "its bytes are not the message that this call takes") from None
+
+
+def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
+    """A response that is large may come as bytes, as its method has them."""
+    return response if isinstance(response, bytes) else serialise(response)
+
+
+def _named(request: Any, drawn: str) -> str:
+    """The id that its caller gave the request, or else `drawn`, which a message with room for it is given."""
+    if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
+        return drawn
+    message: Any = request
+    if not message.request_id:
+        message.request_id = drawn
+    return str(message.request_id)
+
+
+def _set_compression(context: Context) -> None:
+    asked = dict(context.invocation_metadata() or ()).get(ENCODING, "identity")
+    if asked not in ("gzip", "identity"):
+        raise InvalidRequest(ENCODING, f"got {asked!r}; there are gzip and identity, which is none")
+    if asked == "gzip":
+        context.set_compression(grpc.Compression.Gzip)
+
+
+def _is_over(context: Context, error: Exception) -> bool:
+    """It has its status already, or nobody who waits for one."""
+    return isinstance(error, grpc.aio.AbortError) or context.cancelled()
+
+
+def _seen(error: Exception, name: str, request_id: str) -> CallError:
+    is_ours = code_of(error) is not grpc.StatusCode.INTERNAL
+    caller = current_caller.get(None)
+    return CallError(
+        door="grpc",
+        error=type(error).__name__ if is_ours else INTERNAL_ERROR,
+        caller=None if caller is None else caller.name,
+        call=name,
+        request_id=request_id,
+    )
+
+
+async def _end(
+    context: Context, error: Exception, name: str, request_id: str, offered: str | None
+) -> NoReturn:
+    if _is_over(context, error):
+        raise error
+    if code_of(error) is grpc.StatusCode.INTERNAL:
+        extra = {"request_id": request_id[:200]}
+        logger.error("%s failed, request %.200r", name, request_id, exc_info=error, extra=extra)
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await abort_call(context, error, request_id, offered)
+    except TimeoutError:
+        raise asyncio.CancelledError from None

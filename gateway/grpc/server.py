@@ -1,0 +1,112 @@
+"""GrpcServer: services on a port of their own, with health, reflection, and limits on what one client may hold."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.config import GatewayConfig
+from baton.errors import ConfigError
+from baton.system.hosts import in_url
+from baton.system.watched import Watched
+from gateway.auth.certificates import Certificates
+from gateway.grpc import health
+from gateway.grpc.count_calls import CountCalls, OnCallEnded
+from gateway.grpc.guard import Guard
+from gateway.grpc.tls import server_credentials
+from gateway.telemetry.call_error import OnCallError
+
+KEEPALIVE_TIMEOUT_S = 20.0
+"""A client that leaves a ping unanswered for so long is gone."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a connection to begin, TLS included. gRPC would give it two minutes, in each of which it is one of those that
+there may be, whoever opened it."""
+
+MAX_METADATA_BYTES = 32 * 1024
+"""Of all of a call's headers together."""
+
+AddTo = Callable[[grpc.aio.Server], None]
+
+
+class GrpcServer:
+    """One life: `start`, then `stop`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        services: Mapping[str, AddTo],
+        on_call_ended: OnCallEnded,
+        on_call_error: OnCallError,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        certificates: Watched[Certificates] | None = None,
+    ) -> None:
+        """`services` by full name: what adds each one to a server. With `certificates` it speaks TLS, and nothing
+        else."""
+        self._host = in_url(config.host)
+        self._port = config.grpc_port
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._is_closing = asyncio.Event()
+        guard = Guard(config.write_timeout_s, self._is_closing, on_call_error)
+        around = (CountCalls(names, on_call_ended), guard)
+        self._server = grpc.aio.server(
+            interceptors=[*around, *interceptors], options=list(options_of(config).items())
+        )
+        for add_to in services.values():
+            add_to(self._server)
+        self._health = health.Health(services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(names, self._server)
+        self._certificates = certificates
+        self.port = 0
+
+    async def start(self) -> None:
+        """Binds the port and serves; ConfigError if the port is taken."""
+        address = f"{self._host}:{self._port}"
+        try:
+            self.port = self._listen(address)
+        except RuntimeError as error:
+            raise ConfigError(f"gateway.grpc_port: cannot listen on {address}; is it in use?") from error
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
+        self._health.leave()
+        self._is_closing.set()
+        await self._server.stop(grace_s)
+
+    def _listen(self, address: str) -> int:
+        if self._certificates is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, server_credentials(self._certificates))
+
+
+def options_of(config: GatewayConfig) -> dict[str, int]:
+    """gRPC's names for what the configuration says; the rest stays as gRPC has it."""
+    max_bytes = config.max_message_mib * 2**20
+    options = {
+        "grpc.so_reuseport": 0,  # a port that is taken must be an error, not a coin toss
+        "grpc.max_receive_message_length": max_bytes,
+        "grpc.max_send_message_length": max_bytes,
+        "grpc.max_metadata_size": MAX_METADATA_BYTES,
+        "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
+        "grpc.max_allowed_incoming_connections": config.max_connections,
+        "grpc.max_concurrent_streams": config.grpc_max_streams,
+        "grpc.server_handshake_timeout_ms": _ms(HANDSHAKE_TIMEOUT_S),
+        "grpc.keepalive_time_ms": _ms(config.grpc_keepalive_s),
+        "grpc.keepalive_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
+        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # what it really waits
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,  # else a quiet client is asked twice and then never again
+        "grpc.http2.min_ping_interval_without_data_ms": _ms(config.grpc_min_client_ping_s),
+    }
+    if config.grpc_max_connection_age_s is not None:
+        options["grpc.max_connection_age_ms"] = _ms(config.grpc_max_connection_age_s)
+        options["grpc.max_connection_age_grace_ms"] = _ms(config.grpc_connection_grace_s)
+    return options
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

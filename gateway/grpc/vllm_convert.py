@@ -1,0 +1,163 @@
+"""vLLM's token-level messages <-> our own values. What cannot be honoured is refused by its field's name."""
+
+from collections.abc import Sequence
+
+from baton.errors import InvalidRequest
+from baton.request import TokenLogprobs
+from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, SamplingParams, StructuredOutput
+from gateway.grpc.convert import check_counts, exact
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.preprocess import Prompt
+from gateway.requests.choices import MAX_CHOICES
+from gateway.requests.client_request import Delta, Finish
+
+ELSEWHERE = "this gateway picks the workers and hands KV over by itself; leave it out"
+TEXT_ONLY = "models here read text only; leave it out"
+
+UNSERVED = {
+    "kv_transfer_params": ELSEWHERE,
+    "kv_transfer_params_json": ELSEWHERE,
+    "data_parallel_rank": ELSEWHERE,
+    "mm_inputs": TEXT_ONLY,
+    "extra_mm_inputs": TEXT_ONLY,
+    "media_refs": TEXT_ONLY,
+}
+"""Fields of a request, and why nothing comes of them."""
+
+MAX_CHOICE_BYTES = MAX_GRAMMAR_CHARACTERS
+ANY_JSON_OBJECT = '{"type": "object"}'
+_REGEX_SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")
+
+
+def prompt_from(request: pb.GenerateRequest) -> Prompt:
+    for field, _ in request.ListFields():
+        if field.name in UNSERVED:
+            raise InvalidRequest(field.name, UNSERVED[field.name])
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return tuple(request.tokenized.input_ids)
+        case "text":
+            return request.text
+        case _:
+            raise InvalidRequest("input", "set one of tokenized and text")
+
+
+def sampling_params_from(message: pb.SamplingParams, room: int) -> SamplingParams:
+    """Fills in vLLM's defaults, for an answer of at most `room` tokens; InvalidRequest names the field.
+
+    Either value of three fields is honoured: `spaces_between_special_tokens` and `include_stop_str_in_output` shape
+    vLLM's text and not its tokens, and grammars hold from the first token whatever `grammar_from_first_token` says.
+    """
+    _refuse_what_is_not_served(message)
+    check_counts(message)
+    max_tokens = min(message.max_tokens, room) if message.HasField("max_tokens") else room
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=exact(message.top_p) or 1.0,
+        min_p=exact(message.min_p),
+        presence_penalty=exact(message.presence_penalty),
+        frequency_penalty=exact(message.frequency_penalty),
+        repetition_penalty=exact(message.repetition_penalty) or 1.0,
+        logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
+        seed=message.seed % 2**32 if message.HasField("seed") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        structured_output=_structured_output_from(message),
+    )
+
+
+def _refuse_what_is_not_served(message: pb.SamplingParams) -> None:
+    if message.n > MAX_CHOICES:
+        raise InvalidRequest("n", f"must be at most {MAX_CHOICES}, got {message.n}")
+    if message.HasField("prompt_logprobs"):
+        raise InvalidRequest("prompt_logprobs", "log-probabilities are had of the answer only (logprobs)")
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequest("truncate_prompt_tokens", "prompts are served whole or refused; cut it before")
+
+
+def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | None:
+    match message.WhichOneof("constraint"):
+        case None:
+            return None
+        case "json_schema":
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "regex":
+            return StructuredOutput(GrammarKind.REGEX, message.regex)
+        case "grammar":
+            return StructuredOutput(GrammarKind.LARK, message.grammar)
+        case "json_object":
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, ANY_JSON_OBJECT) if message.json_object else None
+        case "choice":
+            if not message.choice.choices:
+                raise InvalidRequest("choice", "it offers nothing to choose from")
+            if message.choice.ByteSize() > MAX_CHOICE_BYTES:
+                raise InvalidRequest("choice", f"its texts have more than {MAX_CHOICE_BYTES} bytes together")
+            return StructuredOutput(GrammarKind.REGEX, "|".join(map(_literally, message.choice.choices)))
+        case other:
+            raise InvalidRequest(
+                other, "use json_schema, regex, grammar (in Lark's notation), json_object or choice"
+            )
+
+
+def _literally(text: str) -> str:
+    """A regular expression, in the syntax of Rust's regex crate, for this text and no other."""
+    return "".join(f"\\{sign}" if sign in _REGEX_SIGNS else sign for sign in text)
+
+
+def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.GenerateResponse:
+    """`completion_tokens` counts those of this chunk, as vLLM does; what was cached is known at the end."""
+    chunk = pb.GenerateStreamChunk(
+        token_ids=delta.token_ids,
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=len(delta.token_ids),
+        cached_tokens=delta.finish.num_cached_tokens if delta.finish else 0,
+        output_logprobs=logprobs_to_message(delta.logprobs),
+        index=index,
+    )
+    return pb.GenerateResponse(chunk=chunk)
+
+
+def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse:
+    """The last response behind a stream. It repeats the last chunk's tokens, as vLLM does."""
+    complete = to_end(index, len(delta.token_ids), finish)
+    complete.output_ids.extend(delta.token_ids)
+    if (logprobs := logprobs_to_message(delta.logprobs)) is not None:
+        complete.output_logprobs.CopyFrom(logprobs)
+    return pb.GenerateResponse(complete=complete)
+
+
+def to_end(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
+    """What a last response says beside its tokens."""
+    complete = pb.GenerateComplete(
+        finish_reason=finish.reason.value,
+        prompt_tokens=finish.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        cached_tokens=finish.num_cached_tokens,
+        index=index,
+    )
+    if finish.matched_stop is not None:
+        complete.matched_stop_str = finish.matched_stop
+    elif finish.stop_token_id is not None:
+        complete.matched_token_id = finish.stop_token_id
+    return complete
+
+
+def logprobs_to_message(logprobs: Sequence[TokenLogprobs]) -> pb.OutputLogProbs | None:
+    if not logprobs:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[position.logprob for position in logprobs],
+        token_ids=[position.token_id for position in logprobs],
+        top_logprobs=[
+            pb.TopLogProbs(
+                values=[logprob for _, logprob in position.top],
+                token_ids=[token_id for token_id, _ in position.top],
+            )
+            for position in logprobs
+        ],
+    )

@@ -1,0 +1,230 @@
+"""VllmEngine: the token-level service by which routers such as smg drive a whole Baton as if it were one engine."""
+
+import asyncio
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import grpc.aio
+
+from baton.clock import Clock
+from baton.errors import Unsupported
+from baton.worker import WorkerRole, WorkerStatus
+from gateway.auth.callers import current_caller
+from gateway.grpc import vllm_convert as convert
+from gateway.grpc.convert import ids_to_abort
+from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.grpc.guard import trace_of
+from gateway.grpc.vllm_whole import WholeResponse
+from gateway.model import ServedModel
+from gateway.preprocess import Intake
+from gateway.requests.choices import ChoiceDelta, batches_of
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.run import Generation
+from gateway.requests.whole_answer import check_whole_answer, in_turns
+
+CHUNK_BYTES = 64 * 1024
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Batches = AsyncIterator[Sequence[ChoiceDelta]]
+
+
+class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """One instance serves all calls. To a router the fleet looks like one engine: prefill, hand-over and decode are
+    inside."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        intake: Intake,
+        model: ServedModel,
+        not_ready: Callable[[], str | None],
+        clock: Clock,
+    ) -> None:
+        """`not_ready` says why no request could be served now; None if it could."""
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._model = model
+        self._not_ready = not_ready
+        self._clock = clock
+        self._began_at = clock.now()
+        self._packing = asyncio.Lock()
+        self._archive: _Archive | None = None
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[Any]:
+        """An answer that is not streamed comes as bytes, serialised already; else GenerateResponses."""
+        generations = await self._generations(request, context)
+        async with aclosing(batches_of(self._dispatcher, generations)) as batches:
+            answer = _streamed(generations, batches) if request.stream else _whole(generations, batches)
+            async for response in answer:
+                yield response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
+        for request_id in ids_to_abort(request.request_ids):
+            self._dispatcher.abort(request_id, current_caller.get())
+        return pb.AbortResponse()
+
+    async def HealthCheck(  # noqa: N802
+        self,
+        request: pb.HealthCheckRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.HealthCheckResponse:
+        reason = self._not_ready()
+        return pb.HealthCheckResponse(healthy=reason is None, message=reason or "ready")
+
+    async def GetModelInfo(  # noqa: N802
+        self,
+        request: pb.GetModelInfoRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.GetModelInfoResponse:
+        """Says nothing of folders: a router gets the tokenizer by GetTokenizer."""
+        model = self._model
+        return pb.GetModelInfoResponse(
+            model_path=model.name,
+            served_model_name=model.name,
+            is_generation=True,
+            max_context_length=model.max_model_len,
+            max_req_input_len=model.max_model_len - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def GetServerInfo(  # noqa: N802
+        self,
+        request: pb.GetServerInfoRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> pb.GetServerInfoResponse:
+        now = self._clock.now()
+        return pb.GetServerInfoResponse(
+            active_requests=self._dispatcher.num_in_flight + self._dispatcher.num_queued,
+            last_receive_timestamp=time.time(),
+            uptime_seconds=now - self._began_at,
+            server_type="baton",
+            data_parallel_size=1,
+            block_size=max((status.ref.block_size for status in self._statuses()), default=0),
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: ARG002, N802
+        """The fleet as one rank: requests of the gateway, KV of the decode workers."""
+        decode = [status for status in self._statuses() if status.role is WorkerRole.DECODE]
+        total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
+        free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
+        running, waiting = self._dispatcher.num_in_flight, self._dispatcher.num_queued
+        load = pb.SchedulerLoad(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            num_total_reqs=running + waiting,
+            num_used_tokens=total - free,
+            max_total_num_tokens=total,
+            token_usage=(total - free) / total if total else 0.0,
+        )
+        now = datetime.now(UTC).isoformat()
+        return pb.GetLoadsResponse(timestamp=now, version=version("baton"), dp_rank_count=1, loads=[load])
+
+    async def GetTokenizer(  # noqa: N802
+        self,
+        request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """The tokenizer's files as a ZIP archive, its SHA-256 in the last chunk."""
+        archive = await self._packed_tokenizer()
+        for begin in range(0, len(archive.data), CHUNK_BYTES):
+            is_last = begin + CHUNK_BYTES >= len(archive.data)
+            yield common_pb2.GetTokenizerChunk(
+                data=archive.data[begin : begin + CHUNK_BYTES], sha256=archive.sha256 if is_last else ""
+            )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        raise Unsupported("Embed: models here generate; none of them embeds")
+
+    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        raise Unsupported("FlushCache: workers keep their prefix caches; give requests a cache_salt instead")
+
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        raise Unsupported("StartProfile: start the fleet with --trace-dir to see every step of its workers")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+        raise Unsupported("StopProfile: nothing was started; see StartProfile")
+
+    def SubscribeKvEvents(  # noqa: N802
+        self,
+        request: common_pb2.SubscribeKvEventsRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> NoReturn:
+        raise Unsupported("SubscribeKvEvents: this gateway routes by its workers' prefix caches itself")
+
+    async def _packed_tokenizer(self) -> "_Archive":
+        """Made once, and beside the event loop: it takes most of a second where the vocabulary is large."""
+        async with self._packing:
+            if self._archive is None:
+                self._archive = await asyncio.to_thread(_pack, await self._intake.tokenizer_files())
+            return self._archive
+
+    def _statuses(self) -> list[WorkerStatus]:
+        clients = self._dispatcher.fleet.clients
+        return [client.status for client in clients if client.status is not None and not client.is_silent]
+
+    async def _generations(self, request: pb.GenerateRequest, context: Context) -> list[Generation]:
+        self._intake.room_behind(len(request.tokenized.input_ids))  # before millions of them become a tuple
+        params = request.sampling_params
+        keep_special_tokens = not params.skip_special_tokens
+        generation = await self._intake.generation(
+            convert.prompt_from(request),
+            partial(convert.sampling_params_from, params),
+            request_id=request.request_id,
+            keep_special_tokens=keep_special_tokens,
+            timeout_s=context.time_remaining(),
+            caller=current_caller.get(),
+            trace=trace_of(context),
+            door="vllm",
+        )
+        generations = self._intake.samples(generation, max(1, params.n), keep_special_tokens)
+        if not request.stream:
+            check_whole_answer(generations)
+        return generations
+
+
+async def _streamed(
+    generations: Sequence[Generation], batches: Batches
+) -> AsyncIterator[pb.GenerateResponse]:
+    num_prompt_tokens = len(generations[0].prompt_token_ids)
+    async for index, delta in (each async for batch in batches for each in batch):
+        yield convert.delta_to_chunk(index, delta, num_prompt_tokens)
+        if delta.finish is not None:
+            yield convert.to_complete(index, delta, delta.finish)
+
+
+async def _whole(generations: Sequence[Generation], batches: Batches) -> AsyncIterator[bytes]:
+    answers = [WholeResponse(index) for index in range(len(generations))]
+    async for index, delta in in_turns(batches):
+        answers[index].take(delta)
+        if delta.finish is not None:
+            yield answers[index].serialised(delta.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """A ZIP file."""
+
+    data: bytes
+    sha256: str
+
+
+def _pack(contents: Mapping[str, bytes]) -> _Archive:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for name, content in contents.items():
+            files.writestr(name, content)
+    data = archive.getvalue()
+    return _Archive(data, hashlib.sha256(data).hexdigest())

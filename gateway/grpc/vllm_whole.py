@@ -1,0 +1,69 @@
+"""WholeResponse: one answer in one response of vLLM's service, serialised as its tokens come.
+
+A message of a hundred thousand tokens takes the event loop a tenth of a second to serialise, and longer to make.
+"""
+
+from baton.request import TokenLogprobs
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.grpc.vllm_convert import logprobs_to_message, to_end
+from gateway.requests.client_request import Delta, Finish
+
+TOKENS_PER_PIECE = 16
+"""Serialised together; some hundred answers may wait for theirs."""
+
+_COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
+_LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number
+
+
+class WholeResponse:
+    """`take` every delta, then have it `serialised`: as one message would be, but that lists of numbers come in several
+    pieces, which every reader of protobuf joins (its encoding guide: "Condensed Encoding of Repeated Fields")."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._num_tokens = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._written_ids = bytearray()
+        """Of a GenerateComplete."""
+        self._written_logprobs = bytearray()
+        """Of an OutputLogProbs."""
+
+    def take(self, delta: Delta) -> None:
+        self._num_tokens += len(delta.token_ids)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        if len(self._token_ids) >= TOKENS_PER_PIECE:
+            self._write()
+
+    def serialised(self, finish: Finish) -> bytes:
+        """As a GenerateResponse."""
+        self._write()
+        parts: list[bytes | bytearray] = [
+            self._written_ids,
+            to_end(self._index, self._num_tokens, finish).SerializeToString(),
+        ]
+        if self._written_logprobs:
+            parts += [_header(_LOGPROBS, len(self._written_logprobs)), self._written_logprobs]
+        return b"".join((_header(_COMPLETE, sum(map(len, parts))), *parts))
+
+    def _write(self) -> None:
+        self._written_ids += pb.GenerateComplete(output_ids=self._token_ids).SerializeToString()
+        if (logprobs := logprobs_to_message(self._logprobs)) is not None:
+            self._written_logprobs += logprobs.SerializeToString()
+        self._token_ids.clear()
+        self._logprobs.clear()
+
+
+def _header(field: int, length: int) -> bytes:
+    """Before a message that is part of another one."""
+    return _varint(field << 3 | 2) + _varint(length)
+
+
+def _varint(value: int) -> bytes:
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)

@@ -1,0 +1,191 @@
+"""Acceptor: takes HTTP connections from a listening socket, as many as there may be; knows no request and no answer.
+
+A connection counts from the moment it is accepted, so a TLS handshake that is not completed counts, too. Where all
+places are taken, a new connection replaces the oldest one whose handshake is under way: silent strangers displace each
+other, and never a connection that is established.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from baton.clock import Clock
+from gateway.http.protocol import TOO_MANY, BoundedH11
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a TLS handshake, from accept on."""
+
+MAX_REFUSALS = 16
+"""Connections beyond `max_connections` at once, which are open only to be told so; further ones are closed at once."""
+REFUSAL_TIMEOUT_S = 2.0
+"""For a client to take its refusal, once it is connected."""
+
+ACCEPTS_PER_TURN = 16
+"""Of the event loop. Handshakes proceed between two turns, so a burst does not displace its own beginning."""
+
+PAUSE_S = 1.0
+"""After an accept that failed for lack of files or memory; the listening socket would stay readable, and the event loop
+would spin."""
+LOG_INTERVAL_S = 60.0
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+logger = logging.getLogger(__name__)
+
+
+class Acceptor:
+    """One life: `start`, `close`, then `join`. Each connection has a task that ends with it."""
+
+    def __init__(
+        self,
+        make_protocol: Callable[[bool], BoundedH11],
+        tls: Callable[[], ssl.SSLContext] | None,
+        max_connections: int,
+        on_refused: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        """`make_protocol` is told whether the connection is to be refused. `tls` gives the context for a connection
+        that begins now. `on_refused` hears TOO_MANY for each connection that is turned away or displaced."""
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._max_connections = max_connections
+        self._on_refused = on_refused
+        self._clock = clock
+        self._listener: socket.socket | None = None
+        self._resume: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._counted: set[asyncio.Task[None]] = set()
+        """Those that have a place."""
+        self._starting: dict[asyncio.Task[None], BoundedH11] = {}
+        """Of these, those whose handshake is under way, or was over a moment ago; the oldest comes first."""
+        self._num_refusals = 0
+        self._num_failures = 0
+        """Failed accepts since the last line in the log."""
+        self._logged_at: float | None = None
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listener is not None
+
+    @property
+    def num_connections(self) -> int:
+        """Those that have a place, handshakes included."""
+        return len(self._counted)
+
+    def start(self, listener: socket.socket) -> None:
+        """Accepts from now on; the socket stays the caller's."""
+        listener.setblocking(False)
+        self._listener = listener
+        self._listen()
+
+    def close(self) -> None:
+        """Accepts no more, and ends handshakes. May be called again, and before `start`."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener = None
+        if self._resume is not None:
+            self._resume.cancel()
+        for task in self._starting:
+            task.cancel()
+
+    async def join(self, timeout_s: float) -> None:
+        """Returns when every connection is over, which is not its doing, or the time is."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    def _listen(self) -> None:
+        self._resume = None
+        assert self._listener is not None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept_some, self._listener)
+
+    def _accept_some(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _address = listener.accept()
+            except OSError as error:  # mostly: there is none left
+                if error.errno in _EXHAUSTED:
+                    self._pause(listener, error)
+                return
+            connection.setblocking(False)
+            self._take(connection)
+
+    def _pause(self, listener: socket.socket, error: OSError) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        self._resume = loop.call_later(PAUSE_S, self._listen)
+        self._num_failures += 1
+        now = self._clock.now()
+        if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL_S:
+            logger.error(
+                "cannot accept HTTP connections: %s; trying again every %g s (%d failed attempt(s) since the last such "
+                "line); raise `ulimit -Hn`, or lower gateway.max_connections (%d)",
+                error.strerror,
+                PAUSE_S,
+                self._num_failures,
+                self._max_connections,
+            )
+            self._logged_at, self._num_failures = now, 0
+
+    def _take(self, connection: socket.socket) -> None:
+        is_refused = False
+        if len(self._counted) >= self._max_connections:
+            self._on_refused(TOO_MANY)
+            is_refused = not self._displace_oldest()
+            if is_refused and self._num_refusals >= MAX_REFUSALS:
+                connection.close()
+                return
+        protocol = self._make_protocol(is_refused)
+        serving = self._serve(connection, protocol, REFUSAL_TIMEOUT_S if is_refused else None)
+        task = asyncio.get_running_loop().create_task(serving)
+        self._tasks.add(task)
+        self._num_refusals += is_refused
+        if not is_refused:
+            self._counted.add(task)
+            self._starting[task] = protocol
+        task.add_done_callback(lambda task: self._forget(task, connection, is_refused=is_refused))
+
+    def _displace_oldest(self) -> bool:
+        """False if there is no handshake to give up."""
+        handshakes = (task for task, protocol in self._starting.items() if not protocol.is_established)
+        oldest = None if self._tls is None else next(handshakes, None)
+        if oldest is None:
+            return False
+        del self._starting[oldest]
+        self._counted.discard(oldest)
+        oldest.cancel()
+        return True
+
+    async def _serve(self, connection: socket.socket, protocol: BoundedH11, timeout_s: float | None) -> None:
+        """Returns when the connection is closed, `timeout_s` after its handshake at the latest."""
+        context = None if self._tls is None else self._tls()
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
+            )
+        except OSError:  # no TLS, no certificate that is trusted, too slow, gone
+            return
+        if not protocol.is_established:  # lost before
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._starting.pop(task, None)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await protocol.is_over.wait()
+        except TimeoutError:
+            protocol.transport.abort()
+
+    def _forget(self, task: "asyncio.Task[None]", connection: socket.socket, *, is_refused: bool) -> None:
+        self._tasks.discard(task)
+        self._counted.discard(task)
+        self._starting.pop(task, None)
+        self._num_refusals -= is_refused
+        connection.close()  # as it is already, unless the task was cancelled before it had begun
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("serving an HTTP connection failed", exc_info=error)

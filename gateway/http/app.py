@@ -1,0 +1,55 @@
+"""The HTTP API as one application, from the routes of each part."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from gateway.auth.authenticator import Doorkeeper
+from gateway.http.authentication import Lock
+from gateway.http.errors import add_handlers
+from gateway.http.host_check import OwnNames
+from gateway.http.openai.description import ERRORS
+from gateway.http.request_ids import RequestIds
+from gateway.http.request_limits import RequestLimits
+from gateway.http.strict_json import JsonRoute
+
+
+def make_app(
+    routes: Sequence[APIRouter],
+    doorkeeper: Doorkeeper,
+    max_body_bytes: int,
+    also_open: frozenset[str] = frozenset(),
+    own_names: Sequence[str] | None = None,
+) -> FastAPI:
+    """Describes itself at /openapi.json; every error has OpenAI's shape. Nothing comes past the doorkeeper but what is
+    open: what `Lock` says, and `also_open`. `own_names`: see `OwnNames`; None: clients may call it whatever they do."""
+    app = FastAPI(
+        title="Baton", version=version("baton"), openapi_url=None, responses=ERRORS, redirect_slashes=False
+    )
+    for router in routes:
+        app.include_router(router)
+
+    @cache
+    def description_of() -> bytes:
+        return json.dumps(app.openapi(), separators=(",", ":")).encode()
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def description() -> Response:
+        """Made when it is first asked for, which takes a quarter of a second that nobody else should wait for."""
+        return Response(await asyncio.to_thread(description_of), media_type="application/json")
+
+    for route in (route for router in routes for route in router.routes):
+        assert not isinstance(route, APIRoute) or route.body_field is None or isinstance(route, JsonRoute)
+    add_handlers(app)
+    app.add_middleware(RequestLimits, max_body_bytes)
+    app.add_middleware(Lock, doorkeeper, also_open)
+    if own_names is not None:
+        app.add_middleware(OwnNames, own_names)
+    app.add_middleware(RequestIds)  # the last one added is the first one asked
+    return app

@@ -1,0 +1,62 @@
+"""Lock: who may call which part of the HTTP API; asked before anything of a request's body is read."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import RequestError
+from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.callers import NOBODY, Right
+from gateway.http.errors import answer_of
+
+OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
+"""What everybody may ask for who can connect: probes, what is public anyway, and the page, which holds no data."""
+
+OPEN_BELOW = ("/docs", "/page")
+"""So with these and all below: files of the API's description and of the page."""
+
+RIGHTS: dict[str, Right | None] = {
+    "/metrics": Right.OBSERVE,
+    "/cluster/try": Right.GENERATE,
+    "/cluster": Right.OBSERVE,
+    "/v1/models": None,
+}
+"""What these and all below need, the first that fits; None: any key will do. What is neither here nor open needs the
+right to generate."""
+
+
+def right_for(path: str) -> Right | None:
+    """What a path that is not open needs."""
+    return next((right for prefix, right in RIGHTS.items() if _is_below(path, prefix)), Right.GENERATE)
+
+
+class Lock:
+    """ASGI middleware: sets `request.state.caller`, always, or answers for itself."""
+
+    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, also_open: frozenset[str] = frozenset()) -> None:
+        """`also_open`: paths that this gateway lets everybody see."""
+        self._app = app
+        self._doorkeeper = doorkeeper
+        self._open = OPEN | also_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except RequestError as error:
+            await answer_of(scope, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        path, state = scope["path"], scope.setdefault("state", {})
+        if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
+            state["caller"] = NOBODY
+            return
+        shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+        state["caller"] = caller = self._doorkeeper.caller_of(shown)
+        self._doorkeeper.admit(caller, right_for(path))
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")

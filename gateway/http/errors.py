@@ -1,0 +1,188 @@
+"""Our errors as HTTP answers in OpenAI's shape, in one place."""
+
+import logging
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from baton.errors import (
+    BatonError,
+    ClusterError,
+    DeadlinePassed,
+    DeadlineTooClose,
+    FleetError,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    PromptTooLong,
+    RateLimited,
+    RequestAborted,
+    SlowReader,
+    Unauthenticated,
+    UnknownModel,
+    UnknownWorker,
+    Unsupported,
+    WorkerUnavailable,
+)
+from gateway.http.request_ids import HEADER, shown_id
+from gateway.http.validation import first_problem
+from gateway.telemetry.call_error import INTERNAL_ERROR
+
+logger = logging.getLogger(__name__)
+
+STATUSES: dict[type[BatonError], HTTPStatus] = {
+    InvalidRequest: HTTPStatus.BAD_REQUEST,
+    UnknownModel: HTTPStatus.NOT_FOUND,
+    Unauthenticated: HTTPStatus.UNAUTHORIZED,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
+    RateLimited: HTTPStatus.TOO_MANY_REQUESTS,
+    WorkerUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
+    DeadlinePassed: HTTPStatus.GATEWAY_TIMEOUT,
+    DeadlineTooClose: HTTPStatus.GATEWAY_TIMEOUT,
+    RequestAborted: HTTPStatus.GONE,
+    FleetError: HTTPStatus.CONFLICT,
+    UnknownWorker: HTTPStatus.NOT_FOUND,
+    ClusterError: HTTPStatus.SERVICE_UNAVAILABLE,
+    Unsupported: HTTPStatus.NOT_IMPLEMENTED,
+}
+
+TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+"""What OpenAI calls an error's `type`, where it is neither the client's mistake in the request nor the server's."""
+
+CODES: dict[type[BatonError], str] = {
+    UnknownModel: "model_not_found",
+    PromptTooLong: "context_length_exceeded",
+    Unauthenticated: "invalid_api_key",
+    RateLimited: "rate_limit_exceeded",
+    DeadlineTooClose: "deadline_too_close",
+    RequestAborted: "request_aborted",
+    SlowReader: "slow_reader",
+}
+"""What OpenAI calls an error's `code`, where programs look for that, or what tells apart errors of one status; other
+codes repeat the status by name."""
+
+HTTP_ERRORS = {
+    404: "NotFound",
+    405: "MethodNotAllowed",
+    408: "SlowBody",
+    413: "TooLarge",
+    415: "UnsupportedMediaType",
+    431: "TooLarge",
+}
+"""What is wrong with a call that never got as far as our own errors."""
+
+MAX_PATH_CHARACTERS = 200
+"""Of a path that is repeated in a message."""
+
+INTERNAL = "something went wrong here; the log has it"
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The shape that OpenAI's clients expect: unless given, `code` repeats the status, by name."""
+    kind = TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
+    by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
+
+
+def status_of(error: BatonError) -> HTTPStatus:
+    """That of the nearest class in the tree that has one."""
+    known = (STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+    return next(known, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def body_of(error: BatonError) -> dict[str, Any]:
+    """Also for an error in mid-stream, whose status went out long ago. One that no client can cause says no more than
+    that it happened."""
+    status = status_of(error)
+    param = error.field if isinstance(error, InvalidRequest) else None
+    message = INTERNAL if status is HTTPStatus.INTERNAL_SERVER_ERROR else str(error)
+    return error_body(status, message, param, CODES.get(type(error)))
+
+
+def headers_of(error: BatonError) -> Mapping[str, str]:
+    """What to come back with, or when: in whole seconds as HTTP has it, and in milliseconds as OpenAI's client reads
+    it first. By itself that would come back after a deadline of its own, too."""
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
+    if isinstance(error, RequestAborted | DeadlineTooClose):
+        return {"x-should-retry": "false"}
+    if not isinstance(error, Overloaded):
+        return {}
+    return {
+        "retry-after": str(math.ceil(error.retry_after_s)),
+        "retry-after-ms": str(math.ceil(error.retry_after_s * 1000)),
+    }
+
+
+def add_handlers(app: Starlette) -> None:
+    """Whatever goes wrong in `app` is answered in one shape."""
+    app.add_exception_handler(BatonError, _baton_error)
+    app.add_exception_handler(RequestValidationError, _bad_field)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+
+
+def note_error(scope: Scope, error: str) -> None:
+    """What was wrong with a call, for those who count and log errors; whoever answers one says so."""
+    scope.setdefault("state", {})["error"] = error
+
+
+def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
+    """What a client gets whose call ended so."""
+    note_error(scope, type(error).__name__)
+    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+
+
+async def _baton_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BatonError)
+    if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+        return await _bug(request, error)
+    return answer_of(request.scope, error)
+
+
+async def _bad_field(request: Request, error: Exception) -> JSONResponse:
+    """The first thing that is wrong with a body, by the name of its field."""
+    assert isinstance(error, RequestValidationError)
+    note_error(request.scope, InvalidRequest.__name__)
+    field, problem = first_problem(error.errors(), error.body)
+    return JSONResponse(error_body(HTTPStatus.BAD_REQUEST, f"{field}: {problem}", field), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    note_error(request.scope, HTTP_ERRORS.get(error.status_code, InvalidRequest.__name__))
+    path = request.scope["path"]  # `request.url` takes what follows // for a host
+    message = f"{request.method[:20]} {path[:MAX_PATH_CHARACTERS]}: {error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> JSONResponse:
+    """Answered outside of every middleware, so that it has to name its request itself."""
+    request_id = request.state.request_id
+    note_error(request.scope, INTERNAL_ERROR)
+    logger.error(
+        "%s %s failed, request %s",
+        request.method,
+        request.url.path,
+        request_id,
+        exc_info=error,
+        extra={"request_id": request_id},
+    )
+    headers = {HEADER: shown_id(request.scope["state"])}
+    return JSONResponse(error_body(HTTPStatus.INTERNAL_SERVER_ERROR, INTERNAL), 500, headers)

@@ -1,0 +1,67 @@
+"""EventStream: server-sent events as an HTTP answer; knows nothing of what the events say."""
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.connection import while_connected
+
+Write = Callable[[bytes], Awaitable[None]]
+"""Sends one event, or several at once; waits while the client reads too slowly."""
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+]
+
+
+def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
+    """One event; `data` is JSON already, or becomes it."""
+    body = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), body)
+
+
+class EventStream(Response):
+    """What `tell` writes. The status goes out with the first of it, so that an error in its place has a status of its
+    own; what is raised later breaks the stream off.
+
+    `tell` is cancelled when the client leaves. One that stops reading leaves, too, by the connection's own deadline
+    (`BoundedH11`).
+    """
+
+    def __init__(self, tell: Callable[[Write], Awaitable[None]]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - an ASGI signature
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        is_open = False
+
+        async def write(body: bytes) -> None:
+            nonlocal is_open
+            if not is_open:
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                is_open = True
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await self._tell(write)
+        if not is_open:
+            await write(b"")
+        await send({"type": "http.response.body", "body": b""})
+
+
+def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
+    """Each as it comes; the generator is closed when the stream is over, in whatever way."""
+
+    async def tell(write: Write) -> None:
+        async with aclosing(events):
+            async for each in events:
+                await write(each)
+
+    return EventStream(tell)

@@ -1,0 +1,60 @@
+"""What all answers to one request of a client came to: their texts, and what they took."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import StringIO
+
+from baton.request import FinishReason as Reason
+from gateway.http.openai.answers import FinishReason, PromptTokensDetails, Usage
+from gateway.http.openai.logprobs import LogprobColumns
+from gateway.http.whole_json import string_pieces
+from gateway.requests.client_request import Delta, Finish
+
+
+@dataclass(slots=True)
+class UsageCount:
+    """Adds up what all answers took. A prompt counts once, with what its first answer found in a prefix cache."""
+
+    num_prompt_tokens: int
+    num_samples: int
+    """Answers to each prompt."""
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def take(self, index: int, delta: Delta) -> None:
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.finish is not None and index % self.num_samples == 0:
+            self.num_cached_tokens += delta.finish.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
+        )
+
+
+@dataclass(slots=True)
+class Collected:
+    """One whole answer, from its deltas; as compact as it can be had."""
+
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    finish: Finish | None = None
+    _text: StringIO = field(default_factory=StringIO)
+
+    def take(self, delta: Delta) -> None:
+        self._text.write(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish = delta.finish
+
+    def text(self) -> Iterator[str]:
+        """As JSON without its quotes, in pieces."""
+        return string_pieces(self._text.getvalue())
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.finish is not None
+        return "stop" if self.finish.reason is Reason.STOP else "length"

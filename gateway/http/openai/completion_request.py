@@ -1,0 +1,92 @@
+"""CompletionRequest: the body of POST /v1/completions."""
+
+from typing import Annotated, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_LOGPROBS, SamplingParams
+from gateway.http.openai.fields import GenerationFields, NotSupported, TokenId
+from gateway.requests.choices import MAX_CHOICES
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+ManyTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+
+
+def _kind(prompt: object) -> str:
+    """By what it begins with, so that an error is about what the client meant."""
+    if not isinstance(prompt, list):
+        return "text"
+    match prompt[:1]:
+        case [int()]:
+            return "token_ids"
+        case [list()]:
+            return "many_token_ids"
+        case _:
+            return "texts"
+
+
+AnyPrompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[TokenIds, Tag("token_ids")]
+    | Annotated[ManyTokenIds, Tag("many_token_ids")],
+    Discriminator(_kind),
+]
+
+
+class CompletionRequest(GenerationFields):
+    """What is OpenAI's is as OpenAI documents it, unless it says otherwise here."""
+
+    prompt: AnyPrompt = Field(
+        description="A text, token ids, or several of either. Each gets n answers, in the prompts' order."
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=f"{DEFAULT_MAX_TOKENS} unless given, and at most what the prompt leaves room for.",
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(
+        None, description="The prompt's text goes before the answer's. Not with logprobs."
+    )
+    best_of: int | None = Field(None, ge=1, description="Only as many as n: all answers are returned.")
+    suffix: NotSupported = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.best_of is not None and self.best_of != self.num_samples:
+            raise InvalidRequest(
+                "best_of",
+                f"must be n ({self.num_samples}), got {self.best_of}: answers are not chosen among here, ask for "
+                "more with n",
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("logprobs", "a prompt's tokens have none here; leave out echo or logprobs")
+        if len(self.prompts) * self.num_samples > MAX_CHOICES:
+            raise InvalidRequest(
+                "n",
+                f"{len(self.prompts)} prompts with {self.num_samples} answers each are more than {MAX_CHOICES}; "
+                "send several requests",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """Each by itself; token ids that stand alone are one prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if token_ids := tuple(part for part in prompt if isinstance(part, int)):
+            return [token_ids]
+        return [
+            part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)
+        ]
+
+    def sampling(self, room: int) -> SamplingParams:
+        """For a prompt that leaves room for so many tokens."""
+        return self.sampling_params(min(self.max_tokens or DEFAULT_MAX_TOKENS, room), self.logprobs)

@@ -1,0 +1,47 @@
+"""What /openapi.json says of the routes beyond their bodies: streams, headers and errors."""
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from gateway.http.openai.answers import ErrorAnswer
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or comes at the wrong moment"},
+    "5XX": {"model": ErrorAnswer, "description": "No worker could serve it, or not in time"},
+}
+
+
+def answers_of(chunk: type) -> dict[int | str, dict[str, Any]]:
+    """Responses of a route whose answer may be a stream of `chunk`."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": _whole_schema(chunk),
+        "description": "Then `[DONE]`; or an object with `error`, and nothing after it.",
+    }
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    stream = {"itemSchema": event}
+    return {
+        200: {"description": "A stream if `stream` is true", "content": {"text/event-stream": stream}},
+        **ERRORS,
+    }
+
+
+def _whole_schema(chunk: type) -> Any:
+    """One that refers to nothing outside of itself."""
+    schema = TypeAdapter(chunk).json_schema(mode="serialization")
+    parts = schema.pop("$defs", {})
+
+    def inlined(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inlined(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inlined(parts[value["$ref"].removeprefix("#/$defs/")])
+        return {key: inlined(item) for key, item in value.items()}
+
+    return inlined(schema)

@@ -1,0 +1,98 @@
+"""A stream's answer as server-sent events: everything that does not change is written once, since there is an event for
+every token.
+
+JSON is ASCII here, as some clients split lines at U+2028 and its like.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from baton.request import FinishReason
+from gateway.http.openai.answers import Usage
+from gateway.http.whole_json import in_ascii
+from gateway.requests.client_request import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+LogprobsOf = Callable[[int, Delta], Iterator[str]]
+"""Of a choice's delta, as JSON in the shape of its API."""
+
+FINISH_REASONS = {
+    None: "null",
+    FinishReason.STOP: '"stop"',
+    FinishReason.LENGTH: '"length"',
+}
+
+_text = json.JSONEncoder().encode
+_USAGE = TypeAdapter(Usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all of an answer's chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(slots=True)
+class EventWriter:
+    """Writes one answer's events. `before_text` and `after_text` stand around a piece of text in a choice."""
+
+    head: Head
+    object: str
+    before_text: str
+    after_text: str
+    logprobs_of: LogprobsOf | None = None
+    says_usage: bool = False
+    """Every chunk has the key `usage`, as OpenAI does once a client wants to know."""
+    _start: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        head = {
+            "id": self.head.id,
+            "object": self.object,
+            "created": self.head.created,
+            "model": self.head.model,
+        }
+        self._start = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":['
+
+    def piece(self, index: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        """What is new of one choice."""
+        logprobs = "null"
+        if self.logprobs_of is not None:
+            logprobs = in_ascii("".join(self.logprobs_of(index, delta)))
+        reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
+        return self._event(
+            index, f"{self.before_text}{_text(delta.text)}{self.after_text}", logprobs, reason, usage
+        )
+
+    def opening(self, index: int, content: str) -> bytes:
+        """Before a choice's first piece; `content` is JSON, as between index and log-probabilities."""
+        return self._event(index, content, "null", "null", None)
+
+    def total(self, usage: Usage) -> bytes:
+        """The event that has no choice."""
+        return f'{self._start}],"usage":{usage_json(usage)}}}\n\n'.encode("ascii")
+
+    def _event(self, index: int, content: str, logprobs: str, reason: str, usage: Usage | None) -> bytes:
+        end = ""
+        if self.says_usage:
+            end = ',"usage":' + ("null" if usage is None else usage_json(usage))
+        return (
+            f'{self._start}{{"index":{index},{content},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}}}\n\n'
+        ).encode("ascii")
+
+
+def usage_json(usage: Usage) -> str:
+    return _USAGE.dump_json(usage).decode()
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """The last event of a stream that fails, which no [DONE] follows. Nameless: some clients read `data` alone."""
+    return f"data: {json.dumps(body)}\n\n".encode("ascii")

@@ -1,0 +1,136 @@
+"""Generated: the response to a request for completions, whole or as server-sent events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, DeadlinePassed, InvalidRequest
+from gateway.http.connection import while_connected
+from gateway.http.errors import INTERNAL, body_of, error_body
+from gateway.http.event_stream import EventStream, Write
+from gateway.http.openai.answers import Usage
+from gateway.http.openai.choices import Collected, UsageCount
+from gateway.http.openai.events import DONE, EventWriter, error_event
+from gateway.http.openai.fields import StreamOptions
+from gateway.http.whole_json import send_json
+from gateway.requests.choices import ChoiceDelta, batches_of
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.run import Generation
+from gateway.requests.whole_answer import in_turns
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Protocol):
+    """One of the API's two shapes."""
+
+    def events(self, says_usage: bool) -> EventWriter:
+        """For a stream."""
+
+    def opening(self, events: EventWriter) -> bytes:
+        """What a stream says before its first token; goes out with it."""
+
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """All at once, as JSON in pieces, each of which is little work."""
+
+
+class Generated(Response):
+    """Generates while it is sent. A client that leaves ends its requests on all workers.
+
+    Errors before the first token are raised, and so get their status; later ones are a stream's last event.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        generations: Sequence[Generation],
+        num_samples: int,
+        answer: Answer,
+        stream_options: StreamOptions | None,
+        names: Mapping[str, str],
+    ) -> None:
+        """`generations`: `num_samples` of each prompt. `stream_options`: None for a whole answer.
+        `names`: what the client calls fields that we call otherwise."""
+        super().__init__()
+        self._dispatcher = dispatcher
+        self._generations = generations
+        self._answer = answer
+        self._stream_options = stream_options
+        self._names = names
+        prompts = generations[::num_samples]
+        self._usage = UsageCount(sum(len(prompt.prompt_token_ids) for prompt in prompts), num_samples)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream_options is None:
+            await while_connected(receive, self._send_whole(send))
+        else:
+            await EventStream(partial(self._stream, self._stream_options))(scope, receive, send)
+
+    async def _send_whole(self, send: Send) -> None:
+        answers = [Collected() for _ in self._generations]
+        async with self._deadline(), aclosing(self._batches()) as batches:
+            async for index, delta in in_turns(batches):
+                self._usage.take(index, delta)
+                answers[index].take(delta)
+        await send_json(self._answer.whole(answers, self._usage.usage), send)
+
+    async def _stream(self, options: StreamOptions, write: Write) -> None:
+        """One event for each delta; those of all choices that are there at once go out at once."""
+        events = self._answer.events(options.include_usage)
+        says_usage_so_far = options.continuous_usage_stats and options.include_usage
+        opening = self._answer.opening(events)
+        is_open = False
+        try:
+            async with self._deadline(), aclosing(self._batches()) as batches:
+                async for batch in batches:
+                    pieces = [] if is_open else [opening]
+                    for index, delta in batch:
+                        self._usage.take(index, delta)
+                        usage = self._usage.usage if says_usage_so_far else None
+                        pieces.append(events.piece(index, delta, usage))
+                    is_open = True
+                    await write(b"".join(pieces))
+            last = events.total(self._usage.usage) + DONE if options.include_usage else DONE
+        except Exception as error:
+            if not is_open:
+                raise
+            last = _last_words(error)
+        await write(last)
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """The client's own. Workers know it, too; this is for a client whose worker says nothing any more."""
+        try:
+            async with asyncio.timeout(self._generations[0].timeout_s):
+                yield
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed") from None
+
+    async def _batches(self) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+        """Tells of errors in the client's words."""
+        try:
+            async with aclosing(batches_of(self._dispatcher, self._generations)) as batches:
+                async for batch in batches:
+                    yield batch
+        except InvalidRequest as error:
+            raise in_terms_of(self._names, error) from error
+
+
+def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
+    """The same error by the client's name for the field."""
+    field = names.get(error.field)
+    return error if field is None else type(error)(field, error.problem)
+
+
+def _last_words(error: Exception) -> bytes:
+    if isinstance(error, BatonError):
+        return error_event(body_of(error))
+    logger.error("a stream failed", exc_info=error)
+    body: dict[str, Any] = error_body(500, INTERNAL)
+    return error_event(body)

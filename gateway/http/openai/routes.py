@@ -1,0 +1,219 @@
+"""The routes of OpenAI's API: from a body to requests that can be served, and what answers them."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+from fastapi import APIRouter, Header
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequest, UnknownModel
+from gateway.auth.callers import Caller
+from gateway.http.openai.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+)
+from gateway.http.openai.chat import ChatAnswer
+from gateway.http.openai.chat_request import ChatCompletionRequest
+from gateway.http.openai.completion_request import CompletionRequest
+from gateway.http.openai.completions import CompletionAnswer
+from gateway.http.openai.description import ERRORS, TIMEOUT_HEADER, answers_of
+from gateway.http.openai.events import Head
+from gateway.http.openai.fields import GenerationFields, StreamOptions
+from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
+from gateway.http.openai.respond import Answer, Generated, in_terms_of
+from gateway.http.strict_json import JsonRoute
+from gateway.http.trace_headers import trace_of
+from gateway.model import ServedModel
+from gateway.preprocess import Intake, Prompt, SamplingInRoom
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.run import Generation
+from gateway.requests.trace_context import TraceContext
+from gateway.requests.whole_answer import check_whole_answer
+
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+
+TimeoutMs = Annotated[
+    int | None,
+    Header(
+        alias=TIMEOUT_HEADER,
+        ge=1,
+        le=MAX_TIMEOUT_MS,
+        description="When the client has given up: what is not answered by then ends on all workers.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a request says of itself outside of its body."""
+
+    request_id: str
+    door: str
+    caller: Caller
+    trace: TraceContext | None
+    deadline: float | None
+    """By the event loop's clock; None: the client waits for as long as it takes."""
+
+    @classmethod
+    def of(cls, request: Request, body: GenerationFields, door: str, timeout_ms: int | None) -> Self:
+        """An id in the body is what the client wants its request to be called; one in a header is not."""
+        if body.request_id is not None:
+            request.state.request_id = body.request_id
+        return cls(
+            request.state.request_id,
+            door,
+            request.state.caller,
+            trace_of(request.headers),
+            None if timeout_ms is None else asyncio.get_running_loop().time() + timeout_ms / 1000,
+        )
+
+    @property
+    def time_left_s(self) -> float | None:
+        if self.deadline is None:
+            return None
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+
+class OpenAIRoutes:
+    """What becomes of a body; one instance serves all calls."""
+
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._model = model
+        self._chat_tokens = ChatTokens(intake.pool.tokenizer)
+        self._completion_tokens = CompletionTokens(intake.pool.tokenizer)
+
+    async def chat_completion(self, body: ChatCompletionRequest, call: Call) -> Generated:
+        names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
+        if body.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        generations = await self._generations(body, call, [body.chat], body.sampling, names)
+        head = self._head("chatcmpl", call)
+        answer = ChatAnswer(head, len(generations), self._chat_tokens if body.logprobs else None)
+        return self._generated(body, generations, answer, names)
+
+    async def completion(self, body: CompletionRequest, call: Call) -> Generated:
+        names = _client_names(body, "prompt")
+        prompts = body.prompts
+        generations = await self._generations(body, call, prompts, body.sampling, names)
+        echoes = [echo for prompt in prompts for echo in [await self._echo(prompt, body)] * body.num_samples]
+        logprobs = None
+        if body.logprobs is not None:
+            skips = not body.keep_special_tokens
+            logprobs = [
+                CompletionLogprobsStream(self._completion_tokens, skips, generation.prompt_token_ids)
+                for generation in generations
+            ]
+        answer = CompletionAnswer(self._head("cmpl", call), echoes, logprobs)
+        return self._generated(body, generations, answer, names)
+
+    async def _generations(
+        self,
+        body: GenerationFields,
+        call: Call,
+        prompts: Sequence[Prompt],
+        sampling: SamplingInRoom,
+        names: dict[str, str],
+    ) -> list[Generation]:
+        """`num_samples` for each prompt, in the prompts' order."""
+        if body.model != self._model.name:
+            raise UnknownModel("model", f"{body.model!r} is not served here, {self._model.name!r} is")
+        generations: list[Generation] = []
+        for number, prompt in enumerate(prompts):
+            try:
+                generation = await self._intake.generation(
+                    prompt,
+                    sampling,
+                    request_id=call.request_id,
+                    keep_special_tokens=body.keep_special_tokens,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt,
+                    mode=body.mode,
+                    timeout_s=call.time_left_s,
+                    caller=call.caller,
+                    door=call.door,
+                    trace=call.trace,
+                )
+            except InvalidRequest as error:
+                raise in_terms_of(names, error) from error
+            if number:
+                own_id = f"{call.request_id}-p{number}"
+                generation = replace(generation, request_id=own_id, call_id=call.request_id)
+            generations += self._intake.samples(generation, body.num_samples, body.keep_special_tokens)
+        if not body.stream:
+            check_whole_answer(generations, names)
+        # Later prompts were tokenised while the first ones had theirs.
+        return [replace(generation, timeout_s=call.time_left_s) for generation in generations]
+
+    def _head(self, kind: str, call: Call) -> Head:
+        return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
+
+    async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
+        if not body.echo:
+            return ""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._intake.pool.decode(prompt, not body.keep_special_tokens)
+
+    def _generated(
+        self, body: GenerationFields, generations: list[Generation], answer: Answer, names: dict[str, str]
+    ) -> Generated:
+        options = (body.stream_options or StreamOptions()) if body.stream else None
+        return Generated(self._dispatcher, generations, body.num_samples, answer, options, names)
+
+
+def openai_routes(dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> APIRouter:
+    """Completions of both kinds, and what is served."""
+    routes = APIRouter(route_class=JsonRoute)
+    api = OpenAIRoutes(dispatcher, intake, model)
+    card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)
+
+    @routes.post(
+        "/v1/chat/completions",
+        summary="Continue a conversation",
+        response_model=ChatCompletion,
+        responses=answers_of(ChatCompletionChunk),
+    )
+    async def chat_completions(
+        body: ChatCompletionRequest, request: Request, timeout_ms: TimeoutMs = None
+    ) -> Response:
+        return await api.chat_completion(body, Call.of(request, body, "chat", timeout_ms))
+
+    @routes.post(
+        "/v1/completions",
+        summary="Continue a text",
+        response_model=Completion,
+        responses=answers_of(CompletionChunk),
+    )
+    async def completions(
+        body: CompletionRequest, request: Request, timeout_ms: TimeoutMs = None
+    ) -> Response:
+        return await api.completion(body, Call.of(request, body, "completions", timeout_ms))
+
+    @routes.head("/v1/models", include_in_schema=False)
+    @routes.get("/v1/models", summary="What is served here")
+    async def models() -> ModelList:
+        return ModelList("list", [card])
+
+    @routes.get("/v1/models/{name:path}", summary="One model", responses=ERRORS)
+    async def one_model(name: str) -> ModelCard:
+        if name != model.name:
+            raise UnknownModel("model", f"{name!r} is not served here, {model.name!r} is")
+        return card
+
+    return routes
+
+
+def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
+    """What a client of this API calls the fields that errors may name otherwise."""
+    grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
+    return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}

@@ -1,0 +1,164 @@
+"""BoundedH11: HTTP/1.1 on one connection, which ends if a request is begun and not sent, or an answer not read."""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from gateway.http.errors import error_body
+
+REQUEST_TIMEOUT_S = 30.0
+"""For a request's line and headers to arrive, and for the rest of a body that was answered before it had arrived."""
+KEEP_ALIVE_S = 75
+"""Between two requests. Load balancers keep theirs for a minute; what we close as they send is an error to them."""
+
+TOO_MANY = "TooManyConnections"
+NOT_HTTP = "NotHttp"
+"""It cannot be read, or its headers are too large to be."""
+
+# uvicorn warns of each request that it cannot read, and clients could fill a disk with that.
+_uvicorns_logger = logging.getLogger(f"{__name__}.uvicorn")
+_uvicorns_logger.setLevel(logging.ERROR)
+
+
+class BoundedH11(H11Protocol):
+    """uvicorn's own, with what it lacks: deadlines, a bound on connections, and errors in the one shape."""
+
+    request_timeout_s = REQUEST_TIMEOUT_S
+    _deadline: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        refusal: str | None,
+        write_timeout_s: float,
+        on_refused: Callable[[str], None],
+        **options: Any,
+    ) -> None:
+        """`refusal`: there is no room for this connection, which ends with these words; None: there is. `on_refused`
+        hears NOT_HTTP for each request that cannot be read, and so does not become a call."""
+        super().__init__(*args, **options)
+        self._on_refused = on_refused
+        self.logger = _uvicorns_logger
+        self.is_over = asyncio.Event()
+        """Set when the connection is closed."""
+        self._words_of_refusal = refusal
+        self._write_timeout_s = write_timeout_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._words_of_refusal is not None:
+            transport.write(_refusal(self._words_of_refusal))
+            transport.close()
+        self._watch()
+
+    @property
+    def is_established(self) -> bool:
+        """Or was: its handshake is over."""
+        return self.transport is not None
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than there is something for it."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._note_read()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unwatch()
+        self._note_read()
+        self.is_over.set()
+
+    def end(self) -> None:
+        """The gateway stops: what has no answer yet is refused, what has a part of it breaks off."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # to what still works on it, its client has left
+            cycle.message_event.set()
+            if not cycle.response_started:
+                self.transport.write(_refusal("this gateway stops; ask another one, or again later"))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called while h11's error is handled, which knows better: 431 for too many bytes of headers.
+
+        It has 501 for what it cannot decode; but that is not a failure of ours, and should not look like one.
+        """
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is under way, and cannot be taken back
+            return
+        self._on_refused(NOT_HTTP)
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        status = status if status < 500 else 400
+        reason = str(error or msg).partition(": bytearray(")[0]  # h11 quotes in Python's words
+        body = json.dumps(error_body(status, f"this cannot be read as HTTP/1.1: {reason}")).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Nothing else is spoken here, so that the request stands as it is (RFC 9110, 7.8)."""
+        return False
+
+    def _watch(self) -> None:
+        """The time runs while the client owes something: its first request, the rest of one that it has begun, or the
+        rest of one that has its answer."""
+        owes = (self.conn.their_state is h11.IDLE and not self._is_kept_alive) or (
+            self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        )
+        if not owes or self.transport.is_closing():
+            self._unwatch()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.request_timeout_s, self.transport.close)
+
+    @property
+    def _is_kept_alive(self) -> bool:
+        """Between two requests, for KEEP_ALIVE_S: uvicorn's timer runs, and nothing of the next one has come."""
+        return self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _note_read(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+
+def _refusal(message: str) -> bytes:
+    """What a client is told whatever it asked for."""
+    body = json.dumps(error_body(503, message)).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,77 @@
+"""RequestLimits: how large a request may be, and how long its body may take; held against it while it is read."""
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import InvalidRequest
+from gateway.http.errors import HTTP_ERRORS, error_body, note_error
+
+MAX_HEADER_BYTES = 32 * 1024
+"""Of the request's line and all of its headers together. The server itself bounds what has not arrived as a whole."""
+BODY_TIMEOUT_S = 60.0
+
+
+class RequestLimits:
+    """ASGI middleware: 431 for headers, 413 as soon as a body is too large or says that it will be, 408 if it does not
+    arrive."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._too_large = f"a body may hold {max_bytes} bytes (gateway.max_message_mib)"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        problem = self._problem(scope)
+        if problem is not None:
+            status, message = problem
+            note_error(scope, HTTP_ERRORS.get(status, InvalidRequest.__name__))
+            await JSONResponse(error_body(status, message), status)(scope, receive, send)
+            return
+        await self._app(scope, self._limited(receive), send)
+
+    def _problem(self, scope: Scope) -> tuple[int, str] | None:
+        """What is wrong with its headers: a status and why."""
+        headers = Headers(scope=scope)
+        if _header_bytes(scope) > MAX_HEADER_BYTES:
+            return 431, f"the request's line and headers may have {MAX_HEADER_BYTES} bytes"
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Where one server believes the one and the next one the other, a request can hide in another's body.
+            return 400, "a body's length is told by content-length or by transfer-encoding, not by both"
+        if int(headers.get("content-length", "0")) > self._max_bytes:  # h11 sees to it that it is a number
+            return 413, self._too_large
+        return None
+
+    def _limited(self, receive: Receive) -> Receive:
+        """What it raises, FastAPI answers. Behind the body it waits for the client to leave, without a deadline."""
+        num_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {self._timeout_s:g} s") from None
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return receive_limited
+
+
+def _header_bytes(scope: Scope) -> int:
+    fields = sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+    return fields + len(scope["raw_path"]) + len(scope["query_string"])

@@ -1,0 +1,178 @@
+"""HttpServer: runs an ASGI application on a port of its own, in the event loop that it is started in."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.clock import Clock
+from baton.errors import ConfigError
+from baton.system.watched import Watched
+from gateway.auth.certificates import Certificates
+from gateway.http.acceptor import Acceptor
+from gateway.http.protocol import KEEP_ALIVE_S, BoundedH11
+from gateway.http.request_limits import MAX_HEADER_BYTES
+
+BACKLOG = 1024
+
+SEND_BUFFER_BYTES = 128 * 1024
+"""In the kernel, for each connection; it takes twice as much."""
+
+LAST_WORDS_S = 1.0
+"""For what a stopping gateway still has to say, and for requests to notice that they are over."""
+
+
+class HttpServer:
+    """One life: `start`, then `stop` once or more."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        clock: Clock,
+        certificates: Watched[Certificates] | None = None,
+        *,
+        max_connections: int,
+        write_timeout_s: float,
+        on_refused: Callable[[str], None],
+    ) -> None:
+        """With `certificates` it speaks HTTPS, and nothing else. `on_refused`: see Acceptor and BoundedH11."""
+        self._host = host
+        self._port = port
+        self._max_connections = max_connections
+        self._write_timeout_s = write_timeout_s
+        self._on_refused = on_refused
+        tls = None if certificates is None else lambda: certificates.current().context
+        acceptor = Acceptor(self._protocol, tls, max_connections, on_refused, clock)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+            ),
+            acceptor,
+        )
+        self._serving: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Binds the port and serves; ConfigError if the port is taken."""
+        try:
+            listener = socket.create_server(
+                (self._host, self._port), family=_family(self._host), backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
+            ) from error
+        _set_up(listener, self._write_timeout_s)
+        self.port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
+        started = asyncio.create_task(self._server.has_started.wait())
+        await asyncio.wait([self._serving, started], return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._serving.done():
+            await self._serving
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new requests, gives running ones `grace_s` to end, then ends them as if their clients had left."""
+        if self._serving is None:
+            return
+        self._server.grace_s = grace_s
+        self._server.should_exit = True
+        await asyncio.shield(self._serving)
+
+    def _protocol(self, is_refused: bool) -> BoundedH11:
+        """h11 bounds headers, which httptools does not."""
+        limit = f"{self._max_connections} connections are open, which is the limit"
+        return BoundedH11(
+            self._server.config,
+            self._server.server_state,
+            self._server.lifespan.state,
+            refusal=limit if is_refused else None,
+            write_timeout_s=self._write_timeout_s,
+            on_refused=self._on_refused,
+        )
+
+
+def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
+    """What connections inherit: the kernel keeps little for a client that does not read, and not for ever; and nothing
+    for one that does."""
+    # A second small write, such as a stream's first event, would wait 40 ms for the client's delayed acknowledgement of
+    # the first. asyncio itself sees to this only where a socket names its protocol.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    if sys.platform == "linux":  # elsewhere only what has not reached the kernel is bounded in time
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(write_timeout_s * 1000))
+        )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it is part of, and says when it listens."""
+
+    grace_s = 0.0
+    """What running requests have left once it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, acceptor: Acceptor) -> None:
+        super().__init__(config)
+        self.acceptor = acceptor
+        self.has_started = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn itself accepts nothing: asyncio's server, which it uses, neither counts handshakes nor pauses where
+        files run out."""
+        await super().startup(sockets=[])
+        for listener in sockets or []:
+            self.acceptor.start(listener)
+        self.has_started.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own looks for open connections ten times a second, and calls it an error if there are any left."""
+        self.acceptor.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in self._connections:
+            connection.shutdown()
+        await self._all_over(self.grace_s)
+        for connection in self._connections:
+            connection.end()
+        await self._all_over(LAST_WORDS_S)
+        for connection in self._connections:
+            connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.acceptor.join(LAST_WORDS_S)
+
+    @property
+    def _connections(self) -> list[BoundedH11]:
+        """Those that are open; a copy."""
+        return [each for each in self.server_state.connections if isinstance(each, BoundedH11)]
+
+    async def _all_over(self, timeout_s: float) -> None:
+        """Returns when every connection is closed and all that it asked for is over, or the time is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for connection in self._connections:
+                    await connection.is_over.wait()
+                if self.server_state.tasks:
+                    await asyncio.wait(self.server_state.tasks)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

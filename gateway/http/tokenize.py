@@ -1,0 +1,118 @@
+"""/tokenize and /detokenize: what the model makes of a text, and back, under the names that vLLM has for it."""
+
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+
+from baton.errors import InvalidRequest, UnknownModel
+from gateway.http.openai.chat_request import Messages
+from gateway.http.openai.description import ERRORS
+from gateway.http.openai.fields import Body, TokenId
+from gateway.http.strict_json import JsonRoute
+from gateway.model import ServedModel
+from gateway.text import TokenizerPool
+
+MODEL = Field(None, description="Unless left out, as GET /v1/models names it.")
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation."""
+
+    model: str | None = MODEL
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Those that the model expects around a text. True for a prompt, false for messages."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Where the assistant speaks next. True unless given; only with messages."
+    )
+    return_token_strs: bool = Field(False, description="The tokens as the vocabulary writes them, too.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "give either prompt or messages")
+        if self.add_generation_prompt is not None and self.messages is None:
+            raise InvalidRequest("add_generation_prompt", "it needs messages")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeAnswer:
+    """The tokens, and how many there may be."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Tokens of the model."""
+
+    model: str | None = MODEL
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    skip_special_tokens: bool = Field(False, description="Leave them out of the text.")
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeAnswer:
+    """The tokens' text. Bytes that are no character are U+FFFD."""
+
+    prompt: str
+
+
+class TokenizeRoutes:
+    """What becomes of a body."""
+
+    def __init__(self, pool: TokenizerPool, model: ServedModel) -> None:
+        self._pool = pool
+        self._model = model
+
+    async def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
+        self._check_model(body.model)
+        adds = body.add_special_tokens
+        if body.prompt is not None:
+            token_ids = await self._pool.encode(body.prompt, add_special_tokens=adds is not False)
+        else:
+            token_ids = await self._pool.encode_chat(
+                [message.as_chat_message() for message in body.messages or ()],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=adds is True,
+            )
+        return TokenizeAnswer(
+            count=len(token_ids),
+            max_model_len=self._model.max_model_len,
+            tokens=list(token_ids),
+            token_strs=await self._pool.pieces(token_ids) if body.return_token_strs else None,
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> DetokenizeAnswer:
+        self._check_model(body.model)
+        vocab_size = self._model.vocab_size
+        if body.tokens and max(body.tokens) >= vocab_size:
+            raise InvalidRequest("tokens", f"{max(body.tokens)} is not among the model's {vocab_size} tokens")
+        return DetokenizeAnswer(prompt=await self._pool.decode(body.tokens, body.skip_special_tokens))
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model.name:
+            raise UnknownModel("model", f"{name!r} is not served here, {self._model.name!r} is")
+
+
+def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
+    """Neither needs a worker."""
+    routes = APIRouter(route_class=JsonRoute)
+    api = TokenizeRoutes(pool, model)
+
+    @routes.post("/tokenize", summary="The tokens of a text or a conversation", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> TokenizeAnswer:
+        return await api.tokenize(body)
+
+    @routes.post("/detokenize", summary="The text of tokens", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeAnswer:
+        return await api.detokenize(body)
+
+    return routes

@@ -1,0 +1,162 @@
+"""Trial: runs one request as any client's and tells, as it happens, which way it goes: what the live page shows."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.sampling import SamplingParams
+from gateway.auth.callers import Caller
+from gateway.http.errors import body_of
+from gateway.http.event_stream import event
+from gateway.preprocess import Intake
+from gateway.requests.client_request import Delta, Finish, SeenTransfer
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.run import Generation
+from gateway.requests.trace_context import TraceContext
+from gateway.routing.placement import Mode, Placement
+from gateway.text import ChatMessage
+
+
+class TrialRequest(BaseModel):
+    """What the page's prompt box sends."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1, max_length=20_000)
+    """A user's turn, if the model's tokenizer has a chat template; else text to go on with."""
+    max_tokens: int = Field(128, ge=1, le=1024)
+    """Fewer if the model's context has less room."""
+    temperature: float = Field(0.0, ge=0.0, le=2.0)
+    mode: Literal["disaggregated", "local"] | None = None
+    """None: as the gateway is configured."""
+
+
+class Trial:
+    """One instance serves all viewers; each of their requests is one of the gateway's like any other."""
+
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, clock: Clock) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._clock = clock
+
+    async def begin(
+        self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; InvalidRequest at once if the prompt cannot be served."""
+        prompt = [ChatMessage("user", request.prompt)] if self._intake.has_chat_template else request.prompt
+        generation = await self._intake.generation(
+            prompt,
+            lambda room: SamplingParams(
+                max_tokens=min(request.max_tokens, room), temperature=request.temperature
+            ),
+            request_id=request_id,
+            mode=Mode(request.mode) if request.mode else None,
+            caller=caller,
+            door="page",
+            trace=trace,
+        )
+        return self._events(generation)
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        arrived_at = self._clock.now() - generation.intake_s
+        num_prompt_tokens = len(generation.prompt_token_ids)
+        yield event("received", {"request_id": generation.request_id, "num_prompt_tokens": num_prompt_tokens})
+        try:
+            async with aclosing(self._news(generation)) as news:
+                async for item in news:
+                    at_s = self._clock.now() - arrived_at
+                    if isinstance(item, Placement):
+                        yield event("placed", _placement(item) | {"at_s": at_s})
+                        continue
+                    if item.token_ids or item.text:
+                        yield event(
+                            "tokens", {"text": item.text, "num_tokens": len(item.token_ids), "at_s": at_s}
+                        )
+                    if item.finish is not None:
+                        yield event("end", _end(item.finish))
+        except BatonError as error:
+            yield event("error", body_of(error))
+
+    async def _news(self, generation: Generation) -> AsyncGenerator[Placement | Delta, None]:
+        """Deltas, and each placement before those that come from it."""
+        placements: asyncio.Queue[Placement] = asyncio.Queue()  # one an attempt, whose number is bounded
+        watched = replace(generation, on_placed=placements.put_nowait)
+        async with aclosing(self._dispatcher.generate(watched)) as deltas:
+            delta = asyncio.create_task(_next(deltas))
+            placed = asyncio.create_task(placements.get())
+            try:
+                while True:
+                    await asyncio.wait([delta, placed], return_when=asyncio.FIRST_COMPLETED)
+                    if placed.done():
+                        yield placed.result()
+                        placed = asyncio.create_task(placements.get())
+                    elif (ready := delta.result()) is None:
+                        return
+                    else:
+                        yield ready
+                        delta = asyncio.create_task(_next(deltas))
+            finally:
+                for task in (placed, delta):
+                    task.cancel()
+                await asyncio.wait([placed, delta])
+
+
+async def _next(deltas: AsyncGenerator[Delta, None]) -> Delta | None:
+    return await anext(deltas, None)
+
+
+def _placement(placement: Placement) -> dict[str, object]:
+    return {
+        "mode": placement.mode.value,
+        "prefill": placement.prefill,
+        "decode": placement.decode,
+        "is_fallback": placement.is_fallback,
+        "reason": placement.reason,
+    }
+
+
+def _end(finish: Finish) -> dict[str, object]:
+    """Times in seconds; those of transfers count from the request's arrival."""
+    timing = finish.timing
+    return {
+        "finish_reason": finish.reason.value,
+        "num_prompt_tokens": finish.num_prompt_tokens,
+        "num_completion_tokens": finish.num_completion_tokens,
+        "num_cached_tokens": finish.num_cached_tokens,
+        "num_attempts": finish.num_attempts,
+        "placement": _placement(finish.placement),
+        "timing": {
+            "ttft_s": timing.ttft_s,
+            "itl_s": timing.itl_s,
+            "queue_s": timing.queue_s,
+            "prefill_s": timing.prefill_s,
+            "transfer_s": timing.transfer_s,
+            "transfer_bytes": timing.transfer_bytes,
+            "transport": timing.transport,
+            "handover_s": timing.handover_s,
+            "decode_s": timing.decode_s,
+            "total_s": timing.total_s,
+            "ttft_parts": asdict(timing.ttft_parts) if timing.ttft_parts else None,
+            "handover_parts": asdict(timing.handover_parts) if timing.handover_parts else None,
+        },
+        "transfers": [_transfer(seen) for seen in timing.transfers],
+    }
+
+
+def _transfer(seen: SeenTransfer) -> dict[str, object]:
+    record = seen.record
+    return {
+        "worker": seen.worker,
+        "role": record.role.value,
+        "peer": record.peer,
+        "transport": record.transport,
+        "num_bytes": record.num_bytes,
+        "events": [{"name": moment.kind.value, "at_s": moment.at_s} for moment in record.events],
+        "reason": record.reason,
+    }

@@ -1,0 +1,211 @@
+"""Intake: what a client asked for becomes a request that can be served, or an error that names the field.
+
+Every door goes through it, so that all of them mean the same by a prompt and refuse the same requests.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from hashlib import blake2b
+
+from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
+from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
+from gateway.auth.callers import ANYBODY, Caller
+from gateway.grammars import GrammarCheck
+from gateway.model import ServedModel
+from gateway.requests.request_id import WELL_FORMED, is_well_formed
+from gateway.requests.run import Generation
+from gateway.requests.trace_context import TraceContext
+from gateway.routing.placement import Mode
+from gateway.text import ChatMessage, TextStream, Tokenizer, TokenizerPool
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | tuple[int, ...] | list[ChatMessage]
+"""Text, token ids, or a conversation."""
+
+SamplingInRoom = Callable[[int], SamplingParams]
+"""Sampling parameters for a request whose prompt leaves room for so many tokens."""
+
+
+MAX_SALT_CHARACTERS = 1_024
+
+
+class Intake:
+    """One instance serves all doors of a gateway."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, model: ServedModel, grammars: GrammarCheck, *, log_prompts: bool = False
+    ) -> None:
+        """`log_prompts`: what users write goes to the log."""
+        self._log_prompts = log_prompts
+        self._grammars = grammars
+        self._tokenizer = tokenizer
+        self._model = model
+        self.pool = TokenizerPool(tokenizer, model.max_model_len)
+        """Whoever stops the gateway closes it."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.has_chat_template
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """What a client needs to tokenise as this gateway does."""
+        return await asyncio.to_thread(self._tokenizer.files)
+
+    async def generation(
+        self,
+        prompt: Prompt,
+        sampling: SamplingInRoom,
+        *,
+        request_id: str | None = None,
+        keep_special_tokens: bool = False,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        mode: Mode | None = None,
+        timeout_s: float | None = None,
+        caller: Caller = ANYBODY,
+        door: str = "grpc",
+        trace: TraceContext | None = None,
+    ) -> Generation:
+        """Tokenises, and holds everything against the model; InvalidRequest names the field.
+
+        `request_id` None draws one; `timeout_s` None: the client waits for as long as it takes.
+        """
+        if request_id is not None and not is_well_formed(request_id):
+            raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
+        if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARACTERS:
+            raise InvalidRequest(
+                "cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(cache_salt)}"
+            )
+        request_id = request_id or secrets.token_hex(16)
+        if self._log_prompts:
+            extra = {"request_id": request_id, "prompt": prompt}
+            logger.info("request %s asks: %r", request_id, prompt, extra=extra)
+        now = asyncio.get_running_loop().time
+        began = now()
+        # Before any work: what is wrong with these in the largest room is wrong in every other.
+        output = sampling(self._model.max_model_len).structured_output
+        async with self._grammar_checked(output, caller, timeout_s):
+            prompt_token_ids = await self._tokenise(prompt, timeout_s)
+            room = self._room(prompt_token_ids)
+            params = sampling(room)
+            self._check_token_ids("logit_bias", tuple(params.logit_bias))
+            self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        return Generation(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=params,
+            text=self._text(params, keep_special_tokens, prompt_token_ids),
+            priority=_priority_for(caller, priority),
+            cache_salt=cache_salt,
+            mode=mode,
+            timeout_s=_left(timeout_s, now() - began),
+            caller=caller,
+            intake_s=now() - began,
+            door=door,
+            trace=trace,
+            is_chat=isinstance(prompt, list),
+        )
+
+    def room_behind(self, num_tokens: int) -> int:
+        """How many tokens an answer to a prompt of so many may have; PromptTooLong if none."""
+        room = self._model.max_model_len - num_tokens
+        if room < 1:
+            raise PromptTooLong(
+                "prompt",
+                f"{num_tokens} tokens leave no room for an answer in the model's {self._model.max_model_len} tokens",
+            )
+        return room
+
+    def samples(self, generation: Generation, number: int, keep_special_tokens: bool) -> list[Generation]:
+        """`number` independent answers to one request: itself, and others with ids and seeds made of its own.
+
+        The same seed gives the same answers again, and the first of many is the one that would come alone.
+        """
+        params = generation.sampling_params
+        others = [
+            replace(
+                generation,
+                request_id=f"{generation.request_id}-{index}",
+                call_id=generation.call_id or generation.request_id,
+                sampling_params=replace(params, seed=_derived(params.seed, index)),
+                text=self._text(params, keep_special_tokens, generation.prompt_token_ids),
+            )
+            for index in range(1, number)
+        ]
+        return [generation, *others]
+
+    def _text(
+        self, params: SamplingParams, keep_special_tokens: bool, prompt_token_ids: tuple[int, ...]
+    ) -> TextStream:
+        backend = self._tokenizer.backend
+        return TextStream(backend, params.stop, params.min_tokens, not keep_special_tokens, prompt_token_ids)
+
+    @asynccontextmanager
+    async def _grammar_checked(
+        self, output: StructuredOutput | None, caller: Caller, timeout_s: float | None
+    ) -> AsyncIterator[None]:
+        """The grammar is checked while the block runs, and waited for at its end."""
+        if output is None:
+            yield
+            return
+        checking = asyncio.create_task(self._grammars.check(output, caller.name, timeout_s))
+        try:
+            yield
+            await checking
+        finally:
+            checking.cancel()
+            await asyncio.gather(checking, return_exceptions=True)
+
+    async def _tokenise(self, prompt: Prompt, timeout_s: float | None) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        try:
+            async with asyncio.timeout(timeout_s):
+                if isinstance(prompt, list):
+                    return await self.pool.encode_chat(prompt)
+                return await self.pool.encode(prompt)
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
+
+    def _room(self, token_ids: tuple[int, ...]) -> int:
+        """How many tokens an answer may have; a prompt holds something and leaves room for at least one."""
+        if not token_ids:
+            raise InvalidRequest("prompt", "it is empty")
+        room = self.room_behind(len(token_ids))
+        self._check_token_ids("token_ids", token_ids)
+        return room
+
+    def _check_token_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
+        if token_ids and max(token_ids) >= self._model.vocab_size:
+            raise InvalidRequest(
+                field, f"{max(token_ids)} is not among the model's {self._model.vocab_size} tokens"
+            )
+
+
+def _left(timeout_s: float | None, gone_s: float) -> float | None:
+    return None if timeout_s is None else max(0.0, timeout_s - gone_s)
+
+
+def _priority_for(caller: Caller, asked: int) -> int:
+    """Lower is better, and 0 is what everybody gets who asks for nothing."""
+    best = caller.best_priority
+    if best is None:
+        return asked
+    if asked < min(best, 0):
+        raise InvalidRequest(
+            "priority", f"got {asked}; the key of '{caller.name}' grants {best} and more, which come later"
+        )
+    return max(asked, best)
+
+
+def _derived(seed: int | None, index: int) -> int | None:
+    """Without a seed each sample gets one of its own later."""
+    if seed is None:
+        return None
+    digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & MAX_SEED

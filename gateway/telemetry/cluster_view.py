@@ -1,0 +1,205 @@
+"""ClusterView: looks at a gateway's dispatcher and at its controller, and says how the cluster stands."""
+
+import asyncio
+import math
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Literal
+
+from baton.clock import Clock
+from baton.errors import ClusterError, FleetError
+from baton.fleet import FleetDescription, SlotDescription
+from baton.kv import TransferRole
+from baton.worker import WorkerRole, WorkerStatus
+from gateway.fleet_control import FleetControl
+from gateway.model import ServedModel
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.latency_window import MAX_WINDOW_S, LatencyWindow
+from gateway.requests.tally import OUTCOMES
+from gateway.telemetry.snapshot import (
+    BlocksSeen,
+    ClusterSnapshot,
+    GatewaySeen,
+    HandoversSeen,
+    LastMinute,
+    NodeSeen,
+    WorkerSeen,
+)
+from gateway.workers.appearance import in_order, state_of, state_without_process
+from gateway.workers.worker_client import WorkerClient
+
+CONTROLLER_INTERVAL_S = 5.0
+"""What the controller said is asked for again after so long, if anybody looks."""
+CONTROLLER_TIMEOUT_S = 1.0
+"""A controller that takes longer is away."""
+MAX_PAIRS = 256
+"""Hand-overs are shown of the pairs that had most; a large fleet has thousands."""
+
+
+class ClusterView:
+    """All methods belong to the gateway's event loop."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, model: ServedModel, fleet_control: FleetControl | None, clock: Clock
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._controller = _Controller(fleet_control, clock)
+        self._clock = clock
+        self._version = version("baton")
+
+    async def ask_controller(self) -> None:
+        """Waits at most CONTROLLER_TIMEOUT_S, and not at all if it was asked a moment ago."""
+        if asking := self._controller.begin_to_ask():
+            await asyncio.wait([asking])
+
+    async def stop(self) -> None:
+        await self._controller.stop()
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Of now, with what the controller said last; asks it again, for later, if that is long ago."""
+        self._controller.begin_to_ask()
+        fleet = self._controller.fleet
+        clients = self._dispatcher.fleet.clients
+        return ClusterSnapshot(
+            model=self._model.name,
+            version=self._version,
+            workers=_workers(clients, fleet.slots if fleet else ()),
+            handovers=_handovers(clients),
+            gateway=_gateway(self._dispatcher),
+            last_minute=_last_minute(self._dispatcher.latencies, self._clock.now()),
+            controller=self._controller.state,
+            nodes=tuple(
+                NodeSeen(name=node.name, address=node.address, is_alive=node.is_alive, is_head=node.is_head)
+                for node in (fleet.nodes if fleet else ())
+            ),
+        )
+
+
+class _Controller:
+    """What the controller said last; asked at most every CONTROLLER_INTERVAL_S."""
+
+    def __init__(self, fleet_control: FleetControl | None, clock: Clock) -> None:
+        self._fleet_control = fleet_control
+        self._clock = clock
+        self._asked_at = -math.inf
+        self._asking: asyncio.Task[None] | None = None
+        self.state: Literal["none", "answering", "away"] = "none" if fleet_control is None else "away"
+        self.fleet: FleetDescription | None = None
+
+    def begin_to_ask(self) -> "asyncio.Task[None] | None":
+        """The question that is under way; None if the last answer is young enough, or there is nobody to ask."""
+        if self._asking is not None and not self._asking.done():
+            return self._asking
+        if self._fleet_control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:
+            return None
+        self._asked_at = self._clock.now()
+        self._asking = asyncio.create_task(self._ask(self._fleet_control), name="ask the controller")
+        return self._asking
+
+    async def stop(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+
+    async def _ask(self, fleet_control: FleetControl) -> None:
+        try:
+            async with asyncio.timeout(CONTROLLER_TIMEOUT_S):
+                self.fleet = await fleet_control.describe()
+            self.state = "answering"
+        except (TimeoutError, FleetError, ClusterError):
+            self.fleet, self.state = None, "away"
+
+
+def _workers(clients: Iterable[WorkerClient], slots: Iterable[SlotDescription]) -> tuple[WorkerSeen, ...]:
+    """Every worker there is or should be."""
+    missing = {slot.name: slot for slot in slots}
+    seen = [_worker(client, missing.pop(client.name, None)) for client in clients]
+    seen += [_without_process(slot) for slot in missing.values()]
+    return tuple(sorted(seen, key=lambda worker: in_order(worker.name)))
+
+
+def _worker(client: WorkerClient, slot: SlotDescription | None) -> WorkerSeen:
+    status, role = client.status, client.endpoint.role
+    name, state = client.name, state_of(client, slot)
+    node, failure = client.endpoint.node, slot.last_failure if slot else None
+    if status is None:
+        return WorkerSeen(name=name, role=_word(role), state=state, node=node, failure=failure)
+    return WorkerSeen(
+        name=name,
+        role=_word(status.role),
+        state=state,
+        blocks=_blocks(status),
+        running=status.requests.running,
+        waiting=status.requests.waiting,
+        waiting_for_kv=status.requests.waiting_for_remote_kvs,
+        node=node,
+        failure=status.failure or failure,
+    )
+
+
+def _without_process(slot: SlotDescription) -> WorkerSeen:
+    state = state_without_process(slot)
+    return WorkerSeen(
+        name=slot.name, role=_word(slot.role), state=state, node=slot.node, failure=slot.last_failure
+    )
+
+
+def _word(role: WorkerRole) -> Literal["prefill", "decode"]:
+    return "prefill" if role is WorkerRole.PREFILL else "decode"
+
+
+def _blocks(status: WorkerStatus) -> BlocksSeen:
+    blocks = status.kv_blocks
+    return BlocksSeen(
+        total=blocks.total,
+        free=blocks.free,
+        used=blocks.referenced,
+        leased=blocks.leased,
+        quarantined=blocks.quarantined,
+    )
+
+
+def _handovers(clients: Iterable[WorkerClient]) -> tuple[HandoversSeen, ...]:
+    """Counted where KV arrives."""
+    pairs: dict[tuple[str, str], list[int]] = {}
+    for client in clients:
+        for peer in client.status.kv_peers if client.status else ():
+            if peer.role is TransferRole.CONSUMER:
+                counts = pairs.setdefault((peer.peer, client.name), [0, 0, 0])
+                for index, more in enumerate((peer.done, peer.failed, peer.num_bytes)):
+                    counts[index] += more
+    busiest = sorted(pairs.items(), key=lambda pair: -pair[1][0])[:MAX_PAIRS]
+    return tuple(
+        HandoversSeen(prefill=prefill, decode=decode, done=done, failed=failed, num_bytes=num_bytes)
+        for (prefill, decode), (done, failed, num_bytes) in busiest
+    )
+
+
+def _gateway(dispatcher: Dispatcher) -> GatewaySeen:
+    counters = dispatcher.tally.counters
+    return GatewaySeen(
+        in_flight=dispatcher.num_in_flight,
+        queued=dispatcher.num_queued,
+        oldest_queued_s=dispatcher.oldest_queued_s,
+        paths=dict(dispatcher.tally.paths),
+        outcomes={outcome: counters[outcome] for outcome in OUTCOMES},
+    )
+
+
+def _last_minute(window: LatencyWindow, now: float) -> LastMinute:
+    seconds = window.seconds(now)
+    ttft = [second.ttft_s or (None, None) for second in seconds]
+    itl = [second.itl_s or (None, None) for second in seconds]
+    whole = window.latencies(MAX_WINDOW_S, now)
+    return LastMinute(
+        newest=math.floor(now) - 1,
+        tokens=tuple(second.num_tokens for second in seconds),
+        finished=tuple(second.num_finished for second in seconds),
+        ttft_p50_s=tuple(p50 for p50, _ in ttft),
+        ttft_p99_s=tuple(p99 for _, p99 in ttft),
+        itl_p50_s=tuple(p50 for p50, _ in itl),
+        itl_p99_s=tuple(p99 for _, p99 in itl),
+        ttft_s=whole.ttft_s,
+        itl_s=whole.itl_s,
+    )

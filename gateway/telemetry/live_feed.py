@@ -1,0 +1,94 @@
+"""LiveFeed: one snapshot of the cluster a second, made once for all who watch and not at all while nobody does."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from pydantic import TypeAdapter
+
+from baton.clock import Clock
+from baton.errors import Overloaded
+from gateway.telemetry.cluster_view import ClusterView
+from gateway.telemetry.snapshot import ClusterSnapshot
+
+INTERVAL_S = 1.0
+MAX_VIEWERS = 64
+"""Who watches holds a connection; one more is refused."""
+
+_JSON = TypeAdapter(ClusterSnapshot)
+
+
+class Edition:
+    """A snapshot and its JSON, which is written once for everybody and once for administrators."""
+
+    def __init__(self, snapshot: ClusterSnapshot, made_at: float) -> None:
+        self.made_at = made_at
+        self._snapshot = snapshot
+        self._json: dict[bool, bytes] = {}
+
+    def json(self, *, for_administrators: bool) -> bytes:
+        if for_administrators not in self._json:
+            shown = self._snapshot if for_administrators else self._snapshot.for_everybody()
+            self._json[for_administrators] = _JSON.dump_json(shown)
+        return self._json[for_administrators]
+
+
+class LiveFeed:
+    """Belongs to one event loop; `stop` ends every `watch`."""
+
+    def __init__(self, view: ClusterView, clock: Clock) -> None:
+        self._view = view
+        self._clock = clock
+        self._latest: Edition | None = None
+        """Once somebody looked."""
+        self._num_viewers = 0
+        self._is_over = asyncio.Event()
+
+    @property
+    def num_viewers(self) -> int:
+        return self._num_viewers
+
+    async def latest(self) -> Edition:
+        """At most INTERVAL_S old."""
+        await self._view.ask_controller()
+        if self._latest is None or self._age_s(self._latest) >= INTERVAL_S:
+            return self._publish()
+        return self._latest
+
+    async def watch(self) -> AsyncGenerator[Edition, None]:
+        """The latest edition at once, then one every INTERVAL_S, made by whichever viewer's turn comes first.
+
+        Who takes long over one misses those between, and nothing is kept for them. Overloaded, in place of the first,
+        if MAX_VIEWERS watch already.
+        """
+        if self._num_viewers >= MAX_VIEWERS:
+            raise Overloaded(f"{MAX_VIEWERS} viewers watch already, which is the limit", retry_after_s=10.0)
+        self._num_viewers += 1
+        try:
+            edition = await self.latest()
+            while True:
+                yield edition
+                if await self._ends_within(INTERVAL_S - self._age_s(edition)):
+                    return
+                newer = self._latest
+                edition = self._publish() if newer is None or newer is edition else newer
+        finally:
+            self._num_viewers -= 1
+
+    async def stop(self) -> None:
+        """Nobody gets another edition; idempotent."""
+        self._is_over.set()
+        await self._view.stop()
+
+    async def _ends_within(self, delay_s: float) -> bool:
+        try:
+            async with asyncio.timeout(max(0.0, delay_s)):
+                return await self._is_over.wait()
+        except TimeoutError:
+            return False
+
+    def _age_s(self, edition: Edition) -> float:
+        return self._clock.now() - edition.made_at
+
+    def _publish(self) -> Edition:
+        self._latest = Edition(self._view.snapshot(), self._clock.now())
+        return self._latest

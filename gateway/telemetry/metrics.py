@@ -1,0 +1,270 @@
+"""GatewayMetrics: counts and histograms of what a gateway's clients got, for Prometheus; a registry of its own.
+
+Where a name, less its prefix, is vLLM's, its meaning is the same: docs/observability.md lists them side by side.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from importlib.metadata import version
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+)
+
+from baton.errors import DeadlinePassed, DeadlineTooClose, Overloaded, WorkerUnavailable
+from baton.request import FinishReason
+from baton.system import exposition
+from baton.system.histogram import Histogram as PlainHistogram
+from baton.transfer import TransferEventKind
+from gateway.grammars.check import VERDICTS
+from gateway.requests.client_request import Finish, SeenTransfer, Timing
+from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
+from gateway.requests.ttft import HandoverParts, TtftParts
+from gateway.telemetry import buckets
+from gateway.telemetry.call_error import INTERNAL_ERROR, CallError
+
+MAX_CALLERS = 256
+"""Callers that are counted by name; those who come later are `(others)` together."""
+
+OTHERS = "(others)"
+
+USUAL_ERRORS = (Overloaded, WorkerUnavailable, DeadlinePassed, DeadlineTooClose)
+"""Counted from the start, so that their rates are there before the first one."""
+
+FINISHED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value, "abort")
+
+
+class GatewayMetrics:
+    """Belongs to one event loop. Every method is cheap, and none raises."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        disable_created_metrics()  # they would double the number of series, to tell when this process began
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._callers: set[str] = set()
+        self._doors: set[str] = set()
+        self._itl = PlainHistogram(buckets.ITL_S)
+        self._make_latencies()
+        self._make_sizes(max_model_len)
+        self._make_requests()
+        self._make_handovers()
+        self._make_doors()
+        self._loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop was when a timer was due", buckets.LAG_S
+        )
+        build = Gauge("baton_build_info", "Always 1", ["version", "model_name"], registry=self.registry)
+        build.labels(version("baton"), model_name).set(1)
+        self.collect_too(self._plain)
+        ProcessCollector(registry=self.registry)
+
+    def collect_too(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """What it yields at the time of each scrape."""
+        self.registry.register(exposition.CollectedOnDemand(collect))
+
+    def first_token(self, waited_s: float) -> None:
+        """A client got one."""
+        self._ttft.observe(waited_s)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request is over, in whatever way."""
+        self._count_outcome(record)
+        if record.ttft_parts is not None:
+            _observe_parts(self._ttft_part, record.ttft_parts)
+        if record.num_attempts:
+            self._attempts.inc(record.num_attempts)
+            self._prompt_tokens.inc(record.num_prompt_tokens)
+        if record.finish is not None:
+            self._finished(record, record.finish)
+
+    def http_response(self, method: str, route: str, status: int) -> None:
+        """`route` is a template, of which there are few, and never the path that a client sent."""
+        self._http_responses.labels(method, route, str(status)).inc()
+
+    def grpc_call_ended(self, method: str, code: str) -> None:
+        """`method` is one that is served."""
+        self._grpc_responses.labels(method, code).inc()
+
+    def call_failed(self, error: CallError) -> None:
+        self._call_errors.labels(error.door, error.error, self._caller(error.caller or "")).inc()
+
+    def connection_refused(self, error: str) -> None:
+        """Of a connection over HTTP that did not get as far as a call. Not logged: strangers could fill a disk."""
+        self._call_errors.labels("http", error, "").inc()
+
+    def grammar_checked(self, verdict: str) -> None:
+        """One of those that GrammarCheck names."""
+        self._grammars.labels(verdict).inc()
+
+    def loop_was_late(self, seconds: float) -> None:
+        self._loop_lag.observe(seconds)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """What a scrape gets, and its content type."""
+        return exposition.render(self.registry, accept)
+
+    def _finished(self, record: RequestRecord, finish: Finish) -> None:
+        timing = finish.timing
+        self._success[finish.reason.value].inc()
+        self._paths.labels(record.path or "", finish.placement.reason).inc()
+        self._e2e.observe(timing.total_s)
+        self._itl.add_all(timing.itl_s)
+        if timing.itl_s:
+            self._tpot.observe(timing.decode_s / len(timing.itl_s))
+        self._prompt_sizes.observe(finish.num_prompt_tokens)
+        self._answer_sizes.observe(finish.num_completion_tokens)
+        self._cached_tokens.inc(finish.num_cached_tokens)
+        self._observe_stages(timing)
+        if timing.handover_parts is not None:
+            self._handover_gap.observe(timing.handover_s)
+            _observe_parts(self._handover_part, timing.handover_parts)
+        for seen in timing.transfers:
+            self._observe_transfer(seen)
+
+    def _observe_stages(self, timing: Timing) -> None:
+        """As vLLM has them: WAITING wherever it was, then PREFILL, then DECODE."""
+        if (parts := timing.ttft_parts) is None:
+            return
+        self._queue.observe(parts.queue_s + parts.worker_queue_s)
+        self._prefill.observe(parts.prefill_s)
+        self._decode.observe(timing.decode_s)
+        self._inference.observe(parts.prefill_s + timing.decode_s)
+
+    def _observe_transfer(self, seen: SeenTransfer) -> None:
+        record, end = seen.record, seen.record.events[-1].kind
+        if end is TransferEventKind.RELEASED:
+            self._exposed.labels(record.transport).observe(record.exposed_s)
+        elif end is TransferEventKind.VERIFIED:
+            self._moving.labels(record.transport).observe(record.moving_s)
+            self._bytes.labels(record.transport).observe(record.num_bytes)
+
+    def _count_outcome(self, record: RequestRecord) -> None:
+        caller = self._caller(record.caller.name)
+        if (
+            key := f"{record.door} {caller}"
+        ) not in self._doors:  # so that a rate over them has all its parts
+            self._doors.add(key)
+            for outcome in Outcome:
+                self._outcomes.labels(record.door, outcome.value, caller)
+        self._outcomes.labels(record.door, record.outcome.value, caller).inc()
+        if record.outcome is Outcome.ABORTED:
+            self._success["abort"].inc()
+        kind = record.error_kind
+        if kind is not None and kind not in CLIENTS_CHOICES:
+            self._errors.labels(kind).inc()
+
+    def _caller(self, name: str) -> str:
+        if name not in self._callers and len(self._callers) < MAX_CALLERS:
+            self._callers.add(name)
+        return name if name in self._callers else OTHERS
+
+    def _plain(self) -> Iterator[Metric]:
+        name, meaning = (
+            "inter_token_latency_seconds",
+            "Time between two tokens of one request, told when it ends",
+        )
+        yield exposition.histogram(name, meaning, ["model_name"], {(self._model,): self._itl.counts()})
+
+    def _make_latencies(self) -> None:
+        of_model, latency = self._histogram_of_model, buckets.REQUEST_S
+        self._ttft = of_model("time_to_first_token_seconds", "Time to first token", buckets.TTFT_S)
+        self._tpot = of_model(
+            "request_time_per_output_token_seconds", "A request's mean time between tokens", buckets.ITL_S
+        )
+        self._e2e = of_model("e2e_request_latency_seconds", "Time of a whole request", latency)
+        self._queue = of_model(
+            "request_queue_time_seconds", "Time in queues: gateway's and worker's", latency
+        )
+        self._prefill = of_model("request_prefill_time_seconds", "From first step to first token", latency)
+        self._decode = of_model("request_decode_time_seconds", "From first token to last", latency)
+        self._inference = of_model("request_inference_time_seconds", "Prefill and decode", latency)
+        self._ttft_part = self._parts("ttft_part_seconds", "What time to first token consists of", TtftParts)
+
+    def _make_sizes(self, max_model_len: int) -> None:
+        sizes = buckets.one_two_five(max_model_len)
+        self._prompt_sizes = self._histogram_of_model("request_prompt_tokens", "Tokens of a prompt", sizes)
+        self._answer_sizes = self._histogram_of_model(
+            "request_generation_tokens", "Tokens of an answer", sizes
+        )
+        self._prompt_tokens = self._counter_of_model(
+            "prompt_tokens", "Prompt tokens of requests that workers had"
+        )
+        self._cached_tokens = self._counter_of_model(
+            "prompt_tokens_cached", "Of these, found in prefix caches"
+        )
+
+    def _make_requests(self) -> None:
+        success = self._counter(
+            "request_success", "Requests that ended as their clients chose", "model_name", "finished_reason"
+        )
+        self._success = {reason: success.labels(self._model, reason) for reason in FINISHED_REASONS}
+        self._outcomes = self._counter("requests", "Requests that are over", "door", "outcome", "caller")
+        self._errors = self._counter(
+            "request_errors", "Requests without an answer, by what was wrong", "error"
+        )
+        for error in USUAL_ERRORS:
+            self._errors.labels(error.__name__)
+        self._attempts = self._counter("request_attempts", "Times that requests were placed on workers")
+        self._paths = self._counter(
+            "request_paths", "Which way finished requests took, and why", "path", "reason"
+        )
+
+    def _make_handovers(self) -> None:
+        by, seconds = "transport", buckets.HANDOVER_S
+        self._exposed = self._histogram_by(
+            "kv_handover_exposed_seconds", "From the prefill's end until all was verified", seconds, by
+        )
+        self._moving = self._histogram_by(
+            "kv_handover_moving_seconds", "From the first block's arrival to the last one's", seconds, by
+        )
+        self._bytes = self._histogram_by("kv_handover_bytes", "KV that was moved", buckets.HANDOVER_BYTES, by)
+        self._handover_gap = self._histogram(
+            "handover_gap_seconds", "From token 0 to token 1 at the gateway", seconds
+        )
+        self._handover_part = self._parts("handover_part_seconds", "What that consists of", HandoverParts)
+
+    def _make_doors(self) -> None:
+        self._http_responses = self._counter("http_responses", "HTTP responses", "method", "route", "status")
+        self._grpc_responses = self._counter("grpc_calls", "gRPC calls that are over", "method", "code")
+        self._call_errors = self._counter(
+            "call_errors", "Calls answered with an error, by what was wrong", "door", "error", "caller"
+        )
+        self._grammars = self._counter(
+            "grammar_checks", "Clients' grammars that were checked before a worker sees them", "verdict"
+        )
+        for verdict in VERDICTS:
+            self._grammars.labels(verdict)
+        for door in ("grpc", "http"):  # or an alert would miss the first one
+            self._call_errors.labels(door, INTERNAL_ERROR, "")
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)
+
+    def _counter_of_model(self, name: str, meaning: str) -> Counter:
+        return self._counter(name, meaning, "model_name").labels(self._model)
+
+    def _histogram(self, name: str, meaning: str, bounds: Iterable[float]) -> Histogram:
+        return self._histogram_by(name, meaning, bounds)
+
+    def _histogram_of_model(self, name: str, meaning: str, bounds: Iterable[float]) -> Histogram:
+        return self._histogram_by(name, meaning, bounds, "model_name").labels(self._model)
+
+    def _histogram_by(self, name: str, meaning: str, bounds: Iterable[float], *labels: str) -> Histogram:
+        return Histogram(
+            exposition.PREFIX + name, meaning, labels, buckets=tuple(bounds), registry=self.registry
+        )
+
+    def _parts(self, name: str, meaning: str, kind: type[TtftParts | HandoverParts]) -> dict[str, Histogram]:
+        """By the field of `kind`."""
+        family = self._histogram_by(name, meaning, buckets.PART_S, "part")
+        return {part.name: family.labels(part.name.removesuffix("_s")) for part in fields(kind)}
+
+
+def _observe_parts(histograms: dict[str, Histogram], parts: TtftParts | HandoverParts) -> None:
+    for name, histogram in histograms.items():
+        histogram.observe(getattr(parts, name))

@@ -1,0 +1,96 @@
+"""How a gateway and its workers stand at the moment of a scrape, as metric families; reads, and keeps nothing."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+
+from baton.system.exposition import counter, gauge
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
+from gateway.requests.attempt import Cause
+from gateway.requests.dispatcher import Dispatcher
+from gateway.workers.worker_client import WorkerClient
+
+
+class Standing:
+    """To be collected on the gateway's event loop."""
+
+    def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:
+        self._dispatcher = dispatcher
+        self._model = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._workers()
+
+    def _requests(self) -> Iterator[Metric]:
+        dispatcher = self._dispatcher
+        counts = dispatcher.tally.counters
+        yield counter(
+            "generation_tokens",
+            "Tokens that came for clients, also while answers go on",
+            ["model_name"],
+            {(self._model,): dispatcher.latencies.num_tokens},
+        )
+        yield counter("requests_received", "Requests that came in", [], {(): counts["received"]})
+        yield counter(
+            "request_migrations",
+            "Times that a request went on elsewhere, by what ended its attempt",
+            ["cause"],
+            {(cause.value,): counts[f"migrated_{cause.value}"] for cause in Cause},
+        )
+        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): dispatcher.num_in_flight})
+        yield gauge(
+            "gateway_requests_queued", "Requests that wait for a worker", [], {(): dispatcher.num_queued}
+        )
+        yield gauge(
+            "gateway_oldest_queued_seconds",
+            "How long the one has waited that waits longest",
+            [],
+            {(): dispatcher.oldest_queued_s},
+        )
+
+    def _workers(self) -> Iterator[Metric]:
+        clients = self._dispatcher.fleet.clients
+        states = Counter[tuple[str, ...]](
+            {(role.value, state.value): 0 for role in WorkerRole for state in _STATES}
+        )
+        states.update(_state(client) for client in clients)
+        yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
+        heard = [client.status for client in clients if client.status is not None and not client.is_silent]
+        yield gauge(
+            "fleet_requests",
+            "Requests on workers as of their last heartbeat",
+            ["worker", "role", "state"],
+            {key: count for status in heard for key, count in _requests_on(status)},
+        )
+        yield gauge(
+            "fleet_kv_blocks",
+            "KV blocks of workers as of their last heartbeat",
+            ["worker", "role", "state"],
+            {key: count for status in heard for key, count in _blocks_of(status)},
+        )
+
+
+_STATES = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.DEAD)
+
+
+def _state(client: WorkerClient) -> tuple[str, str]:
+    """Its role, and how it is: `dead` while nothing is heard of it."""
+    if client.status is None:
+        state = WorkerState.DEAD if client.is_silent else WorkerState.STARTING
+        return client.endpoint.role.value, state.value
+    state = WorkerState.DEAD if client.is_silent else client.status.state
+    return client.status.role.value, state.value
+
+
+def _requests_on(status: WorkerStatus) -> Iterator[tuple[tuple[str, str, str], int]]:
+    counts, role = status.requests, status.role.value
+    for state in ("running", "waiting", "waiting_for_remote_kvs"):
+        yield (status.ref.name, role, state), getattr(counts, state)
+
+
+def _blocks_of(status: WorkerStatus) -> Iterator[tuple[tuple[str, str, str], int]]:
+    counts, role = status.kv_blocks, status.role.value
+    for state in ("free", "referenced", "leased", "quarantined"):
+        yield (status.ref.name, role, state), getattr(counts, state)

@@ -1,0 +1,152 @@
+"""Tracing: requests that are over become OpenTelemetry spans, for a collector that speaks OTLP over HTTP.
+
+Nothing is traced while a request runs: its record has all that happened, so tracing costs no token anything. Only the
+gateway has a clock that counts. What workers tell are durations, and distances from the moment when they got their
+order; the gateway lays them from the moment when it gave that order. So a worker's spans may be early by the way there,
+and are never wrong by what two machines' clocks differ. See docs/observability.md for the spans.
+
+Needs the extra `otel`; gateway/telemetry/trace_export.py imports it only where traces are asked for.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from gateway.requests.record import CLIENTS_CHOICES, RequestRecord
+from gateway.telemetry.timeline import Stage, stages_of
+
+MAX_QUEUED_SPANS = 4096
+"""Of those that wait for the collector; more are dropped."""
+
+EXPORT_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 1.0
+
+
+class Tracing:
+    """Give `ended` to a dispatcher. Spans leave on a thread of their own; if nobody takes them, they are dropped."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        sample_ratio: float,
+        model_name: str,
+        instance: str,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`endpoint`: the collector's base URL. `sample_ratio`: of the requests whose clients trace nothing; those that
+        do decide themselves. `instance` tells this gateway from others."""
+        self._model_name = model_name
+        self._wall_ns = wall_ns
+        self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
+        processor = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED_SPANS)
+        self._provider = TracerProvider(
+            ParentBased(TraceIdRatioBased(sample_ratio)),
+            _resource(instance),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("baton")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def ended(self, record: RequestRecord) -> None:
+        """Never raises, never blocks."""
+        arrived_ns = self._wall_ns() - round((record.ended_at - record.arrived_at) * 1e9)
+        trace = record.trace
+        carrier = {} if trace is None else {"traceparent": trace.parent, "tracestate": trace.state}
+        parent = self._propagator.extract(carrier, Context())
+        root = self._tracer.start_span(
+            f"{_operation(record)} {self._model_name}",
+            parent,
+            SpanKind.SERVER,
+            _attributes(record, self._model_name),
+            start_time=arrived_ns,
+        )
+        if root.is_recording():
+            self._tell_stages(set_span_in_context(root, Context()), stages_of(record), arrived_ns)
+            if (kind := record.error_kind) is not None:
+                root.set_attribute("error.type", kind)
+                if kind not in CLIENTS_CHOICES:
+                    root.set_status(Status(StatusCode.ERROR, kind))
+        root.end(arrived_ns + round((record.ended_at - record.arrived_at) * 1e9))
+
+    async def stop(self) -> None:
+        """Sends what there is to send, unless that takes longer than STOP_TIMEOUT_S: then the rest is dropped."""
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+
+        def send_the_rest() -> None:
+            self._provider.shutdown()
+            with suppress(RuntimeError):  # the loop is closed: nobody waited so long
+                loop.call_soon_threadsafe(is_over.set)
+
+        # A daemon, since a collector that accepts and does not answer may hold it up for EXPORT_TIMEOUT_S.
+        threading.Thread(target=send_the_rest, name="last spans", daemon=True).start()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await is_over.wait()
+        except TimeoutError:
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def _tell_stages(self, parent: Context, stages: list[Stage], arrived_ns: int) -> None:
+        for stage in stages:
+            span = self._tracer.start_span(
+                stage.name, parent, attributes=stage.attributes, start_time=_at(arrived_ns, stage.began_s)
+            )
+            for name, at_s in stage.events:
+                span.add_event(name, timestamp=_at(arrived_ns, at_s))
+            if stage.failure is not None:
+                span.set_status(Status(StatusCode.ERROR, stage.failure))
+            self._tell_stages(set_span_in_context(span, Context()), stage.inside, arrived_ns)
+            span.end(_at(arrived_ns, stage.ended_s))
+
+
+def _resource(instance: str) -> Resource:
+    """What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) holds."""
+    usual = {
+        "service.name": "baton-gateway",
+        "service.version": version("baton"),
+        "service.instance.id": instance,
+    }
+    return Resource.create(usual).merge(OTELResourceDetector().detect())
+
+
+def _at(arrived_ns: int, since_arrival_s: float) -> int:
+    return arrived_ns + round(since_arrival_s * 1e9)
+
+
+def _operation(record: RequestRecord) -> str:
+    """As OpenTelemetry's conventions for generative AI call it."""
+    return "chat" if record.is_chat else "text_completion"
+
+
+def _attributes(record: RequestRecord, model_name: str) -> Mapping[str, str | int | float]:
+    told: dict[str, str | int | float | None] = {
+        "gen_ai.operation.name": _operation(record),
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.response.time_to_first_chunk": record.ttft_s,
+        "baton.request.id": record.request_id,
+        "baton.request.caller": record.caller.name,
+        "baton.request.door": record.door,
+        "baton.request.outcome": record.outcome.value,
+        "baton.request.path": record.path,
+        "baton.request.attempts": record.num_attempts,
+    }
+    attributes: dict[str, str | int | float] = {
+        key: value for key, value in told.items() if value is not None
+    }
+    return attributes

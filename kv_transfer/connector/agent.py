@@ -1,0 +1,113 @@
+"""TransferAgent: the thread on which a rank's hand-overs happen; knows no protocol.
+
+Orders come in through a queue, news go out through another. Asleep, it wakes for an order, a message or a deadline, and
+for nothing else.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from baton.clock import Clock
+from baton.step import KVConnectorOutput
+from baton.system.standstill import wait_awake
+from baton.system.wakeup import WakeUp
+from kv_transfer.connector.commands import WithdrawBlocks
+from kv_transfer.connector.endpoint import Order, TransferEndpoint
+from kv_transfer.transport.zmq_tcp import ZmqChannel
+
+logger = logging.getLogger(__name__)
+
+TURN_TIMEOUT_S = 5.0
+"""A turn of the agent's loop takes milliseconds; one that takes this long will not end."""
+
+
+class TransferAgent:
+    """`post` and `take_news` are for the engine's thread; everything else happens on the agent's own."""
+
+    def __init__(
+        self, endpoint: TransferEndpoint, channel: ZmqChannel, clock: Clock, on_news: Callable[[], None]
+    ) -> None:
+        self._endpoint = endpoint
+        self._channel = channel
+        self._clock = clock
+        self._on_news = on_news
+        self._orders: queue.SimpleQueue[tuple[Sequence[Order], threading.Event]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
+        self._wakeup = WakeUp()
+        self._channel.wake_on(self._wakeup)
+        self._is_stopping = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and closes every socket; transfers under way end by their deadlines elsewhere. May be
+        repeated, also before `start`."""
+        self._is_stopping = True
+        self._wakeup.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._wakeup.close()
+
+    def post(self, orders: Sequence[Order]) -> None:
+        """Gives orders. Returns at once, unless one takes blocks back: then when none of them is offered any more."""
+        done = threading.Event()
+        self._orders.put((orders, done))
+        self._wakeup.set()
+        if any(isinstance(order, WithdrawBlocks) for order in orders):
+            self._check_taken_back(done)
+        self._check_alive()
+
+    def take_news(self) -> KVConnectorOutput:
+        """Everything that happened since the last call; raises if the agent's thread has died."""
+        self._check_alive()
+        news = KVConnectorOutput()
+        while not self._news.empty():
+            news += self._news.get()
+        return news
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                for arrival in self._channel.wait(self._seconds_to_deadline()):
+                    self._endpoint.take(arrival)
+                self._wakeup.clear()
+                self._take_orders()
+                self._endpoint.on_time()
+                self._publish()
+        except Exception as error:  # the edge of the thread: the engine must not go on as if it were there
+            logger.exception("the transfer thread ended")
+            self._failure = error
+            self._on_news()
+        finally:
+            self._endpoint.close()
+            self._channel.close()
+
+    def _publish(self) -> None:
+        if news := self._endpoint.take_news():
+            self._news.put(news)
+            self._on_news()
+
+    def _check_taken_back(self, done: threading.Event) -> None:
+        """The step that follows writes these blocks, so without an answer it must not run."""
+        if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
+            raise RuntimeError(f"the transfer thread did not give blocks back within {TURN_TIMEOUT_S:g} s")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the transfer thread has died") from self._failure
+
+    def _seconds_to_deadline(self) -> float | None:
+        when = self._endpoint.next_deadline()
+        return None if when is None else max(0.0, when - self._clock.now())
+
+    def _take_orders(self) -> None:
+        while not self._orders.empty():
+            orders, done = self._orders.get()
+            for order in orders:
+                self._endpoint.obey(order)
+            done.set()

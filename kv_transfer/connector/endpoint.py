@@ -1,0 +1,190 @@
+"""TransferEndpoint: one rank's end of every hand-over its worker takes part in; knows no thread and no scheduler.
+
+Whoever owns it, a thread or a simulation, gives it orders, arrivals and the time, one at a time, and takes the news:
+
+    orders, arrivals, time --> giving.py --> protocol/producer.py --> channel
+                               taking.py --> protocol/consumer.py --> channel, readers
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from baton.clock import Clock
+from baton.config import KVTransferConfig
+from baton.errors import WireError
+from baton.kv import KVFingerprint
+from baton.step import KVConnectorOutput
+from kv_transfer.connector.metrics import PeerMetrics
+from kv_transfer.consumer.endpoint import TakingEnd, TakingOrder
+from kv_transfer.pool import KVPool
+from kv_transfer.producer.endpoint import GivingEnd, GivingOrder
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.incoming import ConsumerIdentity
+from kv_transfer.protocol.messages import (
+    TO_CONSUMER,
+    TO_PRODUCER,
+    ChecksumPolicy,
+    DamagedFrame,
+    OtherVersion,
+    Unreadable,
+)
+from kv_transfer.protocol.outgoing import ProducerIdentity
+from kv_transfer.protocol.producer import Producer
+from kv_transfer.protocol.transports import Reach
+from kv_transfer.transport.base import Arrival, Channel, PoolReader
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_PER_LEASE = 4
+
+COUNTERS = (
+    "kv_sends_started",
+    "kv_sends_done",
+    "kv_sends_aborted",
+    "kv_sends_cancelled",
+    "kv_sends_refused",
+    "kv_loads_started",
+    "kv_loads_received",
+    "kv_loads_failed",
+    "kv_loads_aborted",
+    "kv_loads_not_needed",
+    "kv_loads_postponed",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "kv_pieces_resent",
+    "kv_checksum_failures",
+    "kv_lease_expiries",
+    "kv_late_messages",
+    "kv_duplicate_messages",
+    "kv_foreign_messages",
+    "kv_bad_messages",
+    "kv_unreadable_messages",
+    "kv_version_mismatches",
+    "kv_unreachable_pools",
+)
+"""Every counter exists from the start, so that other threads may copy them while they grow."""
+
+Order = GivingOrder | TakingOrder
+
+
+class TransferEndpoint:
+    """Both ends, and who hears what."""
+
+    def __init__(
+        self,
+        giving: GivingEnd,
+        taking: TakingEnd,
+        channel: Channel,
+        counters: "Counter[str]",
+        metrics: PeerMetrics,
+    ) -> None:
+        self._giving = giving
+        self._taking = taking
+        self._channel = channel
+        self._counters = counters
+        self.metrics = metrics
+
+    def obey(self, order: Order) -> None:
+        """One order of the engine."""
+        if isinstance(order, TakingOrder):
+            self._taking.obey(order)
+        else:
+            self._giving.obey(order)
+
+    def take(self, arrival: Arrival) -> None:
+        """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
+        try:
+            if arrival.is_from_producer:
+                self._taking.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
+            else:
+                self._giving.take(arrival.peer, TO_PRODUCER.decode(arrival.header))
+        except WireError as error:
+            self._counters["kv_bad_messages"] += 1
+            self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
+            self._report(error)
+            if not arrival.is_from_producer:
+                unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
+                self._channel.send(arrival.peer, TO_CONSUMER.encode(unreadable))
+            elif isinstance(error, OtherVersion):
+                self._taking.give_up_on(arrival.peer, str(error))
+
+    def _report(self, error: WireError) -> None:
+        """The 1st, 2nd, 4th, 8th ... time: who talks nonsense for ever must not fill the log."""
+        num_bad = self._counters["kv_bad_messages"]
+        if num_bad.bit_count() == 1:
+            logger.warning("dropped a message on the KV plane, the %d. so far: %s", num_bad, error)
+
+    def on_time(self) -> None:
+        """Does what is due. To be called after every wake-up, and at `next_deadline`."""
+        self._giving.on_time()
+        self._taking.on_time()
+
+    def next_deadline(self) -> float | None:
+        times = [self._giving.next_deadline(), self._taking.next_deadline()]
+        return min((time for time in times if time is not None), default=None)
+
+    def take_news(self) -> KVConnectorOutput:
+        """Everything that happened since the last call."""
+        giving, taking = self._giving, self._taking
+        news = KVConnectorOutput(
+            tuple(giving.freed),
+            tuple(taking.received),
+            tuple(taking.failed),
+            tuple(taking.quiesced),
+            giving.records | taking.records,
+            tuple(taking.can_load),
+            tuple(giving.unwanted),
+        )
+        giving.records, taking.records = {}, {}
+        giving.freed, giving.unwanted = [], []
+        taking.received, taking.failed, taking.quiesced, taking.can_load = [], [], [], []
+        return news
+
+    def close(self) -> None:
+        self._giving.close()
+        self._taking.close()
+
+    def check_integrity(self) -> None:
+        """Asserts that the counters and what is under way tell the same story; cheap enough for an idle moment."""
+        self._giving.check_integrity()
+        self._taking.check_integrity()
+
+    def __len__(self) -> int:
+        """Hand-overs that are not over."""
+        return len(self._giving) + len(self._taking)
+
+
+def make_endpoint(
+    config: KVTransferConfig,
+    incarnation: str,
+    fingerprint: KVFingerprint,
+    pool: KVPool,
+    channel: Channel,
+    readers: Mapping[str, PoolReader],
+    reach: Reach,
+    counters: "Counter[str]",
+    clock: Clock,
+) -> TransferEndpoint:
+    """An endpoint as `config` wants it; `reach` offers the `readers`, and the channel's bytes if it likes."""
+    producer = Producer(
+        ProducerIdentity(incarnation, fingerprint, pool.layout, reach),
+        config.lease_s,
+        config.max_inflight_mib * 2**20,
+        counters,
+    )
+    consumer = Consumer(
+        ConsumerIdentity(
+            fingerprint,
+            reach,
+            ChecksumPolicy(config.checksum),
+            min(config.lease_s, config.peer_timeout_s) / HEARTBEATS_PER_LEASE,
+            config.peer_timeout_s,
+            config.load_timeout_s,
+        ),
+        counters,
+    )
+    metrics = PeerMetrics()
+    giving = GivingEnd(incarnation, pool, channel, producer, counters, metrics, clock)
+    taking = TakingEnd(incarnation, pool, channel, readers, consumer, counters, metrics, clock)
+    return TransferEndpoint(giving, taking, channel, counters, metrics)

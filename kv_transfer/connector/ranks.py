@@ -1,0 +1,152 @@
+"""RankedConnector: the connectors of a worker's tensor-parallel ranks as one; knows no message and no byte.
+
+All ranks get the same orders, since a block has the same id on each. A load has arrived when it has on every rank;
+when it fails on one, the others give it up, and what is kept is what all of them have. Blocks are free when nobody
+reads them on any rank.
+"""
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Protocol
+
+from baton.kv import TransferRole
+from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
+from baton.transfer import TransferRecord
+from baton.worker import KVPeerCounts
+from kv_transfer.connector.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
+from kv_transfer.connector.timelines import combine
+from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads, Sends
+
+
+class RankConnector(Protocol):
+    """One rank's KVConnectorWorker, wherever it runs."""
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None: ...
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None: ...
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None: ...
+    def get_finished(self) -> KVConnectorOutput: ...
+    def counters(self) -> dict[str, int]: ...
+    def peers(self) -> tuple[KVPeerCounts, ...]: ...
+    def shutdown(self) -> None: ...
+
+
+class RankedConnector:
+    """To the engine, one connector."""
+
+    def __init__(self, ranks: Sequence[RankConnector], block_size: int) -> None:
+        self._ranks = ranks
+        self._block_size = block_size
+        self._loads: Loads[int, ReceivedKV] = Loads()
+        self._sends: Sends[int] = Sends()
+        self._records: dict[str, list[TransferRecord]] = {}
+        """How it went on the ranks that have reported, while others have not."""
+
+    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+        for order in metadata.at_once if metadata is not None else ():
+            match order:
+                case BeginSend():
+                    self._sends.begin(order.request_id, range(len(self._ranks)))
+                case AbortSend(is_held=False):
+                    self._sends.forget(order.request_id)
+                    self._records.pop(order.request_id, None)
+                case AbortLoad():
+                    self._loads.abort(order.request_id)
+        for rank in self._ranks:
+            rank.send_orders(metadata)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
+        for order in metadata.loads if metadata is not None else ():
+            self._loads.begin(order.request_id, range(len(self._ranks)))
+        for rank in self._ranks:
+            rank.start_load_kv(metadata)
+
+    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
+        for rank in self._ranks:
+            rank.save_kv_blocks(metadata, lost)
+
+    def get_finished(self) -> KVConnectorOutput:
+        """What ended on every rank since the last call."""
+        ended = KVConnectorOutput()
+        for number, rank in enumerate(self._ranks):
+            news = rank.get_finished()
+            for request_id, record in news.transfers.items():
+                if request_id in self._sends or request_id in self._loads:
+                    self._records.setdefault(request_id, []).append(record)
+            freed = [
+                request_id for request_id in news.finished_sending if self._sends.freed(request_id, number)
+            ]
+            for request_id in freed:
+                ended += KVConnectorOutput(finished_sending=(request_id,), transfers=self._record(request_id))
+            for received in news.finished_recving:
+                outcome = self._loads.arrived(received.request_id, number, received)
+                ended += self._conclude(received.request_id, outcome)
+            for failed in news.failed_recving:
+                num_valid_tokens = failed.num_valid_blocks * self._block_size
+                outcome = self._loads.failed(
+                    failed.request_id,
+                    number,
+                    num_valid_tokens,
+                    failed.reason,
+                    failed.is_cancelled,
+                    is_postponed=failed.is_postponed,
+                )
+                ended += self._conclude(failed.request_id, outcome)
+            for request_id in news.quiesced:
+                ended += self._conclude(request_id, self._loads.quiet(request_id, number))
+            ended += KVConnectorOutput(can_load=news.can_load, unwanted=news.unwanted)
+        return ended
+
+    def counters(self) -> dict[str, int]:
+        """Summed over the ranks."""
+        total: Counter[str] = Counter()
+        for rank in self._ranks:
+            total.update(rank.counters())
+        return dict(total)
+
+    def peers(self) -> tuple[KVPeerCounts, ...]:
+        """Summed over the ranks."""
+        totals: dict[tuple[TransferRole, str, str], KVPeerCounts] = {}
+        for counts in (counts for rank in self._ranks for counts in rank.peers()):
+            key = counts.role, counts.peer, counts.transport
+            totals[key] = totals[key] + counts if key in totals else counts
+        return tuple(totals.values())
+
+    def shutdown(self) -> None:
+        for rank in self._ranks:
+            rank.shutdown()
+
+    def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
+        match outcome:
+            case GiveUp(ranks, reason, is_cancelled, is_postponed):
+                give_up = GiveUpLoad(request_id, reason, is_cancelled, is_postponed)
+                orders = KVConnectorMetadata((give_up,), (), ())
+                for number in ranks:
+                    self._ranks[number].send_orders(orders)
+            case LoadArrived(parts):
+                received = ReceivedKV(
+                    request_id,
+                    parts[0].first_token,
+                    sum(part.num_bytes for part in parts),
+                    max(part.elapsed_s for part in parts),
+                    max(part.moving_s for part in parts),
+                    parts[0].transport,
+                )
+                return KVConnectorOutput(finished_recving=(received,), transfers=self._record(request_id))
+            case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
+                if not is_postponed:  # some of its ranks may be
+                    orders = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
+                    for rank in self._ranks:
+                        rank.send_orders(orders)
+                num_blocks = num_valid_tokens // self._block_size
+                failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
+                records = {} if is_postponed else self._record(request_id)
+                return KVConnectorOutput(failed_recving=(failed,), transfers=records)
+            case LoadQuiet():
+                self._records.pop(request_id, None)
+                return KVConnectorOutput(quiesced=(request_id,))
+        return KVConnectorOutput()
+
+    def _record(self, request_id: str) -> dict[str, TransferRecord]:
+        """How the hand-over of a request that is over on all ranks went."""
+        records = self._records.pop(request_id, [])
+        return {request_id: combine(records)} if records else {}

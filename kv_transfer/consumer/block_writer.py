@@ -1,0 +1,136 @@
+"""Landing: where pieces that come are written and looked at, in host memory at once, on a device by and by.
+
+Knows no peer, and does not compare: whoever owns it knows which checksums are right.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kv_transfer.cuda.staging import Staged, Stager, make_stager
+from kv_transfer.pool import HostPieces, KVPool, PieceView
+from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.messages import Pieces
+from kv_transfer.transport.base import Bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Some pieces of a message, and how they come."""
+
+    message: Pieces
+    wanted: WantedPieces
+    transport: str
+    has_checksums: bool
+    """Whether they are to be computed of what came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Nothing writes these pieces any more."""
+
+    arrival: Arrival
+    missing: tuple[int, ...]
+    """Indices of those that are wanted and did not come."""
+    checksums: dict[int, int]
+    """Of what came, by index, if they were wanted."""
+
+
+_Staging = tuple[Arrival, tuple[int, ...]]
+"""With what is missing."""
+
+
+class Landing:
+    """Belongs to the transfer thread."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._stager: Stager[_Staging] | None = make_stager(pool)
+        self._landed: list[Landed] = []
+
+    def receive(self, arrival: Arrival, view: PieceView, payload: Iterable[Bytes]) -> None:
+        """Writes what is wanted of the payload: all pieces of the message, in spans of whole ones. See `poll`."""
+        message, wanted = arrival.message, arrival.wanted
+        places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
+        came = _pieces(payload, view.nbytes, places)
+        if isinstance(view, HostPieces):
+            for piece_id, piece in came:
+                view.store(piece_id, piece)
+            self._look_at(arrival, view, tuple(message.indices[position] for position in places))
+            return
+        pieces = dict(came)
+        missing = tuple(message.indices[position] for position in places)
+        if not pieces:
+            self._landed.append(Landed(arrival, missing, {}))
+            return
+        assert self._stager is not None, "pieces on a device, of a pool that is not"
+        self._stager.put_in(
+            (arrival, missing),
+            view,
+            [*pieces],
+            [*pieces.values()],
+            has_checksums=arrival.has_checksums,
+        )
+
+    def was_read(self, arrival: Arrival, view: PieceView) -> None:
+        """All pieces were written by other means; `poll` says when they have been looked at."""
+        if isinstance(view, HostPieces):
+            self._look_at(arrival, view, ())
+        elif not arrival.has_checksums:
+            self._landed.append(Landed(arrival, (), {}))
+        else:
+            assert self._stager is not None, "pieces on a device, of a pool that is not"
+            piece_ids = arrival.wanted.piece_ids
+            self._stager.take_out((arrival, ()), view, piece_ids, has_bytes=False, has_checksums=True)
+
+    def poll(self) -> list[Landed]:
+        """What has landed since the last call."""
+        if self._stager is not None:
+            self._landed += [_landed(staged) for staged in self._stager.poll()]
+        landed, self._landed = self._landed, []
+        return landed
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        """How often `poll` wants to be called; None: there is nothing to poll for."""
+        return self._stager.poll_interval_s if self._stager is not None else None
+
+    def close(self) -> None:
+        """Nothing is written any more when this returns."""
+        if self._stager is not None:
+            self._stager.close()
+
+    def _look_at(self, arrival: Arrival, view: HostPieces, missing: tuple[int, ...]) -> None:
+        wanted, checksums = arrival.wanted, dict[int, int]()
+        if arrival.has_checksums:
+            for index, piece_id in zip(wanted.indices, wanted.piece_ids, strict=True):
+                if index not in missing:
+                    checksums[index] = view.checksum(piece_id)
+        self._landed.append(Landed(arrival, missing, checksums))
+
+
+def _pieces(
+    payload: Iterable[Bytes], piece_nbytes: int, places: dict[int, int]
+) -> Iterator[tuple[int, Bytes]]:
+    """Where each piece goes, and its bytes. `places`, by positions in the message, keeps those that do not come."""
+    position = 0
+    for span in payload:
+        if len(span) % piece_nbytes:
+            return
+        for piece in span.reshape(-1, piece_nbytes):
+            if position in places:
+                yield places.pop(position), piece
+            position += 1
+
+
+def _landed(staged: Staged[_Staging]) -> Landed:
+    arrival, missing = staged.what
+    indices = arrival.wanted.indices
+    if staged.error is not None:  # they are asked for again, as if they had been lost on the way
+        logger.warning("cannot put KV into the device's memory, or look at it there: %s", staged.error)
+        return Landed(arrival, tuple(indices), {})
+    if not arrival.has_checksums:
+        return Landed(arrival, missing, {})
+    came = [index for index in indices if index not in missing]
+    return Landed(arrival, missing, dict(zip(came, staged.checksums, strict=True)))

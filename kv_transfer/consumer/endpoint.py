@@ -1,0 +1,379 @@
+"""TakingEnd: joins the consumer's state machine to a pool and to transports: pieces come into this rank's pool.
+
+Belongs to whoever drives it, one call at a time; see endpoint.py.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.kv import TransferRole
+from baton.step import FailedKV, ReceivedKV
+from baton.system.standstill import Standstill
+from baton.transfer import TransferEventKind, TransferRecord
+from kv_transfer.connector.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
+from kv_transfer.connector.metrics import PeerMetrics
+from kv_transfer.connector.timelines import Timelines
+from kv_transfer.consumer.block_writer import Arrival, Landing
+from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
+from kv_transfer.pool import KVPool
+from kv_transfer.protocol.consumer import Consumer
+from kv_transfer.protocol.effects import (
+    CanLoad,
+    Effect,
+    Failed,
+    Leg,
+    OpenPool,
+    Peer,
+    Quiesced,
+    Received,
+    Send,
+)
+from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
+from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
+from kv_transfer.protocol.timers import Timers
+from kv_transfer.protocol.transports import SENDS_BYTES
+from kv_transfer.rank_transfers import Legs
+from kv_transfer.transport.base import Channel, PoolReader, TransportError
+
+logger = logging.getLogger(__name__)
+
+TakingOrder = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
+
+READ_TIMEOUT_S = 10.0
+"""A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Pieces that are being read out of a peer's pool."""
+
+    pool: PoolKey
+    message: Pieces
+    wanted: WantedPieces
+
+
+class TakingEnd:
+    """Every hand-over this rank takes."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        pool: KVPool,
+        channel: Channel,
+        readers: Mapping[str, PoolReader],
+        consumer: Consumer,
+        counters: "Counter[str]",
+        metrics: PeerMetrics,
+        clock: Clock,
+    ) -> None:
+        self._pool = pool
+        self._channel = channel
+        self._consumer = consumer
+        self._counters = counters
+        self._metrics = metrics
+        self._clock = clock
+        self._legs = Legs(incarnation, pool)
+        self._loads: Loads[Leg, Received] = Loads()
+        self._timelines = Timelines(clock)
+        self._pools = RemotePools(readers, clock)
+        self._landing = Landing(pool)
+        self._reads: dict[tuple[str, int], _Read] = {}
+        self._standstill = Standstill(READ_TIMEOUT_S / 4)
+        self._read_ends: Timers[tuple[str, int]] = Timers(self._standstill)
+        self.received: list[ReceivedKV] = []
+        self.failed: list[FailedKV] = []
+        self.quiesced: list[str] = []
+        self.can_load: list[str] = []
+        """What became of loads, until somebody takes it."""
+        self.records: dict[str, TransferRecord] = {}
+        """How those went that arrived or failed, likewise."""
+
+    def obey(self, order: TakingOrder) -> None:
+        """One order of the engine."""
+        match order:
+            case BeginLoad():
+                self._begin(order)
+            case LoadBlocks():
+                self._load(order)
+            case AbortLoad():
+                self._abort(order)
+            case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
+                for end in self._legs.of(request_id):
+                    self._give_up(end.leg, GiveUp((), reason, is_cancelled, is_postponed))
+
+    def take(self, peer: Peer, message: ToConsumer) -> None:
+        """A message of a producer; the channel still has the payload of `Pieces`."""
+        if isinstance(message, Pieces):
+            self._take_pieces(message)
+            return
+        self._do(self._consumer.on_message(message, self._clock.now()))
+        if isinstance(message, Unreadable) and not message.is_damaged:
+            self.give_up_on(peer, message.reason)
+
+    def give_up_on(self, peer: Peer, reason: str) -> None:
+        """This producer and we do not speak one language; loads from it fail at once."""
+        assert isinstance(peer, str), "consumers know producers by their addresses"
+        why = f"we and the prefill worker cannot read each other: {reason}"
+        self._do(self._consumer.on_other_language(peer, why))
+
+    def on_time(self) -> None:
+        now = self._clock.now()
+        late = list(self._read_ends.pop_due(now))
+        for name in late:
+            self._pools.close_one(self._reads[name].pool)
+        self.poll()
+        for name in late:
+            if name in self._reads:
+                self._unread(self._reads.pop(name), f"no word of its end for {READ_TIMEOUT_S:g} s")
+        self._do(self._consumer.on_time(now))
+        self._pools.close_unused(self._consumer.knows)
+
+    def poll(self) -> None:
+        """Takes in reads, and copies of a device, that are over."""
+        for transport, done in self._pools.poll():
+            self._read_ends.cancel((transport, done.number))
+            read = self._reads.pop((transport, done.number), None)
+            if read is None:  # it was given up, long after nothing wrote any more
+                continue
+            if done.error is None:
+                arrival = self._arrival(read.message, read.wanted, transport)
+                self._landing.was_read(arrival, self._legs.at(read.message.key).view)
+                self._take_landed()
+            else:
+                self._unread(read, done.error)
+        self._take_landed()
+
+    def next_deadline(self) -> float | None:
+        times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._read_ends.next()]
+        if self._reads:
+            intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
+            times += [self._clock.now() + interval for interval in intervals if interval is not None]
+        if self._landing.poll_interval_s is not None:
+            times.append(self._clock.now() + self._landing.poll_interval_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def close(self) -> None:
+        """Ends every read, and the readers with them."""
+        self._pools.close()
+        self._landing.close()
+
+    def check_integrity(self) -> None:
+        """See TransferEndpoint."""
+        self._consumer.check_integrity()
+        assert len(self._timelines) == len(self._legs)
+
+    def __len__(self) -> int:
+        return max(len(self._consumer), len(self._legs))
+
+    # orders
+
+    def _begin(self, order: BeginLoad) -> None:
+        now = self._clock.now()
+        self._timelines.begin(order.request_id, order.transfer)
+        for end in self._legs.open(order.request_id, order.transfer):
+            self._do(
+                self._consumer.begin(end.leg, end.key, end.address, order.num_tokens, end.view.shape, now)
+            )
+
+    def _load(self, order: LoadBlocks) -> None:
+        ends = self._legs.of(order.request_id)
+        self._timelines.mark(order.request_id, TransferEventKind.ASKED)
+        if (reason := self._legs.refusal(order.request_id)) is not None:
+            reason = f"the workers do not match: {reason}"
+            self._legs.close(order.request_id)
+            self._timelines.part_ended(order.request_id, TransferEventKind.FAILED, reason=reason)
+            self._record(order.request_id)
+            self.failed.append(FailedKV(order.request_id, 0, reason))
+            return
+        self._loads.begin(order.request_id, [end.leg for end in ends])
+        first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
+        effects: list[Effect] = []
+        for end in ends:  # all begin before one that fails at once can give the others up
+            effects += self._consumer.load(end.leg, first_token, order.block_ids, now)
+        self._do(effects)
+
+    def _abort(self, order: AbortLoad) -> None:
+        is_loading = order.request_id in self._loads
+        self._loads.abort(order.request_id)
+        for end in self._legs.of(order.request_id):
+            self._do(self._consumer.abort(end.leg, order.reason))
+        if not is_loading:
+            self._legs.close(order.request_id)
+            self._timelines.forget(order.request_id)
+
+    def _give_up(self, leg: Leg, why: GiveUp[Leg]) -> None:
+        if why.is_postponed:
+            self._do(self._consumer.postpone(leg, why.reason, self._clock.now()))
+        else:
+            self._do(self._consumer.give_up(leg, why.reason, why.is_cancelled))
+
+    # pieces
+
+    def _take_pieces(self, message: Pieces) -> None:
+        now = self._clock.now()
+        wanted = self._consumer.wanted(message, now)
+        if not wanted:
+            return
+        self._timelines.mark(self._legs.at(message.key).leg.request_id, TransferEventKind.FIRST_PIECE)
+        transport = self._consumer.transport_of(message.key)
+        view = self._legs.at(message.key).view
+        if transport in SENDS_BYTES:
+            payload = self._channel.read_payload()
+            self._landing.receive(self._arrival(message, wanted, transport), view, payload)
+            self._take_landed()
+            return
+        read = _Read(_pool_key(message.key, transport), message, wanted)
+        try:
+            peers = [message.piece_ids[position] for position in wanted.positions]
+            runs = view.runs(peers, wanted.piece_ids)
+            number = self._pools.read(read.pool, runs)
+        except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
+            self._unread(read, str(error))
+            return
+        self._reads[transport, number] = read
+        self._standstill.look(now)
+        self._read_ends.set((transport, number), now + READ_TIMEOUT_S)
+        if self._pools.poll_interval_s(transport) is None:
+            self.poll()
+
+    def _arrival(self, message: Pieces, wanted: WantedPieces, transport: str) -> Arrival:
+        return Arrival(message, wanted, transport, self._consumer.wants_checksums(message.key))
+
+    def _take_landed(self) -> None:
+        for landed in self._landing.poll():
+            arrival = landed.arrival
+            message, wanted, transport = arrival.message, arrival.wanted, arrival.transport
+            self._arrived(message, wanted, landed.missing, transport, landed.checksums)
+
+    def _arrived(
+        self,
+        message: Pieces,
+        wanted: WantedPieces,
+        missing: Iterable[int],
+        transport: str,
+        checksums: Mapping[int, int],
+    ) -> None:
+        """Compares checksums of what was written; the state machine hears of every piece."""
+        key, end, damaged = message.key, self._legs.at(message.key), set(missing)
+        num_written = len(wanted.indices) - len(damaged)
+        if checksums:
+            theirs = message.checksums or (None,) * len(message.indices)
+            for position, index in zip(wanted.positions, wanted.indices, strict=True):
+                if index in checksums and checksums[index] != theirs[position]:
+                    damaged.add(index)
+        num_bytes = num_written * end.view.nbytes
+        self._counters["kv_bytes_received"] += num_bytes
+        self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
+        self._timelines.moved(end.leg.request_id, transport, num_bytes)
+        valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
+        self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
+
+    def _unread(self, read: _Read, error: str) -> None:
+        logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
+        self._pools.mark_failed(read.pool)
+        key, transport, now = read.message.key, read.pool[2], self._clock.now()
+        self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
+
+    def _open_pool(self, effect: OpenPool) -> None:
+        try:
+            self._pools.open(_pool_key(effect.key, effect.transport), effect.description)
+        except TransportError as error:
+            logger.warning("cannot reach the KV of %s: %s", effect.key.producer, error)
+            now = self._clock.now()
+            self._do(self._consumer.on_unreachable(effect.key, effect.transport, str(error), now))
+
+    # effects
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
+                case OpenPool():
+                    self._open_pool(effect)
+                case Received(leg=leg, transport=transport):
+                    queued_s = effect.elapsed_s - effect.moving_s
+                    self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
+                    self._timelines.part_ended(leg.request_id, TransferEventKind.VERIFIED, transport)
+                    self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
+                case Failed():
+                    self._take_failed(effect)
+                case CanLoad(leg):
+                    self.can_load.append(leg.request_id)
+                case Quiesced(leg, transport, has_failed):
+                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=has_failed)
+                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
+
+    def _take_failed(self, failed: Failed) -> None:
+        leg, transport, is_cancelled = failed.leg, failed.transport, failed.is_cancelled
+        if not failed.is_postponed:
+            self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
+            kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
+            self._timelines.part_ended(leg.request_id, kind, transport, failed.reason)
+        outcome = self._loads.failed(
+            leg.request_id,
+            leg,
+            failed.num_valid_tokens,
+            failed.reason,
+            is_cancelled,
+            is_postponed=failed.is_postponed,
+        )
+        self._conclude(leg.request_id, outcome)
+
+    def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
+        """What the legs' reports make of the request."""
+        if isinstance(outcome, GiveUp):
+            for leg in outcome.parts:
+                self._give_up(leg, outcome)
+        elif outcome is not None:
+            num_bytes = self._num_bytes(request_id, outcome)
+            if not (isinstance(outcome, LoadFailed) and outcome.is_postponed):
+                self._close(request_id)
+            match outcome:
+                case LoadArrived(parts):
+                    self._record(request_id)
+                    elapsed_s = max(part.elapsed_s for part in parts)
+                    moving_s = max(part.moving_s for part in parts)
+                    self.received.append(
+                        ReceivedKV(
+                            request_id,
+                            parts[0].first_token,
+                            num_bytes,
+                            elapsed_s,
+                            moving_s,
+                            parts[0].transport,
+                        )
+                    )
+                case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
+                    if not is_postponed:
+                        self._record(request_id)
+                    num_blocks = num_valid_tokens // self._pool.layout.block_size
+                    failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
+                    self.failed.append(failed)
+                case LoadQuiet():
+                    self._timelines.forget(request_id)
+                    self.quiesced.append(request_id)
+
+    def _close(self, request_id: str) -> None:
+        """It is over, also for legs that were put off when another one failed."""
+        for end in self._legs.of(request_id):
+            self._do(self._consumer.abort(end.leg, "the load has failed on another rank"))
+        self._legs.close(request_id)
+
+    def _record(self, request_id: str) -> None:
+        if record := self._timelines.conclude(request_id):
+            self.records[request_id] = record
+
+    def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> int:
+        if not isinstance(outcome, LoadArrived):
+            return 0
+        views = {end.leg: end.view for end in self._legs.of(request_id)}
+        return sum(part.num_pieces * views[part.leg].nbytes for part in outcome.parts)
+
+
+def _pool_key(key: TransferKey, transport: str) -> PoolKey:
+    return key.producer, key.producer_rank, transport

@@ -1,0 +1,70 @@
+"""Memory that a CUDA device copies from and to: CudaMemory on the device, PinnedBuffer on the host."""
+
+import ctypes
+from typing import Any, Protocol
+
+import numpy as np
+
+from kv_transfer.cuda.copies import CopyDriver
+from kv_transfer.cuda.driver import Address, CudaDriver
+from kv_transfer.transport.base import Bytes
+
+
+class Driver(CopyDriver, Protocol):
+    """What of CudaDriver moving KV takes."""
+
+    device: int
+
+    def allocate(self, num_bytes: int) -> Address: ...
+    def free(self, address: Address) -> None: ...
+    def allocate_host(self, num_bytes: int) -> Address: ...
+    def free_host(self, address: Address) -> None: ...
+    def share(self, address: Address) -> bytes: ...
+    def open(self, handle: bytes) -> Address: ...
+    def close(self, address: Address) -> None: ...
+    def size_of(self, address: Address) -> int: ...
+    def make_current(self) -> None: ...
+    def make_stream(self) -> int: ...
+    def record(self, stream: int) -> int: ...
+    def is_over(self, event: int) -> bool: ...
+    def drop(self, event: int) -> None: ...
+    def wait(self, stream: int) -> None: ...
+    def drop_stream(self, stream: int) -> None: ...
+
+
+class CudaMemory:
+    """`num_bytes` zeros on a device that other processes of this host may open. PyTorch takes it as a tensor.
+
+    Nothing frees it but `free`, and the end of the process: whoever made it calls that last, when the tensors over it,
+    readers, stagers and NIXL's agents are gone. CUDA leaves open what a peer reads that still has it open then; the
+    protocol believes none of that, as no `End` follows.
+    """
+
+    def __init__(self, num_bytes: int, device: int, driver: Driver | None = None) -> None:
+        """CudaError if the device has not got so much."""
+        self.driver: Driver = driver if driver is not None else CudaDriver(device)
+        self.nbytes = num_bytes
+        self.address = self.driver.allocate(num_bytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """uint8 [num_bytes], for `torch.as_tensor`."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def free(self) -> None:
+        self.driver.free(self.address)
+
+
+class PinnedBuffer:
+    """`nbytes` bytes of the host that a device reads and writes by itself; `array` is uint8 [nbytes] over them."""
+
+    def __init__(self, num_bytes: int, driver: Driver) -> None:
+        """CudaError if the host has not got so much to lock."""
+        self._driver = driver
+        self.nbytes = num_bytes
+        self.address = driver.allocate_host(num_bytes)
+        self.array: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.address))
+
+    def free(self) -> None:
+        """Nothing may use `array` any more, nor any copy be under way."""
+        self._driver.free_host(self.address)

@@ -1,0 +1,240 @@
+"""Stager: pieces between a device's memory and the host, through a few pinned buffers; knows no peer and no message.
+
+Nothing here waits: copies are queued on a stream of their own, and `poll` asks whether they are over. While the
+processor is busy with what one buffer holds, the device fills or empties the next.
+
+    take out    device --> pinned buffer --> checksums, and a copy that whoever sends it may keep
+    put in      bytes that came --> pinned buffer, checksums --> device
+
+What leaves is copied once more on the host, out of the pinned buffer: ZeroMQ reads a payload when its turn comes, and
+a peer that takes nothing would keep a buffer from all others.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+import xxhash
+
+from kv_transfer.cuda.copies import queue_copies
+from kv_transfer.cuda.memory import CudaMemory, PinnedBuffer
+from kv_transfer.pool import DeviceKVBytes, DevicePieces, KVPool
+from kv_transfer.protocol.outgoing import BYTES_PER_TURN
+from kv_transfer.transport.base import Bytes, Runs, TransportError
+
+logger = logging.getLogger(__name__)
+
+NUM_BUFFERS = 2
+POLL_INTERVAL_S = 0.0005
+"""A buffer of 4 MiB takes some 100 us over PCIe 5, and as long again to look at."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Generic[T]):
+    """Pieces that were taken out or put in, or could not be: see `error`. Nothing is being copied any more."""
+
+    what: T
+    """What the caller knows them by."""
+    spans: list[Bytes]
+    """Taken out: the bytes of whole pieces, one after the other, if they were asked for."""
+    checksums: list[int]
+    """xxh3_64 of each piece, in the order in which they were named, if they were asked for."""
+    error: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Job(Generic[T]):
+    what: T
+    has_bytes: bool
+    has_checksums: bool
+    num_batches: int = 0
+    """That are not over."""
+    spans: list[Bytes] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    error: str | None = None
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch(Generic[T]):
+    """Pieces of one job that fit into a buffer."""
+
+    job: _Job[T]
+    runs: Runs
+    piece_nbytes: int
+    num_pieces: int
+    pieces: Sequence[Bytes] | None
+    """What to put in; None: to be taken out."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_pieces * self.piece_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy(Generic[T]):
+    """A batch under way, and the event that ends it."""
+
+    batch: _Batch[T]
+    buffer: PinnedBuffer
+    event: int
+
+
+class Stager(Generic[T]):
+    """Belongs to the transfer thread. `poll` wants to be called every POLL_INTERVAL_S while it is busy."""
+
+    def __init__(self, memory: CudaMemory, buffer_nbytes: int) -> None:
+        """`buffer_nbytes`: at least of the largest piece. CudaError if so much cannot be locked in host memory."""
+        self._memory = memory
+        self._driver = memory.driver
+        self._stream = self._driver.make_stream()
+        self._buffers = [PinnedBuffer(buffer_nbytes, self._driver) for _ in range(NUM_BUFFERS)]
+        self._buffer_nbytes = buffer_nbytes
+        self._free = list(self._buffers)
+        self._waiting: deque[_Batch[T]] = deque()
+        self._under_way: deque[_Copy[T]] = deque()
+        """In the order of the stream."""
+        self._done: list[Staged[T]] = []
+
+    def take_out(
+        self, what: T, view: DevicePieces, piece_ids: Sequence[int], *, has_bytes: bool, has_checksums: bool
+    ) -> None:
+        """Begins to copy pieces to the host; nothing may write them before `poll` says that it is over, or `drop`."""
+        self._begin(_Job(what, has_bytes, has_checksums), view, piece_ids, None)
+
+    def put_in(
+        self,
+        what: T,
+        view: DevicePieces,
+        piece_ids: Sequence[int],
+        pieces: Sequence[Bytes],
+        *,
+        has_checksums: bool,
+    ) -> None:
+        """Begins to write pieces, [bytes] each, which must stay as they are until `poll` says that it is over."""
+        self._begin(_Job(what, False, has_checksums), view, piece_ids, pieces)
+
+    def drop(self, is_meant: Callable[[T], bool]) -> None:
+        """These are not wanted any more, and `poll` will not name them. Only for what is taken out."""
+        for batch in self._waiting:
+            batch.job.is_wanted &= not is_meant(batch.job.what)
+        for copy in self._under_way:
+            copy.batch.job.is_wanted &= not is_meant(copy.batch.job.what)
+        self._waiting = deque(batch for batch in self._waiting if batch.job.is_wanted)
+        self._done = [staged for staged in self._done if not is_meant(staged.what)]
+
+    def poll(self) -> list[Staged[T]]:
+        """What is over since the last call. Looks at NUM_BUFFERS buffers at most, which takes a few milliseconds."""
+        for _ in range(NUM_BUFFERS):
+            if not self._under_way or not self._is_over(self._under_way[0]):
+                break
+            self._end(self._under_way.popleft())
+        self._start()
+        done, self._done = self._done, []
+        return done
+
+    @property
+    def poll_interval_s(self) -> float | None:
+        """None while there is nothing to poll for."""
+        return POLL_INTERVAL_S if self._under_way or self._done else None
+
+    def close(self) -> None:
+        """Ends what is under way, which takes as long as the copies do, and gives everything back."""
+        self._waiting.clear()
+        self._wait()
+        while self._under_way:
+            self._release(self._under_way.popleft())
+        with suppress(TransportError):  # a lost context has taken everything with it
+            for buffer in self._buffers:
+                buffer.free()
+            self._driver.drop_stream(self._stream)
+
+    def _begin(
+        self, job: _Job[T], view: DevicePieces, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
+    ) -> None:
+        num_per_batch = self._buffer_nbytes // view.nbytes
+        assert num_per_batch, f"a piece of {view.nbytes} bytes, and buffers of {self._buffer_nbytes}"
+        for first in range(0, len(piece_ids), num_per_batch):
+            ids = piece_ids[first : first + num_per_batch]
+            put = None if pieces is None else pieces[first : first + num_per_batch]
+            self._waiting.append(_Batch(job, view.runs_of(ids), view.nbytes, len(ids), put))
+            job.num_batches += 1
+        assert job.num_batches, "no pieces"
+        self._start()
+
+    def _start(self) -> None:
+        """Queues the copies of what waits, as far as there are buffers."""
+        while self._waiting and self._free:
+            batch, buffer = self._waiting.popleft(), self._free.pop()
+            try:
+                self._under_way.append(_Copy(batch, buffer, self._queue(batch, buffer)))
+            except TransportError as error:
+                self._wait()  # some copies may be queued
+                self._free.append(buffer)
+                self._note_end(batch, str(error))
+
+    def _queue(self, batch: _Batch[T], buffer: PinnedBuffer) -> int:
+        """The event that ends the copies."""
+        device, host, runs = self._memory.address, buffer.address, batch.runs
+        if batch.pieces is None:
+            out = Runs(runs.local, runs.remote, runs.lengths)
+            queue_copies(self._driver, out, device, host, self._stream)
+        else:
+            np.concatenate(batch.pieces, out=buffer.array[: batch.nbytes])
+            self._look_at(batch, buffer)
+            queue_copies(self._driver, runs, host, device, self._stream)
+        return self._driver.record(self._stream)
+
+    def _is_over(self, copy: _Copy[T]) -> bool:
+        try:
+            return self._driver.is_over(copy.event)
+        except TransportError as error:  # the context is lost, and with it everything that was queued
+            copy.batch.job.error = str(error)
+            return True
+
+    def _end(self, copy: _Copy[T]) -> None:
+        if copy.batch.pieces is None and copy.batch.job.is_wanted and copy.batch.job.error is None:
+            self._look_at(copy.batch, copy.buffer)
+        self._release(copy)
+        self._note_end(copy.batch, None)
+
+    def _look_at(self, batch: _Batch[T], buffer: PinnedBuffer) -> None:
+        """Takes of the buffer's bytes what the job wants."""
+        held = buffer.array[: batch.nbytes]
+        if batch.job.has_checksums:
+            pieces = held.reshape(batch.num_pieces, batch.piece_nbytes)
+            batch.job.checksums += [xxhash.xxh3_64_intdigest(piece.data) for piece in pieces]
+        if batch.job.has_bytes:
+            batch.job.spans.append(held.copy())
+
+    def _release(self, copy: _Copy[T]) -> None:
+        self._free.append(copy.buffer)
+        with suppress(TransportError):  # it is lost with its context
+            self._driver.drop(copy.event)
+
+    def _note_end(self, batch: _Batch[T], error: str | None) -> None:
+        job = batch.job
+        job.num_batches -= 1
+        job.error = job.error or error
+        if job.num_batches == 0 and job.is_wanted:
+            self._done.append(Staged(job.what, job.spans, job.checksums, job.error))
+
+    def _wait(self) -> None:
+        """Nothing that was queued is being copied any more when this returns."""
+        try:
+            self._driver.wait(self._stream)
+        except TransportError as error:
+            logger.warning("the device does not answer: %s", error)
+
+
+def make_stager(pool: KVPool) -> Stager[T] | None:
+    """None for a pool in host memory, whose pieces are used in place."""
+    if not isinstance(pool, DeviceKVBytes):
+        return None
+    return Stager(pool.memory, max(pool.block_nbytes, BYTES_PER_TURN))

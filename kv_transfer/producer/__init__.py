@@ -1,0 +1,1 @@
+"""The producer: pieces of this rank's pool go out."""

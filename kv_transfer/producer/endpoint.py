@@ -1,0 +1,213 @@
+"""GivingEnd: joins the producer's state machine to a pool and a channel: pieces of this rank's pool go out.
+
+Bytes and checksums of a pool on a device are taken out first, and the message follows when they are here, unless a
+preemption takes the blocks back meanwhile, or the hand-over ends: then it is never sent.
+
+Belongs to whoever drives it, one call at a time; see endpoint.py.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from baton.clock import Clock
+from baton.kv import TransferRole
+from baton.transfer import TransferEventKind, TransferRecord
+from kv_transfer.connector.commands import (
+    AbortSend,
+    BeginSend,
+    FinishSend,
+    NoteStarvation,
+    SendBlocks,
+    WithdrawBlocks,
+)
+from kv_transfer.connector.metrics import PeerMetrics
+from kv_transfer.connector.timelines import Timelines
+from kv_transfer.cuda.staging import Stager, make_stager
+from kv_transfer.pool import DevicePieces, KVPool
+from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
+from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
+from kv_transfer.protocol.parts import Sends
+from kv_transfer.protocol.producer import Producer
+from kv_transfer.rank_transfers import Legs
+from kv_transfer.transport.base import Bytes, Channel
+
+logger = logging.getLogger(__name__)
+
+GivingOrder = BeginSend | NoteStarvation | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
+
+
+class GivingEnd:
+    """Every hand-over this rank gives."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        pool: KVPool,
+        channel: Channel,
+        producer: Producer,
+        counters: "Counter[str]",
+        metrics: PeerMetrics,
+        clock: Clock,
+    ) -> None:
+        self._channel = channel
+        self._producer = producer
+        self._counters = counters
+        self._metrics = metrics
+        self._clock = clock
+        self._legs = Legs(incarnation, pool)
+        self._stager: Stager[SendPieces] | None = make_stager(pool)
+        self._open: Sends[Leg] = Sends()
+        self._timelines = Timelines(clock)
+        self.freed: list[str] = []
+        """Requests whose blocks nobody reads any more, until somebody takes them."""
+        self.unwanted: list[str] = []
+        """Likewise those that are computed for nobody; one that has several legs comes several times."""
+        self.records: dict[str, TransferRecord] = {}
+        """How their hand-overs went, likewise."""
+
+    def obey(self, order: GivingOrder) -> None:
+        """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
+        if isinstance(order, NoteStarvation):
+            self._do(self._producer.note_starvation(order.is_starved))
+            return
+        request_id, now = order.request_id, self._clock.now()
+        if isinstance(order, BeginSend):
+            self._begin(order)
+            return
+        if isinstance(order, FinishSend):
+            self._timelines.mark(request_id, TransferEventKind.PREFILLED)
+        if (
+            isinstance(order, FinishSend | AbortSend)
+            and (reason := self._legs.refusal(request_id)) is not None
+        ):
+            self._timelines.part_ended(request_id, TransferEventKind.FAILED, reason=reason)
+            self._conclude(request_id)
+        for end in self._legs.of(request_id):
+            match order:
+                case SendBlocks(first_index=first, block_ids=block_ids):
+                    self._do(self._producer.blocks_ready(end.leg, first, block_ids))
+                case WithdrawBlocks():
+                    self._drop_staged(end.key)
+                    self._do(self._producer.withdraw(end.leg))
+                case FinishSend(num_blocks=num_blocks, tail_block_ids=tail, first_token=first_token):
+                    self._do(self._producer.blocks_ready(end.leg, num_blocks - len(tail), tail))
+                    self._do(self._producer.finish(end.leg, first_token, now))
+                case AbortSend(reason=reason, is_cancelled=is_cancelled):
+                    self._do(self._producer.abort(end.leg, reason, is_cancelled))
+        if isinstance(order, AbortSend) and not order.is_held:
+            self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
+            self.records.pop(request_id, None)
+
+    def take(self, peer: Peer, message: ToProducer) -> None:
+        self._do(self._producer.on_message(peer, message, self._clock.now()))
+
+    def on_time(self) -> None:
+        self._send_staged()
+        self._do(self._producer.on_time(self._clock.now()))
+
+    def next_deadline(self) -> float | None:
+        deadline = self._producer.next_deadline()
+        if self._stager is None or self._stager.poll_interval_s is None:
+            return deadline
+        poll_at = self._clock.now() + self._stager.poll_interval_s
+        return poll_at if deadline is None else min(deadline, poll_at)
+
+    def close(self) -> None:
+        """Nothing copies out of our pool on this end's behalf any more."""
+        if self._stager is not None:
+            self._stager.close()
+
+    def check_integrity(self) -> None:
+        """See TransferEndpoint."""
+        self._producer.check_integrity()
+        assert len(self._timelines) == len(self._legs) == len(self._open)
+
+    def __len__(self) -> int:
+        return max(len(self._producer), len(self._legs))
+
+    def _begin(self, order: BeginSend) -> None:
+        ends = self._legs.open(order.request_id, order.transfer)
+        self._timelines.begin(order.request_id, order.transfer)
+        self._open.begin(order.request_id, [end.leg for end in ends])
+        for end in ends:
+            self._do(
+                self._producer.begin(end.leg, end.key, order.num_tokens, end.view.shape, end.view.nbytes)
+            )
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
+                case SendPieces():
+                    self._send_pieces(effect)
+                case Unwanted(leg):
+                    self.unwanted.append(leg.request_id)
+                case Freed():
+                    self._take_freed(effect)
+
+    def _take_freed(self, freed: Freed) -> None:
+        leg, transport, is_needed = freed.leg, freed.transport, freed.is_needed
+        self._metrics.given(self._legs.peer_of(leg), transport, freed.exposed_s, is_needed)
+        kind = TransferEventKind.FAILED if is_needed else TransferEventKind.NOT_NEEDED
+        if freed.exposed_s is not None:
+            kind = TransferEventKind.RELEASED
+        self._timelines.part_ended(leg.request_id, kind, transport, freed.reason)
+        if self._open.freed(leg.request_id, leg):
+            self._conclude(leg.request_id)
+
+    def _conclude(self, request_id: str) -> None:
+        """No leg is read any more, or there never was one."""
+        for end in self._legs.of(request_id):
+            self._drop_staged(end.key)
+        self._legs.close(request_id)
+        self._open.forget(request_id)
+        self.freed.append(request_id)
+        if record := self._timelines.conclude(request_id):
+            self.records[request_id] = record
+
+    def _send_pieces(self, effect: SendPieces) -> None:
+        view = self._legs.at(effect.key).view
+        if isinstance(view, DevicePieces):
+            self._take_out(effect, view)
+            return
+        checksums = [view.checksum(piece_id) for piece_id in effect.piece_ids] if effect.has_checksums else []
+        self._send(effect, checksums, view.spans(effect.piece_ids) if effect.has_payload else [])
+
+    def _take_out(self, effect: SendPieces, view: DevicePieces) -> None:
+        if not effect.has_payload and not effect.has_checksums:  # the consumer's device copies them by itself
+            self._send(effect, [], [])
+            return
+        assert self._stager is not None, "pieces on a device, of a pool that is not"
+        self._stager.take_out(
+            effect,
+            view,
+            effect.piece_ids,
+            has_bytes=effect.has_payload,
+            has_checksums=effect.has_checksums,
+        )
+
+    def _send_staged(self) -> None:
+        """What was taken out since the last time."""
+        for staged in self._stager.poll() if self._stager is not None else ():
+            if staged.error is None:
+                self._send(staged.what, staged.checksums, staged.spans)
+            else:  # the consumer will ask again
+                logger.warning("cannot take KV out of the device's memory: %s", staged.error)
+
+    def _drop_staged(self, key: TransferKey) -> None:
+        """Others will write these blocks: a checksum of what they write would vouch for it."""
+        if self._stager is not None:
+            self._stager.drop(lambda effect: effect.key == key)
+
+    def _send(self, effect: SendPieces, checksums: Sequence[int], payload: Sequence[Bytes]) -> None:
+        end = self._legs.at(effect.key)
+        header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, tuple(checksums))
+        if not self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload):
+            return  # the consumer will ask again
+        num_bytes = len(effect.piece_ids) * end.view.nbytes
+        self._counters["kv_bytes_sent"] += num_bytes
+        self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)
+        self._timelines.mark(end.leg.request_id, TransferEventKind.FIRST_PIECE)
+        self._timelines.moved(end.leg.request_id, effect.transport, num_bytes)

@@ -1,0 +1,52 @@
+"""Messages of the request plane: whose version they are of, and what cannot be one."""
+
+import msgpack
+import pytest
+
+from baton.errors import WireError
+from baton.messages.request_plane import (
+    REQUEST_PLANE_VERSION,
+    TO_GATEWAY,
+    TO_WORKER,
+    AbortRequests,
+    Hello,
+    KVEvents,
+    foreign_version,
+)
+
+
+@pytest.mark.parametrize("kind", ["Hello", "Heartbeat"])
+@pytest.mark.parametrize("rest", [[], ["life", None, 0], ["fields", "of", "the", "future"]])
+def test_another_version_is_told_whatever_else_it_has_in_a_message(kind: str, rest: list[object]) -> None:
+    frame = msgpack.packb([kind, REQUEST_PLANE_VERSION + 1, *rest])
+    codec = TO_WORKER if kind == "Hello" else TO_GATEWAY
+    with pytest.raises(WireError):
+        codec.decode(frame)
+    assert foreign_version(frame) == REQUEST_PLANE_VERSION + 1
+
+
+def test_the_first_version_named_none() -> None:
+    assert foreign_version(msgpack.packb(["Hello", "life", None, 0])) == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        TO_WORKER.encode(Hello("life", None, 0)),
+        TO_WORKER.encode(AbortRequests((), 1)),
+        msgpack.packb(["Hello", REQUEST_PLANE_VERSION, "damaged"]),
+        msgpack.packb(["Hello"]),
+        msgpack.packb(7),
+        b"\xc1",
+    ],
+)
+def test_everything_else_is_of_no_other_version(frame: bytes) -> None:
+    assert foreign_version(frame) is None
+
+
+@pytest.mark.parametrize("parts", [[0, True, b"1234567", b""], [0, True, b"", b"123456789"]])
+def test_half_a_hash_is_none(parts: list[object]) -> None:
+    with pytest.raises(WireError, match="no whole number of hashes"):
+        TO_GATEWAY.decode(msgpack.packb(["KVEvents", *parts]))
+    events = KVEvents(3, False, b"12345678", b"8765432112345678")
+    assert TO_GATEWAY.decode(TO_GATEWAY.encode(events)) == events

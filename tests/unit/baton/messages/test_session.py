@@ -1,0 +1,127 @@
+"""Both ends of a session on the request plane, over a line that loses what a test wants lost."""
+
+import pytest
+
+from baton.errors import WireError
+from baton.kv import WorkerRef
+from baton.messages.request_plane import Heartbeat
+from baton.messages.session import GatewaySession, WorkerSessions
+from baton.request import EngineRequest
+from baton.sampling import SamplingParams
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+
+GATEWAY, OTHER = b"gateway", b"other"
+REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams())
+STATUS = WorkerStatus(
+    WorkerRef("d0", "life", ("tcp://127.0.0.1:1",), 16),
+    WorkerRole.DECODE,
+    WorkerState.READY,
+    KVBlockCounts(9, 9, 0, 0),
+    RequestCounts(0, 0, 0),
+    {},
+)
+
+
+class Line:
+    """A gateway and a worker that have said hello to each other."""
+
+    def __init__(self) -> None:
+        self.gateway, self.worker = GatewaySession("life"), WorkerSessions("life")
+        assert self.greet() == (None, None)
+
+    def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
+        """One Hello and its answer: what the worker finds missing, and what the gateway finds lost."""
+        gap = self.worker.hear(GATEWAY, self.gateway.hello(), now)
+        return gap, self.gateway.note_heartbeat(self.worker.heartbeat(GATEWAY, STATUS))
+
+    def submit(self, *, is_lost: bool = False) -> None:
+        order = self.gateway.submit(REQUEST)
+        self.gateway.count_order()
+        if not is_lost:
+            self.worker.take(GATEWAY, order)
+
+    def output(self, *, is_lost: bool = False) -> None:
+        assert self.worker.count_outputs(GATEWAY)
+        if not is_lost:
+            self.gateway.note_outputs()
+
+
+def test_a_session_goes_on_while_everything_arrives() -> None:
+    line = Line()
+    for _ in range(3):
+        line.submit()
+        line.output()
+        assert line.greet() == (None, None)
+
+
+def test_a_lost_order_ends_the_session_on_both_ends_once() -> None:
+    line = Line()
+    line.submit()
+    line.submit(is_lost=True)
+    gap, loss = line.greet()
+    assert gap == "of 2 orders, 1 came"
+    assert loss == "it had lost us, and ended what it did for us"
+    line.submit()
+    assert line.greet() == (None, None)
+
+
+def test_a_lost_output_is_missed_once() -> None:
+    line = Line()
+    line.output()
+    line.output(is_lost=True)
+    assert line.greet() == (None, "1 of its messages did not arrive")
+    line.output()
+    assert line.greet() == (None, None)
+
+
+def test_a_gateway_learns_that_it_was_forgotten() -> None:
+    line = Line()
+    line.submit()
+    assert line.worker.end(GATEWAY)
+    assert not line.worker.end(GATEWAY)
+    assert not line.worker.count_outputs(GATEWAY), "there is nobody to send them to"
+    assert line.greet() == (None, "it had lost us, and ended what it did for us")
+
+
+def test_orders_of_a_session_that_is_over_are_refused_and_not_counted() -> None:
+    line = Line()
+    line.worker.end(GATEWAY)
+    with pytest.raises(WireError, match="has not said Hello"):
+        line.submit()
+    line.worker.hear(GATEWAY, line.gateway.hello(), 0.0)
+    with pytest.raises(WireError, match="SubmitRequest of session 1 in session 2"):
+        line.submit()
+    assert line.greet()[1] is not None
+    line.submit()
+    assert line.greet() == (None, None)
+
+
+def test_a_gateway_that_connects_anew_gets_a_session_of_its_own() -> None:
+    """It has the same name, knows of no session, and must not take over what the last one asked for."""
+    line = Line()
+    line.submit()
+    line.gateway = GatewaySession("life")
+    assert line.greet() == ("of 0 orders, 1 came", None)
+
+
+def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:
+    worker, gateway = WorkerSessions("life"), GatewaySession("life")
+    early = [gateway.hello() for _ in range(2)]
+    assert [worker.hear(GATEWAY, hello, 0.0) for hello in early] == [None, None]
+    assert gateway.note_heartbeat(worker.heartbeat(GATEWAY, STATUS)) is None
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 0)
+
+
+def test_silence_is_each_gateways_own() -> None:
+    line = Line()
+    line.worker.hear(OTHER, GatewaySession("life").hello(), 5.0)
+    assert line.worker.silent_for(3.0, now=6.0) == [GATEWAY]
+    line.greet(now=6.0)
+    assert line.worker.silent_for(3.0, now=6.0) == []
+
+
+def test_a_hello_for_another_life_opens_nothing() -> None:
+    worker = WorkerSessions("life")
+    worker.hear(GATEWAY, GatewaySession("an older life").hello(), 0.0)
+    assert worker.peers == []
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)

@@ -1,0 +1,71 @@
+"""An interrupt is never lost, whenever it comes."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from baton.system.signals import StopSignals, unless
+
+
+def test_an_interrupt_that_a_destructor_swallowed_stops_what_begins_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class InterruptedAtItsEnd:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    unraisable = []
+    monkeypatch.setattr("sys.unraisablehook", lambda error: unraisable.append(error.exc_type))
+    came_to_its_end = []
+
+    async def work(signals: StopSignals) -> None:
+        came_to_its_end.append(await unless(signals.stop, asyncio.Event().wait()))
+        assert not signals.hurry.is_set()
+
+    with StopSignals() as signals:
+        InterruptedAtItsEnd()
+        assert unraisable == [KeyboardInterrupt], "Python itself went on"
+        signals.run(work(signals))
+    assert came_to_its_end == [False]
+
+
+def test_before_there_is_a_loop_an_interrupt_is_a_keyboard_interrupt() -> None:
+    former = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignals():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_the_loop_the_first_signal_stops_and_the_second_hurries(number: signal.Signals) -> None:
+    seen = []
+
+    async def work(signals: StopSignals) -> None:
+        for event in (signals.stop, signals.hurry):
+            os.kill(os.getpid(), number)
+            await event.wait()
+            seen.append((signals.stop.is_set(), signals.hurry.is_set()))
+
+    with StopSignals() as signals:
+        signals.run(work(signals))
+    assert seen == [(True, False), (True, True)]
+
+
+def test_an_interrupt_as_the_loop_is_being_made_stops_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_loop = asyncio.new_event_loop
+
+    def interrupted() -> asyncio.AbstractEventLoop:
+        signal.raise_signal(signal.SIGINT)
+        return make_loop()
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", interrupted)
+    came_to_its_end = []
+
+    async def work(signals: StopSignals) -> None:
+        came_to_its_end.append(await unless(signals.stop, asyncio.Event().wait()))
+
+    with StopSignals() as signals:
+        signals.run(work(signals))
+    assert came_to_its_end == [False]

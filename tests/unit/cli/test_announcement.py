@@ -1,0 +1,32 @@
+"""What `baton serve` says when it is ready can be pasted."""
+
+import io
+import json
+import shlex
+
+import pytest
+from rich.console import Console
+
+from cli.announcement import announce
+from cluster.serve.following_gateway import Service
+from cluster.serve.screen import Screen
+
+
+@pytest.mark.parametrize(("uses_tls", "scheme"), [(False, "http"), (True, "https")])
+def test_a_curl_line_names_the_model(uses_tls: bool, scheme: str) -> None:
+    said = io.StringIO()
+    service = Service("127.0.0.1:5", "127.0.0.1:8", (), "tiny", uses_tls=uses_tls, asks_for_key=uses_tls)
+    announce(service, Screen(Console(file=said, width=80)))
+    (line,) = [line.strip() for line in said.getvalue().splitlines() if line.strip().startswith("curl ")]
+    _, url, *flags = shlex.split(line)
+    assert url == f"{scheme}://127.0.0.1:8/v1/chat/completions"
+    assert ("authorization: Bearer KEY" in flags) is uses_tls
+    body = json.loads(flags[flags.index("-d") + 1])
+    assert body["model"] == "tiny"
+    assert body["messages"][0]["role"] == "user"
+
+
+def test_without_http_there_is_no_curl_line() -> None:
+    said = io.StringIO()
+    announce(Service("127.0.0.1:5", None, (), "tiny"), Screen(Console(file=said, width=80)))
+    assert "curl http" not in said.getvalue()

@@ -1,0 +1,133 @@
+"""The command's edge: exit codes, messages, and what it does not import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.main import DEFAULT_TARGET, REFUSED, USAGE, build_parser, main
+
+
+def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == USAGE
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_bad_configuration_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("cluster: {decode: 0}\nmodel: {colour: red}\n")
+    assert main(["serve", str(file)]) == USAGE
+    message = capsys.readouterr().err
+    assert f"{file}: cluster.decode: got 0" in message
+    assert f"{file}: model.colour: unknown key" in message
+
+
+def test_a_missing_configuration_file_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/file.yaml"]) == USAGE
+    assert "/no/such/file.yaml" in capsys.readouterr().err
+
+
+def test_flags_win_over_the_file_and_are_validated_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("cluster: {decode: 1}\n")
+    assert main(["serve", str(file), "--decode", "-1"]) == USAGE
+    assert "cluster.decode: got -1" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "no-such-model"]) == REFUSED
+    assert "'no-such-model' is neither a folder nor a known name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout"])
+def test_nobody_there_is_a_refusal_with_advice(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--target", "127.0.0.1:9"]) == REFUSED
+    message = capsys.readouterr().err
+    assert "127.0.0.1:9" in message
+    assert message.startswith(f"baton {command.split()[0]}: ")
+
+
+def test_a_role_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["role", "w0", "both"])
+    assert stopped.value.code == USAGE
+    assert "'both'" in capsys.readouterr().err
+
+
+def test_the_default_target_is_where_serve_listens_by_default() -> None:
+    options = build_parser().parse_args(["generate", "hello"])
+    assert options.target == DEFAULT_TARGET == "127.0.0.1:50051"
+
+
+# Ends the program where it first imports Ray, and says how the environment looks by then.
+AT_IMPORT_OF_RAY = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "ray":
+            print(os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"], os.environ["RAY_AUTH_MODE"])
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+sys.stdout.reconfigure(line_buffering=True)
+from cli.main import main
+main([sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_IMPORT_OF_RAY, command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "0 token"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "generate --target 127.0.0.1:9 hi",
+        "status --target 127.0.0.1:9",
+        "top --target 127.0.0.1:9",
+        "drain --target 127.0.0.1:9 w0",
+        "role --target 127.0.0.1:9 w0 decode",
+        "rollout --target 127.0.0.1:9",
+        "trace no-such-file",
+    ],
+)
+def test_clients_start_without_ray_torch_and_transformers(command: str) -> None:
+    program = (
+        "import sys\n"
+        "from cli.main import main\n"
+        "try:\n"
+        f"    main({command.split()!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print([name for name in ('ray', 'torch', 'transformers') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_grpc_writes_no_line_for_each_handshake_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Strangers could fill a disk with these."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    assert main(["serve", "/no/such/file.yaml"]) == USAGE
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG", "a user who asks for more gets it"
+    monkeypatch.delenv("GRPC_VERBOSITY")
+    assert main(["serve", "/no/such/file.yaml"]) == USAGE
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"

@@ -1,0 +1,60 @@
+"""Which gateway a command asks, and what it shows there."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from cli.target import KEY_VARIABLE, Target, target_from
+from cli.target_flags import add_target_flags
+
+
+def target(*arguments: str, environment: dict[str, str] | None = None) -> Target:
+    parser = argparse.ArgumentParser()
+    add_target_flags(parser, "localhost:1")
+    return target_from(parser.parse_args(arguments), environment or {})
+
+
+def test_flags_win_over_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    environment = {KEY_VARIABLE: "from-environment"}
+    assert target().credentials.api_key is None
+    assert target(environment=environment).credentials.api_key == "from-environment"
+    flag = ("--api-key-file", str(file))
+    assert target(*flag, environment=environment).credentials.api_key == "from-file"
+    assert target("--api-key", "k", environment=environment).credentials.api_key == "k"
+    assert target("--target", "h:5").address == "h:5"
+
+
+def test_a_key_is_never_printed_with_what_holds_it() -> None:
+    assert "secret" not in repr(target("--api-key", "secret"))
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines", "kľúč", "\x00"])
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "file"
+    file.write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"--api-key-file .*file: holds no API key; it is one word"
+    ) as caught:
+        target("--api-key-file", str(file))
+    assert "two" not in str(caught.value)
+    with pytest.raises(ConfigError, match="BATON_API_KEY: holds no API key"):
+        target(environment={KEY_VARIABLE: content})
+
+
+def test_certificates_imply_tls(tmp_path: Path) -> None:
+    pem = tmp_path / "pem"
+    pem.write_text("PEM")
+    assert not target().credentials.uses_tls
+    assert target("--tls").credentials.uses_tls
+    with_ca = target("--tls-ca", str(pem)).credentials
+    assert (with_ca.uses_tls, with_ca.ca_pem) == (True, b"PEM")
+    own = target("--tls-cert", str(pem), "--tls-key", str(pem)).credentials
+    assert (own.uses_tls, own.cert_pem, own.key_pem) == (True, b"PEM", b"PEM")
+    with pytest.raises(ConfigError, match="--tls-cert and --tls-key belong together"):
+        target("--tls-cert", str(pem))
+    with pytest.raises(ConfigError, match="--tls-ca /none: cannot be read: No such file"):
+        target("--tls-ca", "/none")

@@ -1,0 +1,106 @@
+"""One question to the controller answers every gateway's; its silence changes nothing, its end is told to all."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from baton.errors import ClusterError, FleetEnded
+from baton.fleet import FleetView
+from cluster.control_api import view_board
+from cluster.control_api.view_board import ViewBoard
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments), 20.0))
+
+    return run
+
+
+class Controller:
+    """Says what is put there, one thing for each question; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[FleetView | ClusterError] = asyncio.Queue()
+        self.asked: list[tuple[str, int]] = []
+
+    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
+        assert timeout_s > 0
+        self.asked.append((controller_incarnation, version))
+        said = await self.says.get()
+        if isinstance(said, ClusterError):
+            raise said
+        return said
+
+
+def view(version: int) -> FleetView:
+    return FleetView("life", version, ())
+
+
+@in_loop
+async def test_many_readers_are_one_question() -> None:
+    controller = Controller()
+    board = ViewBoard(controller)
+    running = asyncio.create_task(board.run())
+    readers = [asyncio.create_task(board.next_view("", -1, 10.0)) for _ in range(5)]
+    controller.says.put_nowait(view(1))
+    assert await asyncio.gather(*readers) == [view(1)] * 5
+    assert await board.next_view("", -1, 10.0) == view(1)
+    later = asyncio.create_task(board.next_view("life", 1, 10.0))
+    await asyncio.sleep(0)
+    assert not later.done()
+    controller.says.put_nowait(view(1))  # no news
+    controller.says.put_nowait(view(2))
+    assert await later == view(2)
+    assert controller.asked[:2] == [("", -1), ("life", 1)]
+    running.cancel()
+
+
+@in_loop
+async def test_who_waits_long_enough_hears_that_there_is_no_news() -> None:
+    controller = Controller()
+    board = ViewBoard(controller)
+    running = asyncio.create_task(board.run())
+    with pytest.raises(ClusterError, match="not answered yet"):
+        await board.next_view("", -1, 0.01)
+    controller.says.put_nowait(view(1))
+    await board.next_view("", -1, 10.0)
+    assert await board.next_view("life", 1, 0.01) == view(1)
+    running.cancel()
+
+
+def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_board, "RETRY_S", 0.0)
+
+    @in_loop
+    async def test() -> None:
+        controller = Controller()
+        board = ViewBoard(controller)
+        running = asyncio.create_task(board.run())
+        for said in (view(1), ClusterError("away"), ClusterError("away")):
+            controller.says.put_nowait(said)
+        assert await board.next_view("", -1, 10.0) == view(1)
+        controller.says.put_nowait(view(2))
+        assert await board.next_view("life", 1, 10.0) == view(2)
+        running.cancel()
+
+    test()
+
+
+@in_loop
+async def test_the_end_of_a_fleet_is_told_to_all_who_wait_and_who_ask_later() -> None:
+    controller = Controller()
+    board = ViewBoard(controller)
+    running = asyncio.create_task(board.run())
+    waiting = asyncio.create_task(board.next_view("life", 1, 10.0))
+    controller.says.put_nowait(view(1))
+    controller.says.put_nowait(FleetEnded("an orphan"))
+    with pytest.raises(FleetEnded, match="an orphan"):
+        await running
+    for reader in (waiting, board.next_view("", -1, 10.0)):
+        with pytest.raises(FleetEnded, match="an orphan"):
+            await reader

@@ -1,0 +1,167 @@
+"""What goes wrong between two awaits of a controller: deaths, orders and restarts that cross each other."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import ClusterError, FleetError
+from baton.fleet import SlotState
+from baton.worker import WorkerRole
+from cluster.controller.desired import Memory
+from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+from tests.unit.cluster.controller.test_controller import in_loop, state_becomes
+
+DECODE = WorkerRole.DECODE
+
+
+async def cut_off(tested: FleetUnderTest) -> None:
+    """The controller's process is killed: nothing cleans up, and what it had saved stays."""
+    content = tested.store.load() or b""
+    tested.launcher.is_cut_off = True
+    await tested.controller.shutdown(may_drain=False)
+    tested.launcher.is_cut_off = False
+    tested.store.save(content)
+
+
+@in_loop
+async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_on_with_it() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        launcher.latest("w1").may_drain.clear()
+        draining = asyncio.ensure_future(first.controller.drain("w1"))
+        await state_becomes(first, "w1", "draining")
+        await cut_off(first)
+        await asyncio.gather(draining, return_exceptions=True)
+        async with asyncio.timeout(2.0):  # it answers before the worker has drained
+            async with fleet(config, launcher, store) as second:
+                assert {
+                    endpoint.ref.name
+                    for endpoint in (await second.controller.next_view("", 0, 0.0)).endpoints
+                }
+                assert (await second.states())["w1"] == "draining"
+                launcher.latest("w1").may_drain.set()
+                assert set(await second.all_serve(2)) == {"w0", "w2"}
+                assert [life.name for life in launcher.alive] == ["w0", "w2"]
+
+
+@in_loop
+async def test_a_worker_that_nobody_wants_any_more_is_ended_when_it_is_found() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        await first.all_serve(3)
+        await cut_off(first)
+        stranger = await launcher.place("w7", DECODE, 1)
+        async with fleet(config, launcher, store) as second:
+            await second.all_serve(3)
+            assert stranger.orders == ["stop 0"]
+
+
+@in_loop
+async def test_who_dies_while_its_next_life_is_made_ready_leaves_none_that_nobody_owns() -> None:
+    """The slot's own replacement is on its way when the one that the rollout made is ready."""
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
+        before = (await tested.all_serve(1))["w0"].ref.incarnation
+        launcher.has_spare_room = True
+        launcher.room.clear()
+        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
+        await asyncio.sleep(0.02)  # it waits for room
+        launcher.latest("w0").kill()
+        await state_becomes(tested, "w0", "placing")  # so does the replacement, behind it
+        launcher.room.set()
+        step = await rolling
+        known = await tested.until(lambda known: "w0" in known and known["w0"].ref.incarnation != before)
+        assert step.incarnation == known["w0"].ref.incarnation
+        await asyncio.sleep(0.05)
+        (alive,) = launcher.alive
+        assert alive.endpoint.ref.incarnation == step.incarnation
+        assert (await tested.states())["w0"] == "serving"
+
+
+@in_loop
+async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
+        await tested.all_serve(1)
+        launcher.has_spare_room = True
+        loads = asyncio.Event()
+
+        def slow(life: FakeLife) -> None:
+            life.may_start = loads
+
+        launcher.prepare = slow
+        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
+        async with asyncio.timeout(2.0):
+            while len(launcher.lives) < 2:
+                await asyncio.sleep(0.005)
+        await tested.controller.shutdown(may_drain=False)
+        loads.set()
+        with pytest.raises(FleetError, match="rollout stopped after 0 of 1"):
+            await rolling
+        assert launcher.alive == []
+
+
+@in_loop
+async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(), launcher) as tested:
+        await tested.all_serve(3)
+
+        def odd(life: FakeLife) -> None:
+            if life.number == 2:
+                life.kill()
+                raise ValueError("this name is taken")
+
+        launcher.prepare = odd
+        launcher.latest("w1").kill()
+        await tested.all_serve(2)
+        known = await tested.all_serve(3)
+        assert known["w1"].pid == launcher.latest("w1").pid
+        slot = (await tested.controller.describe()).slots[1]
+        assert (slot.num_starts, slot.last_failure) == (3, "ValueError: this name is taken")
+
+
+@in_loop
+async def test_a_failure_is_shown_until_a_life_ends_as_asked() -> None:
+    async with fleet(fleet_config()) as tested:
+        before = await tested.all_serve(3)
+        tested.launcher.latest("w0").kill("out of memory")
+        await tested.until(lambda known: "w0" in known and known["w0"] != before["w0"])
+        assert (await tested.controller.describe()).slots[0].last_failure == "out of memory"
+        await anext(tested.controller.rollout(("w0",)))
+        slot = (await tested.controller.describe()).slots[0]
+        assert (slot.num_starts, slot.last_failure, slot.state) == (3, "", SlotState.SERVING)
+
+
+@pytest.mark.parametrize("name", ["1", "w01", "w٣", "w-1", "", "w3"])
+@in_loop
+async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        with pytest.raises(FleetError, match="there is no worker"):
+            await tested.controller.drain(name)
+
+
+@in_loop
+async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
+    """Else a second `baton serve` would take it for one that was left alone."""
+    async with fleet(fleet_config()) as tested:
+        asking = asyncio.ensure_future(tested.controller.is_owned(1.0))
+        await asyncio.sleep(0.01)
+        await tested.controller.next_start(-1, 0.01)
+        assert await asking
+
+
+@in_loop
+async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:
+    launcher = FakeLauncher()
+    launcher.prepare = lambda life: setattr(
+        life, "start_error", ClusterError("no driver") if life.name == "w2" else None
+    )
+    async with fleet(fleet_config(), launcher) as tested:
+        await tested.all_serve(2)
+        await state_becomes(tested, "w2", "crash_loop")
+        await tested.controller.drain("w2")
+        assert set(await tested.states()) == {"w0", "w1"}
+        assert [life.name for life in launcher.alive] == ["w0", "w1"]

@@ -1,0 +1,167 @@
+"""The autoscaler's loop: merges what gateways report, does what the planner says or only tells, and forgets nobody."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from baton.clock import VirtualClock
+from baton.errors import FleetError
+from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.worker import WorkerRole
+from cluster.controller.autoscaler import Autoscaler
+from cluster.controller.observation import merge
+from cluster.controller.planner import Reason
+from tests.factories.observed_fleet import autoscaling_config, gateway_report, worker_status
+
+P, D = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+class FakeFleet:
+    """Does as told at once, or refuses to."""
+
+    def __init__(self, *roles: WorkerRole, refuses: bool = False) -> None:
+        self.roles = {f"w{index}": role for index, role in enumerate(roles)}
+        self.refuses = refuses
+        self.orders: list[tuple[Any, ...]] = []
+
+    def slots(self) -> Sequence[SlotDescription]:
+        return [
+            SlotDescription(name=name, role=role, state=SlotState.SERVING)
+            for name, role in self.roles.items()
+        ]
+
+    async def scale(self, role: WorkerRole, count: int) -> None:
+        self._obey("scale", role, count)
+        mine = [name for name, its in self.roles.items() if its is role]
+        for name in mine[count:]:
+            del self.roles[name]
+        for index in range(len(mine), count):
+            self.roles[f"w{index}{role.value}"] = role
+
+    async def set_role(self, worker: str, role: WorkerRole) -> None:
+        self._obey("set_role", worker, role)
+        self.roles[worker] = role
+
+    def _obey(self, *order: Any) -> None:
+        self.orders.append(order)
+        if self.refuses:
+            raise FleetError("w0 still holds leased blocks")
+
+    def statuses(self, running: int) -> tuple[Any, ...]:
+        return tuple(worker_status(name, role, running=running) for name, role in self.roles.items())
+
+
+SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
+
+
+def look_often(
+    autoscaler: Autoscaler, fleet: FakeFleet, clock: VirtualClock, count: int, running: int = 1, **report: Any
+) -> None:
+    """Looks every five seconds, each with a gateway's report before it."""
+
+    async def all_looks() -> None:
+        for _ in range(count):
+            clock.advance(5.0)
+            autoscaler.report(gateway_report(workers=fleet.statuses(running), **report))
+            await autoscaler.look()
+
+    asyncio.run(all_looks())
+
+
+@pytest.mark.parametrize(
+    ("mode", "orders", "told"),
+    [("on", [("scale", D, 2)], "decode +1 (1 -> 2): "), ("dry_run", [], "would do: decode +1 (1 -> 2): ")],
+)
+def test_it_does_what_it_says_and_a_dry_run_only_says_it(
+    mode: str, orders: list[tuple[Any, ...]], told: str
+) -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(mode=mode), fleet, clock)
+    look_often(autoscaler, fleet, clock, 3, **SLOW)
+    assert fleet.orders == orders
+    assert autoscaler.decisions[-1].startswith(f"{told}inter-token latency p99 is 83 ms")
+
+
+def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
+    autoscaler = Autoscaler(autoscaling_config(prefill=2), fleet, clock)
+    look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
+    assert fleet.orders == [("set_role", "w0", D)]
+    assert "that came to nothing: w0 still holds leased blocks" in autoscaler.decisions
+
+
+def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(), fleet, clock)
+    look_often(autoscaler, fleet, clock, 20)
+    (only,) = autoscaler.decisions
+    assert only.startswith("nothing is done: 1 prefill and 1 decode will do")
+
+
+def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(grow_after_s=15.0), fleet, clock)
+    look_often(autoscaler, fleet, clock, 1, **SLOW)
+    clock.advance(600.0)
+    decision = asyncio.run(autoscaler.look())
+    assert decision.reason is Reason.NOT_YET
+    look_often(autoscaler, fleet, clock, 3, **SLOW)
+    assert fleet.orders == [("scale", D, 2)]
+
+
+def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(), fleet, clock)
+    for _ in range(200):
+        look_often(autoscaler, fleet, clock, 1)
+        look_often(autoscaler, fleet, clock, 1, **SLOW)
+    assert len(autoscaler.decisions) == 50
+
+
+def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D, D)
+    autoscaler = Autoscaler(autoscaling_config(decode=2), fleet, clock)
+    look_often(autoscaler, fleet, clock, 1)
+
+    async def silence() -> list[Reason | None]:
+        reasons = []
+        for _ in range(30):
+            clock.advance(5.0)
+            reasons.append((await autoscaler.look()).reason)
+        return reasons
+
+    assert asyncio.run(silence()) == [Reason.STEADY] * 3 + [Reason.NO_NEWS] * 27
+    assert fleet.orders == []  # an idle fleet shrinks, one that nobody sees does not
+
+
+def test_the_loop_looks_at_its_interval() -> None:
+    clock, fleet = VirtualClock(), FakeFleet(P, D)
+    autoscaler = Autoscaler(autoscaling_config(interval_s=0.01), fleet, clock)
+
+    async def until_told() -> None:
+        loop = asyncio.create_task(autoscaler.run())
+        async with asyncio.timeout(10.0):
+            while not autoscaler.decisions:
+                await asyncio.sleep(0.005)
+        loop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loop
+
+    asyncio.run(until_told())
+
+
+def test_several_gateways_make_one_fleet() -> None:
+    """The worst counts: each gateway has clients of its own."""
+    slots = FakeFleet(P, D).slots()
+    first = gateway_report("g0", ttft_s=(0.1, 3.0), oldest_queued_s=1.0, workers=(worker_status("w0", P),))
+    second = gateway_report("g1", itl_s=(0.1, 0.4), workers=(worker_status("w1", D, running=3),))
+    seen = merge(slots, [first, second])
+    assert (seen.ttft_p99_s, seen.itl_p99_s, seen.oldest_queued_s) == (3.0, 0.4, 1.0)
+    assert [worker.num_requests for worker in seen.workers] == [0, 3]
+
+
+def test_a_time_to_first_token_of_few_requests_says_nothing() -> None:
+    report: GatewayReport = gateway_report(ttft_s=(9.0, 9.0), num_finished=4)
+    assert merge([], [report]).ttft_p99_s == 0.0

@@ -1,0 +1,379 @@
+"""A controller whose workers are fakes: replacing, draining, changing roles, restarting all, and its own death."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from baton.errors import ClusterError, ConfigError, FleetError
+from baton.worker import WorkerRole
+from cluster.controller.desired import Memory
+from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(20.0):
+                await test(*arguments, **options)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def state_becomes(tested: FleetUnderTest, name: str, state: str) -> None:
+    async with asyncio.timeout(5.0):
+        while (await tested.states())[name] != state:
+            await asyncio.sleep(0.005)
+
+
+@in_loop
+async def test_all_workers_start_at_once() -> None:
+    launcher = FakeLauncher()
+    launcher.room.clear()
+    async with fleet(fleet_config(), launcher) as tested:
+        assert set((await tested.states()).values()) == {"placing"}
+        launcher.room.set()
+        known = await tested.all_serve(3)
+        assert [known[name].role for name in ("w0", "w1", "w2")] == [PREFILL, DECODE, DECODE]
+        (node,) = (await tested.controller.describe()).nodes
+        assert node.workers == ("w0", "w1", "w2")
+
+
+@in_loop
+async def test_a_dead_worker_is_replaced_by_another_life() -> None:
+    async with fleet(fleet_config()) as tested:
+        before = await tested.all_serve(3)
+        tested.launcher.latest("w1").kill("out of memory")
+        incarnation = before["w1"].ref.incarnation
+        after = await tested.until(lambda known: "w1" in known and known["w1"].ref.incarnation != incarnation)
+        assert after["w0"] == before["w0"]
+        assert (incarnation, "out of memory") in tested.view.deaths
+        slot = (await tested.controller.describe()).slots[1]
+        assert (slot.num_starts, slot.last_failure, slot.state.value) == (2, "out of memory", "serving")
+
+
+@in_loop
+async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
+    async with fleet(fleet_config()) as tested:
+        before = (await tested.all_serve(3))["w2"]
+        frozen = tested.launcher.latest("w2")
+        frozen.is_frozen = True
+        await tested.until(lambda known: "w2" in known and known["w2"].pid != before.pid)
+        assert frozen.orders == ["stop 0"]
+        assert "cluster.unresponsive_timeout_s" in dict(tested.view.deaths)[before.ref.incarnation]
+
+
+@in_loop
+async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve() -> None:
+    def broken(life: FakeLife) -> None:
+        if life.name == "w1":
+            life.start_error = ClusterError("no")
+
+    launcher = FakeLauncher(broken)
+    async with fleet(fleet_config(), launcher) as tested:
+        await state_becomes(tested, "w1", "crash_loop")
+        assert set(await tested.all_serve(2)) == {"w0", "w2"}
+        report = await tested.controller.next_start(-1, 1.0)
+        assert (report.failure, dict(report.unready), report.lacking) == (None, {"w1": "no"}, ())
+        launcher.prepare = lambda _: None
+        await tested.all_serve(3)
+
+
+@in_loop
+async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
+    def broken(life: FakeLife) -> None:
+        if life.name == "w0":
+            life.start_error = ClusterError("no")
+
+    async with fleet(fleet_config(prefill=1), FakeLauncher(broken)) as tested:
+        assert (await tested.controller.next_start(-1, 1.0)).lacking != ()
+        assert "w0" not in await tested.all_serve(2)
+        assert (await tested.controller.next_start(-1, 1.0)).lacking == (WorkerRole.PREFILL,)
+
+
+@in_loop
+async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() -> None:
+    def broken(life: FakeLife) -> None:
+        life.start_error = ConfigError("no such thing") if life.name == "w2" else None
+
+    async with fleet(fleet_config(), FakeLauncher(broken)) as tested:
+        version, failure = -1, None
+        while failure is None:
+            report = await tested.controller.next_start(version, 1.0)
+            version, failure = report.version, report.failure
+        assert str(failure) == "no such thing"
+
+
+@in_loop
+async def test_who_knows_the_present_view_waits_for_the_next() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        view = tested.view
+        same = await tested.controller.next_view(view.controller_incarnation, view.version, 0.01)
+        assert same == view
+        other = await tested.controller.next_view("somebody else", view.version, 60.0)  # at once
+        assert other == view
+
+
+@in_loop
+async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good() -> None:
+    async with fleet(fleet_config(drain_timeout_s=0.5)) as tested:
+        await tested.all_serve(3)
+        life = tested.launcher.latest("w1")
+        life.may_drain.clear()
+        draining = asyncio.create_task(tested.controller.drain("w1"))
+        await state_becomes(tested, "w1", "draining")
+        assert len(await tested.all_serve(3)) == 3  # gateways still talk to it
+        life.may_drain.set()
+        await draining
+        assert life.orders == ["drain 0.5", "stop 5"]
+        assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
+        await tested.controller.drain("w1")  # as one who did not hear the answer would
+        with pytest.raises(FleetError, match="there is no worker 'w9'; there are: w0, w2"):
+            await tested.controller.drain("w9")
+        with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):
+            await tested.controller.drain("w2")
+        await tested.controller.drain("w0")
+
+
+@in_loop
+async def test_a_worker_that_dies_while_it_drains_is_gone_all_the_same() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        life = tested.launcher.latest("w1")
+        life.may_drain.clear()
+        draining = asyncio.create_task(tested.controller.drain("w1"))
+        await state_becomes(tested, "w1", "draining")
+        life.kill()
+        await draining
+        assert set(await tested.states()) == {"w0", "w2"}
+
+
+@in_loop
+async def test_a_worker_without_a_place_can_be_drained() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(), launcher) as tested:
+        await tested.all_serve(3)
+        launcher.room.clear()
+        await tested.controller.scale(PREFILL, 2)
+        await state_becomes(tested, "w3", "placing")
+        await tested.controller.drain("w3")
+        assert set(await tested.states()) == {"w0", "w1", "w2"}
+
+
+@in_loop
+async def test_a_role_changes_without_a_restart_and_the_next_life_keeps_it() -> None:
+    async with fleet(fleet_config()) as tested:
+        before = await tested.all_serve(3)
+        await tested.controller.set_role("w1", PREFILL)
+        known = await tested.until(lambda known: known["w1"].role is PREFILL)
+        assert known["w1"].ref == before["w1"].ref
+        with pytest.raises(FleetError, match="w2 changes its role, no decode worker serves"):
+            await tested.controller.set_role("w2", PREFILL)
+        tested.launcher.latest("w1").kill()
+        await tested.until(lambda known: "w1" in known and known["w1"].pid != before["w1"].pid)
+        assert tested.launcher.latest("w1").role is PREFILL
+
+
+@in_loop
+async def test_a_role_that_cannot_change_stays() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").role_error = FleetError("3 leases are held")
+        with pytest.raises(FleetError, match="w1 remains a decode worker: 3 leases are held"):
+            await tested.controller.set_role("w1", PREFILL)
+        assert [slot.role for slot in (await tested.controller.describe()).slots] == [PREFILL, DECODE, DECODE]
+        assert b'"name": "w1", "role": "decode"' in (tested.store.load() or b"")
+
+
+@in_loop
+async def test_two_decode_workers_cannot_both_change_at_the_same_time() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").may_drain.clear()
+        changing = asyncio.create_task(tested.controller.set_role("w1", PREFILL))
+        await asyncio.sleep(0)
+        with pytest.raises(FleetError, match="no decode worker serves"):
+            await tested.controller.set_role("w2", PREFILL)
+        with pytest.raises(FleetError, match="no decode worker serves"):
+            await tested.controller.drain("w2")
+        tested.launcher.latest("w1").may_drain.set()
+        await changing
+
+
+@in_loop
+async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
+    async with fleet(fleet_config(prefill_tensor_parallel=2)) as tested:
+        await tested.all_serve(3)
+        with pytest.raises(FleetError, match=r"prefill workers: these have 2|a prefill worker: these have 2"):
+            await tested.controller.set_role("w1", PREFILL)
+
+
+@in_loop
+async def test_a_rollout_renews_one_after_the_other() -> None:
+    async with fleet(fleet_config()) as tested:
+        before = await tested.all_serve(3)
+        steps = [step async for step in tested.controller.rollout()]
+        assert [(step.worker, step.done, step.count) for step in steps] == [
+            ("w0", 1, 3),
+            ("w1", 2, 3),
+            ("w2", 3, 3),
+        ]
+        renewed = {step.worker: step.incarnation for step in steps}
+        after = await tested.until(lambda known: renewed == {n: e.ref.incarnation for n, e in known.items()})
+        assert all(before[name].pid != after[name].pid for name in before)
+        for life in tested.launcher.lives[:3]:
+            assert life.orders[:2] == ["drain 0", "stop 5"]
+        assert len(tested.launcher.lives) == 6
+
+
+@in_loop
+async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leaves() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
+        await tested.all_serve(1)
+        launcher.has_spare_room = True
+        old = launcher.latest("w0")
+        old.may_drain.clear()
+        rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
+        await state_becomes(tested, "w0", "draining")
+        assert launcher.alive == [old, launcher.latest("w0")]
+        old.may_drain.set()
+        assert (await rolling).incarnation == launcher.latest("w0").endpoint.ref.incarnation
+        assert len(launcher.lives) == 2
+
+
+@in_loop
+async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(restart_delay_s=5.0, restart_delay_max_s=5.0), launcher) as tested:
+        await tested.all_serve(3)
+
+        def broken(life: FakeLife) -> None:
+            life.start_error = ClusterError("the driver is too old") if life.name == "w1" else None
+
+        launcher.prepare = broken
+        rolling = tested.controller.rollout()
+        assert (await anext(rolling)).worker == "w0"
+        with pytest.raises(FleetError, match=r"stopped after 1 of 3 workers: worker w1 .*driver is too old"):
+            await anext(rolling)
+        assert launcher.latest("w2").number == 1
+
+
+@in_loop
+async def test_a_new_life_that_fails_beside_the_old_one_costs_nothing() -> None:
+    launcher = FakeLauncher()
+    async with fleet(fleet_config(), launcher) as tested:
+        before = await tested.all_serve(3)
+        launcher.has_spare_room = True
+        launcher.prepare = lambda life: setattr(life, "start_error", ClusterError("bad weights"))
+        with pytest.raises(FleetError, match="after 0 of 3 workers: no new life of worker w0: bad weights"):
+            await anext(tested.controller.rollout())
+        assert await tested.all_serve(3) == before
+        assert [life.name for life in launcher.alive] == ["w0", "w1", "w2"]
+
+
+@in_loop
+async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        await tested.controller.scale(DECODE, 4)
+        known = await tested.all_serve(5)
+        assert {name for name, endpoint in known.items() if endpoint.role is DECODE} == {
+            "w1",
+            "w2",
+            "w3",
+            "w4",
+        }
+        for name, running in (("w1", 3), ("w2", 1), ("w3", 2), ("w4", 5)):
+            tested.launcher.latest(name).running = running
+        await asyncio.sleep(0.1)  # until they have said so
+        await tested.controller.scale(DECODE, 2)
+        assert set(await tested.all_serve(3)) == {"w0", "w1", "w4"}
+        with pytest.raises(FleetError, match="at least one worker must decode"):
+            await tested.controller.scale(DECODE, 0)
+
+
+@in_loop
+async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None:
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        before = await first.all_serve(3)
+        await first.controller.set_role("w1", PREFILL)
+        await first.controller.scale(DECODE, 2)
+        before = await first.all_serve(4)
+        content = store.load() or b""
+        launcher.is_cut_off = True  # its process is killed: nothing cleans up
+        await first.controller.shutdown(may_drain=False)
+        launcher.is_cut_off = False
+        store.save(content)
+        launcher.latest("w3").kill()
+        async with fleet(config, launcher, store) as second:
+            view = await second.controller.next_view(before["w0"].ref.incarnation, 0, 1.0)
+            known = {endpoint.ref.name: endpoint for endpoint in view.endpoints}
+            assert {name: known[name] for name in ("w0", "w1", "w2")} == {
+                name: before[name] for name in ("w0", "w1", "w2")
+            }
+            after = await second.all_serve(4)
+            assert after["w1"].role is PREFILL
+            assert launcher.latest("w3").number == 2
+            assert len(launcher.lives) == 5
+
+
+@in_loop
+async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        view = tested.view
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        await tested.controller.next_view(view.controller_incarnation, view.version, 0.4)
+        assert not orphaned.done()
+        assert not await tested.controller.is_owned(0.01)
+        await orphaned
+
+
+@in_loop
+async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_it() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        view = tested.view
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        known = view.controller_incarnation, view.version
+        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
+        await asyncio.sleep(0)
+        await tested.controller.next_view(*known, 0.4, by_owner=False)
+        assert not orphaned.done()
+        assert not await asking
+        asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
+        await asyncio.sleep(0)
+        await tested.controller.next_view(*known, 0.01)
+        assert await asking
+        await orphaned
+
+
+@in_loop
+async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
+    """Large models take minutes to load, and no gateway follows before they have."""
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        report = await tested.controller.next_start(-1, 1.0)
+        orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
+        await tested.controller.next_start(report.version, 0.4)
+        assert not orphaned.done()
+        await orphaned
+
+
+@in_loop
+async def test_shutdown_drains_all_and_leaves_nothing() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        await tested.controller.shutdown(may_drain=True)
+        assert all(life.orders[:2] == ["drain 0", "stop 5"] for life in tested.launcher.lives)
+        assert tested.store.load() is None

@@ -1,0 +1,75 @@
+"""Which workers there are to be, and that a controller's next life reads what the last one wrote."""
+
+from baton.config import BatonConfig
+from baton.worker import WorkerRole
+from cluster.controller.desired import DesiredFleet, differences
+
+
+def test_it_begins_as_configured_and_names_say_no_role() -> None:
+    desired = DesiredFleet.of(BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 2}}))
+    assert [(slot.name, slot.role) for slot in desired.slots.values()] == [
+        ("w0", WorkerRole.PREFILL),
+        ("w1", WorkerRole.DECODE),
+        ("w2", WorkerRole.DECODE),
+    ]
+
+
+def test_a_name_is_never_used_twice() -> None:
+    desired = DesiredFleet.of(BatonConfig())
+    del desired.slots["w1"]
+    assert desired.add(WorkerRole.DECODE).name == "w2"
+    assert [desired.was_there(name) for name in ("w0", "w1", "w2", "w3", "prefill-0")] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    desired = DesiredFleet.of(BatonConfig())
+    desired.add(WorkerRole.PREFILL).num_starts = 7
+    desired.slots["w1"].is_leaving = True
+    assert DesiredFleet.from_json(desired.to_json()) == desired
+    assert [slot.name for slot in desired.with_role(WorkerRole.DECODE)] == []
+
+
+def test_two_configurations_of_one_fleet_may_differ_in_their_gateways() -> None:
+    there = BatonConfig.from_mapping({"gateway": {"grpc_port": 1}, "cluster": {"ray_address": "auto"}})
+    here = BatonConfig.from_mapping({"gateway": {"grpc_port": 2}, "cluster": {"ray_address": "head:6379"}})
+    assert differences(there, here) == []
+    here = BatonConfig.from_mapping({"model": {"dtype": "float16"}, "cluster": {"cpus_per_worker": 3}})
+    assert differences(there, here) == [
+        "model.dtype is 'bfloat16' there, 'float16' here",
+        "cluster.cpus_per_worker is 1.0 there, 3.0 here",
+    ]
+
+
+def test_with_other_numbers_of_workers_a_fleet_stays_the_same() -> None:
+    there = BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 1}})
+    assert differences(there, BatonConfig.from_mapping({"cluster": {"prefill": 4, "decode": 8}})) == []
+
+
+def test_a_gateway_is_contradicted_only_by_what_it_was_told() -> None:
+    there = BatonConfig.from_mapping(
+        {
+            "model": {"path": "/there", "dtype": "float32"},
+            "cluster": {"decode": 3, "name": "blue"},
+            "network": {"secret_file": "/there/secret", "peer_timeout_s": 2.0},
+        }
+    )
+    here = BatonConfig.from_mapping(
+        {
+            "model": {"path": "/here"},
+            "network": {"secret_file": "/here/secret"},
+            "cluster": {"name": "blue", "ray_address": "head:6379", "ray_timeout_s": 60.0},
+            "gateway": {"max_in_flight": 7},
+        }
+    )
+    assert differences(there, here, only_set=True) == []
+    here = BatonConfig.from_mapping({"model": {"dtype": "bfloat16"}, "network": {"peer_timeout_s": 5.0}})
+    assert differences(there, here, only_set=True) == [
+        "model.dtype is 'float32' there, 'bfloat16' here",
+        "network.peer_timeout_s is 2.0 there, 5.0 here",
+    ]

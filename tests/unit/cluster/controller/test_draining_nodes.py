@@ -1,0 +1,147 @@
+"""A node that leaves: its workers give away what they have and begin anew elsewhere, and nothing comes there again."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from baton.errors import FleetError
+from cluster.controller.desired import Memory
+from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), 30.0))
+
+    return run
+
+
+def two_nodes(**options: Any) -> FakeLauncher:
+    """Everything goes to n1, as long as it may."""
+    launcher = FakeLauncher(**options)
+    launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+    return launcher
+
+
+async def all_serve_on(tested: FleetUnderTest, node: str) -> None:
+    await tested.until(lambda known: [endpoint.node for endpoint in known.values()] == [node] * 3)
+
+
+@pytest.mark.parametrize("node", ["10.0.0.1", "n1"])
+@in_loop
+async def test_workers_give_away_what_they_have_and_begin_anew_elsewhere(node: str) -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(drain_timeout_s=0.5), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        former = list(launcher.lives)
+        await tested.controller.drain_node(node, 10.0)
+        # They have ended, the last that decodes among them; whoever comes after them may take its time.
+        assert all(life.death.done() and life.orders[0] == "drain 0.5" for life in former)
+        await all_serve_on(tested, "n2")
+        described = {each.name: each for each in (await tested.controller.describe()).nodes}
+        assert [described[name].is_leaving for name in ("n1", "n2")] == [True, False]
+        # Whoever asks again is told so at once, and harms nobody.
+        await tested.controller.drain_node(node, 10.0)
+        assert len(launcher.lives) == 6
+        assert len(launcher.alive) == 3
+        tested.launcher.latest("w0").kill()
+        await tested.until(lambda known: len(known) == 3 and launcher.latest("w0").number == 3)
+        assert launcher.latest("w0").node == "n2"
+
+
+@in_loop
+async def test_their_successors_are_not_waited_for() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.room.clear()
+        await tested.controller.drain_node("n1", 10.0)
+        assert set((await tested.states()).values()) == {"placing"}
+        assert launcher.alive == []
+        launcher.room.set()
+        await all_serve_on(tested, "n2")
+
+
+@in_loop
+async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
+    may_start = asyncio.Event()
+
+    def hold(life: FakeLife) -> None:
+        if life.name == "w2" and life.number == 1:
+            life.may_start = may_start
+
+    launcher = two_nodes(prepare=hold)
+    async with fleet(fleet_config(), launcher) as tested:
+        await tested.all_serve(2)
+        draining = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
+        while not launcher.latest("w2").death.done():
+            await asyncio.sleep(0.01)
+        may_start.set()  # a process that is killed comes to no end of its own; this one does
+        await draining
+        await all_serve_on(tested, "n2")
+
+
+@in_loop
+async def test_who_waits_for_too_long_hears_who_is_left_and_they_go_all_the_same() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.latest("w1").may_drain.clear()
+        with pytest.raises(FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they go on leaving"):
+            await tested.controller.drain_node("n1", 0.05)
+        assert [life.name for life in launcher.alive if life.node == "n1"] == ["w1"]
+        again = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
+        await asyncio.sleep(0)
+        launcher.latest("w1").may_drain.set()
+        await again
+        await all_serve_on(tested, "n2")
+
+
+@in_loop
+async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        with pytest.raises(FleetError, match=r"name '10\.0\.0\.9'; there are: n1 \(10\.0\.0\.1\), n2"):
+            await tested.controller.drain_node("10.0.0.9", 10.0)
+        launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.1"}
+        with pytest.raises(FleetError, match="all that the fleet has"):
+            await tested.controller.drain_node("10.0.0.1", 10.0)
+        assert launcher.avoided == ()
+        await all_serve_on(tested, "n1")
+
+
+@in_loop
+async def test_a_node_that_is_gone_is_forgotten() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        await tested.controller.drain_node("n1", 10.0)
+        launcher.addresses = {"n2": "10.0.0.2", "n3": "10.0.0.1"}  # another one, at the same address
+        await tested.controller.drain_node("n2", 10.0)
+        assert launcher.avoided == ("n2",)
+        await all_serve_on(tested, "n3")
+
+
+@in_loop
+async def test_the_next_controller_goes_on_with_it() -> None:
+    launcher, store = two_nodes(), Memory()
+    async with fleet(fleet_config(), launcher, store) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.latest("w1").may_drain.clear()
+        with pytest.raises(FleetError):
+            await tested.controller.drain_node("n1", 0.05)
+        left = store.load()
+        launcher.is_cut_off = True  # as if this controller's process was killed
+        await tested.controller.shutdown(may_drain=False)
+        launcher.is_cut_off = False
+        assert left is not None
+        store.save(left)
+        launcher.latest("w1").may_drain.set()
+        async with fleet(fleet_config(), launcher, store) as heir:
+            assert launcher.avoided == ("n1",)
+            await heir.until(lambda known: {endpoint.node for endpoint in known.values()} == {"n2"})

@@ -1,0 +1,108 @@
+"""What the owner of a fleet hears while it starts for the first time."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import BatonError, ClusterError, ModelError
+from baton.worker import StartProgress, WorkerRole
+from cluster.controller.controller import StartReport
+from cluster.controller.first_start import first_start
+
+LOADING = (("w0", StartProgress("weights", 1, 2)),)
+
+
+def report(
+    version: int,
+    *unready: tuple[str, str],
+    lacking: tuple[WorkerRole, ...] = (),
+    placing: tuple[str, ...] = (),
+    failure: BatonError | None = None,
+) -> StartReport:
+    return StartReport(version, LOADING if unready else (), placing, unready, lacking, failure)
+
+
+class Script:
+    """Answers one report after the other, and then nothing new."""
+
+    def __init__(self, *reports: StartReport) -> None:
+        self.reports = list(reports)
+
+    async def next_start(self, version: int, timeout_s: float) -> StartReport:
+        assert version < (self.reports[0].version if self.reports else 99)
+        if not self.reports:
+            await asyncio.sleep(timeout_s)
+        return self.reports.pop(0)
+
+
+def start(*reports: StartReport, opens_early: bool = False) -> list[object]:
+    """What was told, one after the other."""
+    heard: list[object] = []
+
+    async def on_enough() -> None:
+        await asyncio.sleep(0)
+        heard.append("enough")
+
+    asyncio.run(
+        first_start(
+            Script(*reports),
+            0.05,
+            "no room at all",
+            lambda *news: heard.append(news),
+            on_enough if opens_early else None,
+        )
+    )
+    return heard
+
+
+def test_it_ends_when_nobody_is_missing() -> None:
+    assert start(report(1, ("w0", ""), lacking=(WorkerRole.PREFILL,)), report(2)) == list(LOADING)
+
+
+def test_it_is_told_when_there_are_some_of_each_role_and_goes_on() -> None:
+    starting = report(1, ("w0", ""), ("w1", ""), lacking=(WorkerRole.PREFILL,))
+    assert start(starting, report(2, ("w0", "")), report(3, ("w0", "")), report(4), opens_early=True) == [
+        *LOADING,
+        "enough",
+        *LOADING,
+        *LOADING,
+    ]
+    assert start(report(1), opens_early=True) == ["enough"]
+
+
+def test_whoever_is_missing_then_is_waited_for_but_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    starting, partly = report(1, ("w0", ""), ("w1", "")), report(2, ("w1", "killed"))
+    assert start(starting, partly, opens_early=True)[0] == "enough"
+    assert [record.getMessage() for record in caplog.records] == [
+        "the fleet serves, but not all of it: not every worker was ready within 0.05 s (cluster.start_timeout_s); "
+        "w1: killed"
+    ]
+
+
+@pytest.mark.parametrize("opens_early", [False, True])
+@pytest.mark.parametrize(
+    ("report", "kind", "message"),
+    [
+        (report(1, ("w0", "x"), failure=ModelError("no config.json")), ModelError, "no config.json"),
+        (
+            report(1, ("w0", ""), ("w1", ""), placing=("w1",), lacking=(WorkerRole.DECODE,)),
+            ClusterError,
+            "no room at all; waited 0.05 s",
+        ),
+        (
+            report(1, ("w0", ""), ("w1", "killed"), lacking=(WorkerRole.DECODE,)),
+            ClusterError,
+            r"within 0.05 s \(cluster.start_timeout_s\); w1: killed",
+        ),
+    ],
+)
+def test_what_is_in_the_way_is_said(
+    report: StartReport, kind: type[BatonError], message: str, opens_early: bool
+) -> None:
+    with pytest.raises(kind, match=message):
+        start(report, opens_early=opens_early)
+
+
+def test_without_somebody_to_tell_all_have_to_come() -> None:
+    with pytest.raises(ClusterError, match="w1: killed"):
+        start(report(1, ("w1", "killed")))

@@ -1,0 +1,120 @@
+"""What a gateway is told of its workers, and that it keeps those it knows while nobody tells it anything."""
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from baton.errors import ClusterError, FleetEnded
+from baton.fleet import FleetView
+from baton.kv import WorkerRef
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.controller import follower
+from cluster.controller.follower import Follower
+
+
+def endpoint(name: str, incarnation: str) -> WorkerEndpoint:
+    ref = WorkerRef(name, incarnation, ("tcp://127.0.0.1:1",), 16)
+    return WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:2", "here", 1)
+
+
+class Script:
+    """Answers one view, or error, after the other, and then nothing."""
+
+    def __init__(self, *answers: FleetView | ClusterError) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, int]] = []
+        self.is_over = asyncio.Event()
+
+    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
+        assert timeout_s > 0
+        self.asked.append((controller_incarnation, version))
+        if not self.answers:
+            self.is_over.set()
+            await asyncio.Event().wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
+
+class Log:
+    """A gateway's side."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add_worker(self, endpoint: WorkerEndpoint) -> None:
+        self.lines.append(f"+{endpoint.ref.name} {endpoint.ref.incarnation}")
+
+    def remove_worker(self, name: str, reason: str) -> None:
+        self.lines.append(f"-{name} {reason}")
+
+
+def follow(*answers: FleetView | ClusterError) -> tuple[list[str], list[tuple[str, int]]]:
+    async def run() -> tuple[list[str], list[tuple[str, int]]]:
+        script, log = Script(*answers), Log()
+        following = asyncio.create_task(Follower(script, log).run())
+        async with asyncio.timeout(5):
+            await script.is_over.wait()
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+        return log.lines, script.asked
+
+    return asyncio.run(run())
+
+
+A1, A2, B1 = endpoint("w0", "a1"), endpoint("w0", "a2"), endpoint("w1", "b1")
+
+
+def test_workers_come_are_replaced_and_go() -> None:
+    lines, asked = follow(
+        FleetView("c1", 1, (A1,)),
+        FleetView("c1", 2, (A1, B1)),
+        FleetView("c1", 3, (A2, B1)),
+        FleetView("c1", 4, (A2,)),
+    )
+    assert lines == ["+w0 a1", "+w1 b1", "+w0 a2", "-w1 it left the fleet"]
+    assert asked == [("", -1), ("c1", 1), ("c1", 2), ("c1", 3), ("c1", 4)]
+
+
+def test_who_died_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        lines, _ = follow(FleetView("c1", 1, (A1,)), FleetView("c1", 2, (), (("a1", "out of memory"),)))
+    assert lines == ["+w0 a1", "-w0 out of memory"]
+    (line,) = caplog.records
+    assert line.getMessage() == "worker w0 (decode) died: out of memory"
+    assert line.__dict__["worker"] == "w0"
+
+
+def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
+    lines, asked = follow(
+        FleetView("c1", 7, (A1, B1)), ClusterError("away"), ClusterError("away"), FleetView("c2", 2, (A1, B1))
+    )
+    assert lines == ["+w0 a1", "+w1 b1"]
+    assert asked == [("", -1), ("c1", 7), ("c1", 7), ("c1", 7), ("c2", 2)]
+
+
+def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
+    away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
+    with caplog.at_level(logging.WARNING):
+        follow(back, away, away, away, back, away)
+    assert caplog.text.count("those that are known stay: away") == 2
+
+
+def test_a_fleet_that_has_ended_is_not_asked_again() -> None:
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await Follower(Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone")), Log()).run()
+
+    with pytest.raises(FleetEnded, match="it was left alone"):
+        asyncio.run(run())
+
+
+def test_a_worker_that_only_changed_its_role_stays_connected() -> None:
+    changed = WorkerEndpoint(A1.ref, WorkerRole.PREFILL, A1.request_address, A1.node, A1.pid)
+    assert follow(FleetView("c1", 1, (A1,)), FleetView("c1", 2, (changed,)))[0] == ["+w0 a1"]

@@ -1,0 +1,120 @@
+"""What Ray reads from the environment before it is imported, and where it may be."""
+
+import socket
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import pytest
+
+from baton.config import ClusterConfig
+from baton.errors import ClusterError
+from cluster.on_ray.session import _joined, _probe, _root_cause, _short_folder, prepare_environment
+
+JOINED = ClusterConfig(ray_address="head:6379")
+
+
+def test_a_private_ray_stays_on_loopback_behind_a_fresh_secret(tmp_path: Path) -> None:
+    environments: list[dict[str, str]] = [{}, {}]
+    for environment in environments:
+        prepare_environment(ClusterConfig(), environment, tmp_path)
+    tokens = {environment.pop("RAY_AUTH_TOKEN") for environment in environments}
+    assert len(tokens) == 2
+    assert environments[0] == {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+    }
+
+
+def test_a_joined_cluster_may_span_hosts_and_keeps_its_owners_choice(tmp_path: Path) -> None:
+    environment = {"RAY_USAGE_STATS_ENABLED": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "quiet"}
+    prepare_environment(JOINED, environment, tmp_path)
+    assert environment == {"RAY_USAGE_STATS_ENABLED": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "quiet"}
+
+
+def test_a_joined_cluster_gets_the_token_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    environment: dict[str, str] = {}
+    prepare_environment(JOINED, environment, tmp_path)
+    assert environment["RAY_AUTH_MODE"] == "token"
+    environment = {"RAY_AUTH_MODE": "disabled"}
+    prepare_environment(JOINED, environment, tmp_path)
+    assert environment["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_an_address_where_nobody_listens_is_known_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ClusterError, match=rf"no Ray cluster answers at {address} \(cluster\.ray_address\)"
+        ):
+            _probe(address)
+        taken.listen()
+        _probe(address)
+
+
+class StartingRay:
+    """Stands for the module: where `ray.init` finds nothing for a while."""
+
+    def __init__(self, num_failures: int) -> None:
+        self._num_failures = num_failures
+        self.calls: list[str] = []
+
+    def init(self, **_options: object) -> None:
+        self.calls.append("init")
+        if self.calls.count("init") <= self._num_failures:
+            raise ConnectionError("Could not find any running Ray instance")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.on_ray.session._TRY_AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_ray_that_starts_beside_us_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    ray = StartingRay(2)
+    with _joined(cast("ModuleType", ray), ClusterConfig(ray_address="auto", ray_timeout_s=60.0)):
+        assert ray.calls == ["init", "shutdown", "init", "shutdown", "init"]
+    assert ray.calls[-1] == "shutdown"
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for Ray, for 60 s at most (cluster.ray_timeout_s): could not join the Ray cluster at auto "
+        "(cluster.ray_address): Could not find any running Ray instance"
+    ]
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05])
+def test_a_ray_that_does_not_come_is_an_error(timeout_s: float) -> None:
+    ray = StartingRay(10**9)
+    config = ClusterConfig(ray_address="auto", ray_timeout_s=timeout_s)
+    with (
+        pytest.raises(ClusterError, match="Could not find any running Ray"),
+        _joined(cast("ModuleType", ray), config),
+    ):
+        pytest.fail("it was never joined")
+    assert (ray.calls.count("init") == 1) == (timeout_s == 0.0)
+
+
+def test_addresses_only_ray_understands_are_left_to_ray() -> None:
+    _probe("auto")
+
+
+def test_a_long_temporary_folder_is_not_for_sockets() -> None:
+    assert _short_folder("/tmp") == "/tmp"
+    assert _short_folder("/home/me/tmp") == "/home/me/tmp"
+    assert _short_folder("/var/folders/of/a/system/that/likes/long/names") == "/tmp"
+
+
+def test_the_root_cause_is_one_line() -> None:
+    error = ConnectionError("could not connect")
+    error.__cause__ = RuntimeError("Last error: Traceback\n  File ...\nInvalidAuthToken: missing\n\n")
+    assert _root_cause(error) == "InvalidAuthToken: missing"
+    assert _root_cause(ValueError()) == "ValueError"

@@ -1,0 +1,194 @@
+"""What a gateway that joins a fleet takes from it, and what from its own configuration; and whom it does not join."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.config import BatonConfig, merge
+from baton.errors import ClusterError
+from baton.system.curve import ClusterKeys, derive_keys
+from cli.flags import for_one_fleet
+from cli.main import USAGE, main
+from cluster.serve import joining
+from cluster.serve.fleet_source import AnotherFleet, Sighting
+from cluster.serve.joining import Found, _find, _load, _with_gateway_of
+from cluster.serve.screen import Screen
+from tests.factories.models import make_model_dir
+
+THEIRS = BatonConfig.from_mapping(
+    {
+        "model": {"path": "/models/tiny", "dtype": "float32"},
+        "scheduler": {"max_model_len": 77},
+        "network": {"security": "none", "peer_timeout_s": 2.0},
+        "cluster": {"name": "blue", "drain_timeout_s": 3.0},
+        "gateway": {"max_in_flight": 1, "max_queued": 1},
+    }
+)
+
+
+class Controller:
+    """As much of a handle as finding a fleet takes."""
+
+    def __init__(self, keys: ClusterKeys | None = None) -> None:
+        self.keys = keys or derive_keys(None)
+        self.config: BatonConfig | None = None
+
+    async def has_keys(self, keys: ClusterKeys) -> bool:
+        return keys == self.keys
+
+    def with_config(self, config: BatonConfig) -> "Controller":
+        self.config = config
+        return self
+
+
+class Source:
+    """Where these are seen, one look after the other, the last one for ever; see fleet_source.FleetSource."""
+
+    absence = "there is no fleet named 'blue'"
+
+    def __init__(self, *looks: Controller | ClusterError) -> None:
+        self.looks = list(looks)
+
+    async def look(self) -> Sighting:
+        look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        if isinstance(look, ClusterError):
+            raise look
+        return Sighting(look, THEIRS, Path("/models/tiny"))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Found, str]]:
+    """Looks for a fleet where these are seen; what was found, and what was said."""
+
+    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[Found, str]:
+        monkeypatch.setattr(joining, "_LOOK_EVERY_S", 0.0)
+        cluster = {"name": "blue", "ray_address": "head:6379", "start_timeout_s": 0.2}
+        config = BatonConfig.from_mapping({"cluster": cluster, **sections})
+        said = io.StringIO()
+        found = asyncio.run(_find(config, Source(*looks), Screen(Console(file=said, width=200))))
+        return found, said.getvalue()
+
+    return find
+
+
+def test_a_fleet_is_waited_for_until_it_is_there_and_answers(find: Callable[..., tuple[Found, str]]) -> None:
+    control = Controller()
+    found, said = find(ClusterError("nobody"), ClusterError("it is not quite there yet"), control)
+    assert control.config == found.config
+    assert said.count("there is no fleet named 'blue' yet") == 1
+
+
+def test_nobody_waits_for_ever(find: Callable[..., tuple[Found, str]]) -> None:
+    with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
+        find(ClusterError("nobody"))
+
+
+def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Found, str]]) -> None:
+    with pytest.raises(AnotherFleet, match="not ours"):
+        find(ClusterError("nobody"), AnotherFleet("not ours"), Controller())
+
+
+def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Found, str]]) -> None:
+    with pytest.raises(
+        ClusterError, match=r"'blue' is not the one .* model.dtype is 'float32' there, 'bfloat16'"
+    ):
+        find(Controller(), model={"dtype": "bfloat16"})
+    found, _ = find(Controller(), model={"dtype": "float32"})
+    assert found.config.model.dtype == "float32"
+
+
+def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[Found, str]]) -> None:
+    with pytest.raises(ClusterError, match="its cluster secret is another one"):
+        find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
+
+
+def test_the_fleet_decides_but_for_the_gateways_own_part_and_this_machines() -> None:
+    ours = BatonConfig.from_mapping(
+        {
+            "cluster": {
+                "name": "blue",
+                "ray_address": "head:6379",
+                "ray_timeout_s": 7.0,
+                "start_timeout_s": 9.0,
+            },
+            "gateway": {"max_in_flight": 2},
+        }
+    )
+    merged = _with_gateway_of(ours, THEIRS)
+    assert merged.gateway == ours.gateway
+    assert merged.scheduler == THEIRS.scheduler
+    assert (merged.network.secret_file, merged.network.peer_timeout_s) == (None, 2.0)
+    cluster = merged.cluster
+    assert (cluster.ray_address, cluster.ray_timeout_s) == ("head:6379", 7.0)
+    assert (cluster.start_timeout_s, cluster.drain_timeout_s) == (9.0, 3.0)
+
+
+def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) -> None:
+    model, other = make_model_dir(tmp_path / "tiny"), make_model_dir(tmp_path / "other")
+
+    def load(ours: dict[str, Any], theirs: str, their_path: Path) -> Path:
+        config = BatonConfig.from_mapping({"model": ours})
+        fleet = BatonConfig.from_mapping({"model": {"path": theirs}})
+        return _load(config, Found(Controller(), fleet, derive_keys(None), their_path))[0]  # type: ignore[arg-type]
+
+    assert load({}, str(model), model) == model
+    assert load({"path": str(model)}, "somewhere", model) == model
+    assert load({"path": str(model)}, str(model), Path("/elsewhere")) == model
+    with pytest.raises(ClusterError, match=r"model\.path is"):
+        load({"path": str(other)}, str(model), model)
+
+
+@pytest.mark.parametrize("address", ["local", "none"])
+def test_a_fleet_that_nobody_else_can_reach_cannot_be_joined(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["gateway", "--ray-address", address]) == USAGE
+    assert f"cluster.ray_address: got '{address}'" in capsys.readouterr().err
+
+
+def test_one_file_serves_fleet_and_gateway_since_the_flag_wins_over_it() -> None:
+    values = {"cluster": {"ray_address": "auto", "prefill_labels": {"role": "prefill"}}}
+    overrides = for_one_fleet({"cluster": {"fleet_address": "fleet:50050"}})
+    config = BatonConfig.from_mapping(merge(values, overrides))
+    assert (config.cluster.fleet_address, "ray_address" in config.cluster.model_fields_set) == (
+        "fleet:50050",
+        False,
+    )
+    back = for_one_fleet({"cluster": {"ray_address": "auto"}})
+    assert (
+        BatonConfig.from_mapping(merge({"cluster": {"fleet_address": "a:1"}}, back)).cluster.fleet_address
+        is None
+    )
+
+
+def test_two_ways_to_one_fleet_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--ray-address", "auto", "--fleet-address", "fleet:50050"]) == USAGE
+    assert "two ways to one fleet; set one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["fleet", "fleet:", ":1", "fleet:0", "fleet:65536", "::1:5", "[fleet]:5", "a b:5", "tcp://a:5"]
+)
+def test_a_fleet_has_an_address_with_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--fleet-address", address]) == USAGE
+    assert f"cluster.fleet_address: got '{address}'; HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["fleet:50050", "10.1.2.3:1", "[::1]:65535", "fleet.ns.svc:5"])
+def test_addresses_of_either_family_and_names_will_do(address: str) -> None:
+    assert BatonConfig.from_mapping({"cluster": {"fleet_address": address}}).cluster.fleet_address == address
+
+
+def test_what_starts_a_fleet_is_not_told_where_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("cluster: {fleet_address: 'fleet:50050'}")
+    for command in ("serve", "fleet"):
+        assert main([command, str(file)]) == USAGE
+        assert f"`baton {command}` starts one, so leave it out" in capsys.readouterr().err

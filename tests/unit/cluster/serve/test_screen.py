@@ -1,0 +1,72 @@
+"""What is shown away from a terminal: plain lines, each once."""
+
+import io
+
+from rich.console import Console
+
+from cluster.serve.screen import Screen
+
+
+def plain_screen() -> tuple[Screen, io.StringIO]:
+    out = io.StringIO()
+    return Screen(Console(file=out, force_terminal=False, width=200)), out
+
+
+def test_a_stage_is_one_line_with_its_outcome() -> None:
+    screen, out = plain_screen()
+    with screen.stage("model", "looking for smollm2") as done:
+        done("found it")
+    assert out.getvalue().startswith("model     found it ")
+    assert out.getvalue().endswith(" s\n")
+
+
+def test_a_stage_on_a_terminal_shows_how_far_its_parts_are() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.stage("workers", "starting 2") as stage:
+        stage.report("d0", "recording CUDA graphs", 0.5)
+        stage.report("p0", "loading weights", 0.25)
+        screen.console.print("")  # whatever is printed makes it show itself anew
+    text = out.getvalue()
+    assert "recording CUDA graphs" in text
+    assert "50%" in text
+    assert "loading weights" in text
+    assert "25%" in text
+
+
+def test_a_bar_is_one_line_per_text() -> None:
+    screen, out = plain_screen()
+    with screen.bar() as report:
+        for fraction in (0.0, 0.5, 1.0):
+            report("downloading", fraction)
+        report("converting", 0.0)
+    assert [line.strip() for line in out.getvalue().splitlines()] == ["downloading", "converting"]
+
+
+def test_a_bar_on_a_terminal_shows_how_far() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.bar() as report:
+        report("downloading tiny", 0.25)
+    assert "downloading tiny" in out.getvalue()
+    assert "25%" in out.getvalue()
+
+
+def test_what_a_stage_notes_stays_and_what_it_says_only_moves() -> None:
+    screen, out = plain_screen()
+    with screen.stage("rollout", "one worker after the other") as stage:
+        stage.say("w0 draining")
+        stage.note("w0 serves anew")
+        stage("all serve")
+    first, last = out.getvalue().splitlines()
+    assert first == "          w0 serves anew"
+    assert last.startswith("rollout   all serve ")
+
+
+def test_what_a_stage_says_is_seen_on_a_terminal() -> None:
+    out = io.StringIO()
+    screen = Screen(Console(file=out, force_terminal=True, width=100))
+    with screen.stage("drain", "w0 leaves") as stage:
+        stage.say("draining, 2 requests")
+        screen.console.print("")  # whatever is printed makes it show itself anew
+    assert "(draining, 2 requests)" in out.getvalue()

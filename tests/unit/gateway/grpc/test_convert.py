@@ -1,0 +1,171 @@
+"""Protobuf at the edge: defaults, limits, and every bad field by its name."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.request import FinishReason
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.v1 import generation_service_pb2 as pb
+from baton.v1 import sampling_pb2
+from gateway.grpc import convert, vllm_convert
+from gateway.grpc.generated import vllm_engine_pb2
+from gateway.preprocess import Prompt
+from gateway.requests.client_request import Delta, Finish, Timing
+from gateway.requests.ttft import HandoverParts, TtftParts
+from gateway.routing.placement import Mode, Placement
+from gateway.text import ChatMessage
+
+
+def params_of(room: int = 90, **fields: Any) -> Any:
+    return convert.sampling_params_from(sampling_pb2.SamplingParams(**fields), room)
+
+
+def test_unset_fields_take_their_defaults() -> None:
+    params = params_of()
+    assert (params.max_tokens, params.temperature, params.top_p, params.repetition_penalty) == (
+        90,
+        1.0,
+        1.0,
+        1.0,
+    )
+    assert (params.seed, params.logprobs) == (None, None)
+
+
+def test_set_fields_arrive_as_they_were_meant() -> None:
+    params = params_of(
+        max_tokens=5, temperature=0.0, top_p=0.9, seed=0, logprobs=0, logit_bias={3: -1.1}, stop=["x"]
+    )
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed, params.logprobs) == (
+        5,
+        0,
+        0.9,
+        0,
+        0,
+    )
+    assert (params.logit_bias, params.stop) == ({3: -1.1}, ("x",))
+
+
+def test_max_tokens_never_exceed_what_the_model_has_room_for() -> None:
+    assert params_of(5, max_tokens=50).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("max_tokens", {"max_tokens": 0}),
+        ("temperature", {"temperature": -1.0}),
+        ("temperature", {"temperature": math.nan}),
+        ("top_p", {"top_p": 0.0}),
+        ("min_p", {"min_p": math.inf}),
+        ("presence_penalty", {"presence_penalty": 3.0}),
+        ("logprobs", {"logprobs": 100}),
+        ("seed", {"seed": 2**63}),
+        ("stop", {"stop": [""]}),
+        ("logit_bias", {"logit_bias": {5: math.nan}}),
+        ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
+    ],
+)
+def test_a_bad_sampling_field_is_named(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_of(**fields)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt"),
+    [
+        (pb.GenerateRequest(text="hi"), "hi"),
+        (pb.GenerateRequest(text=""), ""),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])), (1, 2)),
+        (
+            pb.GenerateRequest(chat=pb.Chat(messages=[pb.Chat.Message(role="user", content="hi")])),
+            [ChatMessage("user", "hi")],
+        ),
+    ],
+)
+def test_each_kind_of_prompt(request_: pb.GenerateRequest, prompt: Prompt) -> None:
+    assert convert.prompt_from(request_) == prompt
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"), [("prompt", pb.GenerateRequest()), ("chat", pb.GenerateRequest(chat=pb.Chat()))]
+)
+def test_a_missing_prompt_is_named(field: str, request_: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        convert.prompt_from(request_)
+    assert caught.value.field == field
+
+
+def test_routing_modes() -> None:
+    assert convert.mode_from(pb.GenerateRequest()) is None
+    assert convert.mode_from(pb.GenerateRequest(routing_mode=pb.ROUTING_MODE_LOCAL)) is Mode.LOCAL
+    with pytest.raises(InvalidRequest, match="routing_mode"):
+        convert.mode_from(pb.GenerateRequest(routing_mode=77))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+        ("stop", ["x"] * (MAX_STOP_STRINGS + 1)),
+        ("stop_token_ids", [5] * (MAX_STOP_TOKEN_IDS + 1)),
+    ],
+)
+def test_too_many_of_anything_are_counted_before_anything_is_made_of_them(
+    field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "SamplingParams", never)
+    monkeypatch.setattr(convert, "exact", never)
+    monkeypatch.setattr(vllm_convert, "exact", never)
+    for kind, module in ((sampling_pb2, convert), (vllm_engine_pb2, vllm_convert)):
+        message: Any = kind.SamplingParams(**{field: value})
+        with pytest.raises(InvalidRequest, match=f"{field}: must have at most") as caught:
+            module.sampling_params_from(message, 9)
+        assert caught.value.field == field
+
+
+def test_choices_that_are_too_long_are_not_even_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_convert, "_literally", never)
+    message = vllm_engine_pb2.SamplingParams()
+    message.choice.choices.extend(["+" * 1000] * 1000)
+    with pytest.raises(InvalidRequest, match="choice: its texts have more than 100000 bytes"):
+        vllm_convert.sampling_params_from(message, 9)
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("that is work")
+
+
+def test_one_call_ends_so_many_requests_and_no_more() -> None:
+    assert convert.ids_to_abort(["a"] * convert.MAX_ABORTED) == ["a"] * convert.MAX_ABORTED
+    with pytest.raises(InvalidRequest, match="request_ids: one call ends at most 4096, got 4097"):
+        convert.ids_to_abort(["a"] * (convert.MAX_ABORTED + 1))
+
+
+def test_every_part_of_the_times_arrives() -> None:
+    ttft = TtftParts(
+        gateway_s=1.0,
+        queue_s=2.0,
+        failed_attempts_s=3.0,
+        worker_queue_s=4.0,
+        transfer_exposed_s=5.0,
+        prefill_s=6.0,
+    )
+    handover = HandoverParts(transfer_exposed_s=7.0, first_step_s=8.0, gateway_s=9.0)
+    timing = timing_of(ttft, handover)
+    assert {field.name: value for field, value in timing.ttft_parts.ListFields()} == asdict(ttft)
+    assert {field.name: value for field, value in timing.handover_parts.ListFields()} == asdict(handover)
+    assert (timing.ttft_s, timing.handover_s) == (21.0, 24.0)
+    without = timing_of(None, None)
+    assert not without.HasField("ttft_parts")
+    assert not without.HasField("handover_parts")
+
+
+def timing_of(ttft: TtftParts | None, handover: HandoverParts | None) -> pb.Timing:
+    timing = Timing(21.0, (24.0,), 0.0, 0.0, 0.0, 0, 24.0, 24.0, 45.0, 0.0, "", (), ttft, handover)
+    finish = Finish(FinishReason.LENGTH, None, None, 3, 2, 0, timing, Placement(Mode.LOCAL, None, "d0"), 1)
+    return convert.delta_to_response("a", Delta(finish=finish)).finish.timing

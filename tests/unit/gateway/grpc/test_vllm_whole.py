@@ -1,0 +1,32 @@
+"""A response that is serialised piece by piece is the message that it would be at once."""
+
+import pytest
+
+from baton.request import FinishReason
+from gateway.grpc.generated import vllm_engine_pb2 as pb
+from gateway.grpc.vllm_convert import to_complete
+from gateway.grpc.vllm_whole import TOKENS_PER_PIECE, WholeResponse
+from gateway.requests.client_request import Delta
+from tests.factories.answers import finish_of, logprobs_of
+
+ENDS = [
+    finish_of(),
+    finish_of(FinishReason.STOP, matched_stop="the end", num_cached_tokens=0),
+    finish_of(FinishReason.STOP, stop_token_id=2),
+]
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 5])
+@pytest.mark.parametrize("num_tokens", [0, 1, TOKENS_PER_PIECE, 1000])
+@pytest.mark.parametrize("tokens_each", [1, 3, 50])
+def test_pieces_make_one_message(num_tokens: int, num_top: int | None, tokens_each: int) -> None:
+    token_ids = tuple(range(num_tokens))
+    # Such numbers as are equal to themselves.
+    logprobs = () if num_top is None else tuple(logprobs_of(7 * id_, num_top) for id_ in token_ids)
+    for number, finish in enumerate(ENDS):
+        whole = WholeResponse(number)
+        for begin in range(0, num_tokens, tokens_each):
+            end = begin + tokens_each
+            whole.take(Delta(token_ids[begin:end], logprobs=logprobs[begin:end]))
+        at_once = to_complete(number, Delta(token_ids, logprobs=logprobs), finish)
+        assert pb.GenerateResponse.FromString(whole.serialised(finish)) == at_once

@@ -1,0 +1,44 @@
+"""What is said of OpenAI's API, to programs and to people, is what there is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
+from gateway.http.openai.chat_request import ChatCompletionRequest, Message
+from gateway.http.openai.completion_request import CompletionRequest
+from gateway.http.openai.description import answers_of
+from gateway.http.openai.fields import Body, StreamOptions
+
+API = Path(__file__).parents[4] / "docs" / "api.md"
+
+
+@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest, StreamOptions])
+def test_the_page_tells_of_every_field(body: type[Body]) -> None:
+    page = API.read_text()
+    assert [name for name in body.model_fields if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest, StreamOptions, Message])
+def test_the_description_admits_no_unknown_field(body: type[Body]) -> None:
+    assert body.model_json_schema()["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("chunk", [ChatCompletionChunk, CompletionChunk])
+def test_events_are_described_in_place(chunk: type) -> None:
+    """A schema within a string cannot refer to what is outside of it."""
+    app = FastAPI()
+
+    @app.post("/x", response_model=ChatCompletion, responses=answers_of(chunk))
+    async def route() -> None: ...
+
+    answers: dict[str, Any] = app.openapi()["paths"]["/x"]["post"]["responses"]
+    assert set(answers) == {"200", "4XX", "5XX"}
+    content = answers["200"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletion"}
+    event = content["text/event-stream"]["itemSchema"]["properties"]["data"]
+    assert "$ref" not in json.dumps(event)
+    assert set(event["contentSchema"]["required"]) == {"id", "object", "created", "model", "choices"}

@@ -1,0 +1,229 @@
+"""Whole answers of OpenAI's API are written in pieces: byte for byte what their shapes say, and little in one turn."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from starlette.types import Message
+
+from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
+from gateway.http.openai.answers import (
+    MIN_LOGPROB,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessageAnswer,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    ContentLogprob,
+    PromptTokensDetails,
+    TokenLogprob,
+    Usage,
+)
+from gateway.http.openai.chat import ChatAnswer
+from gateway.http.openai.choices import Collected
+from gateway.http.openai.completions import CompletionAnswer
+from gateway.http.openai.events import Head
+from gateway.http.openai.logprobs import (
+    TOKENS_PER_PIECE,
+    ChatTokens,
+    CompletionLogprobsStream,
+    CompletionTokens,
+    LogprobColumns,
+    token_name,
+)
+from gateway.http.openai.respond import Generated
+from gateway.http.whole_json import PIECE_CHARACTERS
+from gateway.requests.client_request import Delta
+from gateway.requests.run import Generation
+from gateway.requests.turn_budget import TURN_S
+from gateway.requests.whole_answer import PORTION_TOKENS
+from gateway.text import Detokenizer, TextStream, Tokenizer
+from tests.factories.answers import WorkClock, long_answer
+from tests.factories.models import make_tokenizer_dir
+
+HEAD = Head('a"b', 7, "módel")
+USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
+PROMPT = (5, 6, 7)
+MAX_PIECE = 200 * 1000
+"""Characters: 48 tokens with 20 others each, or a piece of text in which every character needs six."""
+
+PIECE_S = TURN_S / 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
+
+
+def collected(deltas: Sequence[Delta]) -> Collected:
+    answer = Collected()
+    for delta in deltas:
+        answer.take(delta)
+    return answer
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def positions_of(deltas: Sequence[Delta]) -> list[TokenLogprobs]:
+    return [position for delta in deltas for position in delta.logprobs]
+
+
+def one_go_chat(tokenizer: Tokenizer, answers: Sequence[Sequence[Delta]], usage: Usage) -> bytes:
+    def token(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        raw = tokenizer.token_bytes(token_id)
+        return raw.decode(errors="replace"), max(logprob, MIN_LOGPROB), list(raw)
+
+    def content(position: TokenLogprobs) -> ContentLogprob:
+        top = [TokenLogprob(*token(*each)) for each in position.top]
+        return ContentLogprob(*token(position.token_id, position.logprob), top)
+
+    choices = [
+        ChatChoice(
+            index,
+            ChatMessageAnswer("assistant", text_of(deltas)),
+            ChatLogprobs([content(each) for each in positions])
+            if (positions := positions_of(deltas))
+            else None,
+            "length",
+        )
+        for index, deltas in enumerate(answers)
+    ]
+    answer = ChatCompletion(HEAD.id, "chat.completion", HEAD.created, HEAD.model, choices, usage)
+    return TypeAdapter(ChatCompletion).dump_json(answer)
+
+
+def one_go_completion(
+    tokenizer: Tokenizer, answers: Sequence[Sequence[Delta]], echoes: Sequence[str], usage: Usage
+) -> bytes:
+    def name(token_id: int) -> str:
+        return token_name(tokenizer.token_bytes(token_id))
+
+    def logprobs(positions: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
+        if not positions:
+            return None
+        detokenizer = Detokenizer(tokenizer.backend, True, PROMPT)
+        offsets, offset = [], 0
+        for position in positions:
+            offsets.append(offset)
+            offset += len(detokenizer.push(position.token_id))
+        return CompletionLogprobs(
+            [name(each.token_id) for each in positions],
+            [max(each.logprob, MIN_LOGPROB) for each in positions],
+            [{name(id_): max(number, MIN_LOGPROB) for id_, number in each.top} for each in positions],
+            offsets,
+        )
+
+    choices = [
+        CompletionChoice(index, echo + text_of(deltas), logprobs(positions_of(deltas)), "length")
+        for index, (deltas, echo) in enumerate(zip(answers, echoes, strict=True))
+    ]
+    answer = Completion(HEAD.id, "text_completion", HEAD.created, HEAD.model, choices, usage)
+    return TypeAdapter(Completion).dump_json(answer)
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 1, 20])
+@pytest.mark.parametrize("num_tokens", [1, TOKENS_PER_PIECE, 700])
+def test_a_chat_in_pieces_is_what_one_go_writes(
+    tokenizer: Tokenizer, num_tokens: int, num_top: int | None
+) -> None:
+    answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]
+    writer = ChatAnswer(HEAD, 2, None if num_top is None else ChatTokens(tokenizer))
+    pieces = list(writer.whole([collected(each) for each in answers], USAGE))
+    assert "".join(pieces).encode() == one_go_chat(tokenizer, answers, USAGE)
+    assert max(map(len, pieces)) < MAX_PIECE
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 1, 20])
+@pytest.mark.parametrize("num_tokens", [1, TOKENS_PER_PIECE, 700])
+def test_a_completion_in_pieces_is_what_one_go_writes(
+    tokenizer: Tokenizer, num_tokens: int, num_top: int | None
+) -> None:
+    answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]
+    echoes = ["", '"é\n' * PIECE_CHARACTERS] if num_top is None else ["", ""]
+    tokens = CompletionTokens(tokenizer)
+    logprobs = None if num_top is None else [CompletionLogprobsStream(tokens, True, PROMPT) for _ in answers]
+    writer = CompletionAnswer(HEAD, echoes, logprobs)
+    pieces = list(writer.whole([collected(each) for each in answers], USAGE))
+    assert "".join(pieces).encode() == one_go_completion(tokenizer, answers, echoes, USAGE)
+    assert max(map(len, pieces)) < MAX_PIECE
+
+
+def test_an_answer_without_tokens_has_empty_lists(tokenizer: Tokenizer) -> None:
+    chat = "".join(ChatTokens(tokenizer).write(LogprobColumns()))
+    assert chat == '{"content":[],"refusal":null}'
+    completion = "".join(
+        CompletionLogprobsStream(CompletionTokens(tokenizer), True, PROMPT).write(LogprobColumns())
+    )
+    assert completion == '{"tokens":[],"token_logprobs":[],"top_logprobs":[],"text_offset":[]}'
+
+
+class Watched:
+    """Writes as ChatAnswer does, each piece in a quarter of a turn."""
+
+    def __init__(self, answer: ChatAnswer, clock: WorkClock) -> None:
+        self._answer = answer
+        self._clock = clock
+
+    def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        for piece in self._answer.whole(answers, usage):
+            self._clock.work(PIECE_S)
+            yield piece
+
+
+class Answering:
+    """A dispatcher that has all of an answer already."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        self._deltas = deltas
+
+    async def generate(self, _: Generation) -> AsyncGenerator[Delta, None]:
+        for delta in self._deltas:
+            yield delta
+
+
+def test_no_turn_of_the_event_loop_collects_or_writes_much(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though tokens come by the thousand, and twenty log-probabilities with each."""
+    deltas = long_answer(tokenizer, 3000, 20, 2999)
+    clock = WorkClock()
+    portions = []
+    extend = LogprobColumns.extend
+
+    def noted(columns: LogprobColumns, logprobs: Sequence[TokenLogprobs]) -> None:
+        clock.work(PIECE_S)
+        portions.append(len(logprobs))
+        extend(columns, logprobs)
+
+    monkeypatch.setattr(LogprobColumns, "extend", noted)
+    answer: Any = Watched(ChatAnswer(HEAD, 2, ChatTokens(tokenizer)), clock)
+    generations = [generation_of(tokenizer) for _ in range(2)]
+    dispatcher: Any = Answering(deltas)
+    response = Generated(dispatcher, generations, 2, answer, None, {})
+    bodies: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        bodies.append(message.get("body", b""))
+
+    async def receive() -> Message:
+        return await asyncio.Event().wait() and {}
+
+    clock.run(response({"type": "http"}, receive, send))
+    usage = Usage(len(PROMPT), 6000, 6000 + len(PROMPT), PromptTokensDetails(3))
+    assert b"".join(bodies) == one_go_chat(tokenizer, [deltas, deltas], usage)
+    assert (sum(portions), max(portions)) == (6000, PORTION_TOKENS)
+    assert clock.longest_turn_s < 1.5 * TURN_S
+
+
+def generation_of(tokenizer: Tokenizer, **params: Any) -> Generation:
+    text = TextStream(tokenizer.backend, (), 0, True, PROMPT)
+    return Generation(
+        request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(**params), text=text
+    )

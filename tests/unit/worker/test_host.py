@@ -1,0 +1,126 @@
+"""EngineHost: what cannot work is refused at the start, with the key that is wrong."""
+
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from baton.config import BatonConfig
+from baton.errors import ConfigError
+from baton.kv import TransferRole
+from baton.system.curve import derive_keys
+from baton.worker import KVPeerCounts
+from decode_worker import DecodeWorker
+from tests.factories.models import make_model_dir
+from tests.factories.security import KEYS
+from worker.host import EngineHost
+from worker.step_trace import TraceEnd, read_trace
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"engine": {"device": "cuda"}}, "engine.device: got 'cuda'"),
+        (
+            {"scheduler": {"max_model_len": 9_999}},
+            "scheduler.max_model_len: got 9999, but this model was made for 1024",
+        ),
+        (
+            {"scheduler": {"block_size": 1024}, "engine": {"kv_cache_memory_mib": 1}},
+            "does not hold two blocks",
+        ),
+        (
+            {"scheduler": {"preemption": "swap", "block_size": 8192}, "engine": {"swap_space_mib": 1}},
+            "engine.swap_space_mib: got 1, which does not hold one block",
+        ),
+        (
+            {"scheduler": {"enable_chunked_prefill": False}},
+            r"scheduler: max_num_batched_tokens \(512\) must be at least max_model_len \(1024\)",
+        ),
+        ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
+        (
+            {"engine": {"kv_cache_memory_mib": 2**30}},
+            "the KV pool wants 1,073,741,8.. MiB, and .* MiB are free",
+        ),
+    ],
+)
+def test_a_configuration_that_this_model_or_machine_cannot_serve(
+    tmp_path: Path, values: dict[str, dict[str, object]], complaint: str
+) -> None:
+    config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    with pytest.raises(ConfigError, match=complaint):
+        host.start()
+
+
+def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32"}, "engine": {"num_threads": 1}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    status = host.status()
+    assert status.ref == endpoint.ref
+    assert (status.state.value, status.kv_blocks.total, status.kv_blocks.free) == ("ready", 19, 19)
+    assert host.drain(5.0)
+    assert host.status().state.value == "draining"
+    host.stop()
+    assert host.status().state.value == "stopped"
+
+
+def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    names = ("kv_denied_peers", "request_denied_peers")
+    assert [host.status().counters[name] for name in names] == [0, 0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(endpoint.request_address)
+        stranger.connect(endpoint.ref.kv_addresses[0])
+        end = time.monotonic() + 10
+        while not all(host.status().counters[name] for name in names):
+            assert time.monotonic() < end
+    host.stop()
+
+
+def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks report after the engine's last step."""
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host.start()
+    assert host.status().kv_peers == ()
+    counts = KVPeerCounts(TransferRole.CONSUMER, "p0", "zmq_tcp", 1, 0, 0, 10, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(host._ranks.connector, "peers", lambda: (counts,))
+    assert host.status().kv_peers == (counts,)
+    host.stop()
+
+
+@pytest.mark.parametrize("security", ["curve", "none"])
+def test_a_host_does_not_leave_a_plane_open_that_should_be_closed(tmp_path: Path, security: str) -> None:
+    config = BatonConfig.from_mapping({"network": {"security": security}})
+    keys = derive_keys(None) if security == "curve" else KEYS
+    with pytest.raises(AssertionError):
+        EngineHost(config, keys, tmp_path, DecodeWorker(1), "d0")
+
+
+def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"dtype": "float32", "load_format": "dummy"},
+            "engine": {"num_threads": 1, "trace_dir": str(tmp_path / "traces")},
+            "scheduler": {"num_blocks": 20},
+        }
+    )
+    host = EngineHost(config, KEYS, make_model_dir(tmp_path / "model"), DecodeWorker(1), "d0")
+    endpoint = host.start()
+    host.stop()
+    trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")
+    assert (trace.header.worker, trace.header.num_blocks, trace.end) == ("d0", 19, TraceEnd.CLOSED)

@@ -1,0 +1,96 @@
+"""How busy a worker says it is: averages over its last steps, and what waits."""
+
+import threading
+
+import pytest
+
+from baton.kv import TransferRole
+from baton.step import SchedulerOutput
+from scheduler.load import waiting_load
+from scheduler.request import RequestStatus
+from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
+from tests.factories.scheduling import make_request
+from worker.load import LoadMeter
+
+
+def test_steps_that_computed_prompts_give_a_rate_and_others_a_time() -> None:
+    meter = LoadMeter()
+    assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (0.0, 0.0)
+    meter.step_done(100, 3, submitted_at=10.0, done_at=10.5)
+    meter.step_done(0, 3, submitted_at=11.0, done_at=11.02)
+    assert meter.prefill_tokens_per_s == pytest.approx(200.0)
+    assert meter.decode_step_s == pytest.approx(0.02)
+
+
+def test_a_step_begins_when_the_one_before_it_ends() -> None:
+    """The device computes one while the next is submitted."""
+    meter = LoadMeter()
+    meter.step_done(0, 1, submitted_at=1.0, done_at=1.1)
+    meter.step_done(0, 1, submitted_at=1.0, done_at=1.2)
+    assert meter.decode_step_s == pytest.approx(0.1)
+    meter.step_done(0, 0, submitted_at=1.15, done_at=1.2)
+    assert meter.decode_step_s == pytest.approx(0.1), "nothing was computed"
+
+
+def test_averages_follow_what_happens_and_stay_while_nothing_does() -> None:
+    meter, now = LoadMeter(), 0.0
+    for time_s in [0.1] * 50 + [0.3] * 200:
+        meter.step_done(0, 1, now, now + time_s)
+        now += time_s
+    assert meter.decode_step_s == pytest.approx(0.3, rel=1e-3)
+    meter.step_done(10, 1, now + 1_000, now + 1_001)
+    assert meter.decode_step_s == pytest.approx(0.3, rel=1e-3)
+    assert meter.prefill_tokens_per_s == pytest.approx(10.0)
+
+
+def test_long_steps_weigh_as_much_as_they_last() -> None:
+    meter = LoadMeter()
+    meter.step_done(1_000, 1, 0.0, 1.0)
+    meter.step_done(2, 1, 1.0, 1.1)  # the tail of a prompt
+    assert 850 < meter.prefill_tokens_per_s < 950
+
+
+def test_what_waits_is_what_is_to_be_computed_here() -> None:
+    waiting, halfway, decoding = (make_request(100, arrival_time=time) for time in (7.0, 5.0, 3.0))
+    for request in (halfway, decoding):
+        request.move_to(RequestStatus.RUNNING)
+    halfway.num_computed_tokens = 60
+    decoding.num_computed_tokens = 99
+    elsewhere = make_request(100, arrival_time=1.0, role=TransferRole.CONSUMER)
+    load = waiting_load([waiting, halfway, decoding, elsewhere])
+    assert (load.num_prompt_tokens, load.oldest_arrival) == (140, 7.0)
+    elsewhere.may_load = False  # its prompt did not come: it is computed here
+    assert waiting_load([elsewhere]).num_prompt_tokens == 100
+    assert waiting_load([]).oldest_arrival is None
+
+
+def test_an_engine_measures_itself() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_: SchedulerOutput) -> None:
+        if entered.is_set():
+            threading.Event().wait(0.01)
+        else:
+            entered.set()
+            assert go_on.wait(10)
+
+    with RunningLoop(make_core(StepHook(hold), max_num_seqs=1, async_scheduling=False)) as running:
+        running.loop.submit("gateway", make_engine_request("first", 50, max_tokens=8))
+        assert entered.wait(10)
+        for name in ("second", "third"):
+            running.loop.submit("gateway", make_engine_request(name, 50, max_tokens=8))
+        go_on.set()
+        while (busy := running.loop.snapshot).load.num_queued_prompt_tokens != 100:
+            running.next_output()
+        assert busy.oldest_arrival is not None
+        running.until_finished("third")
+        running.loop.submit("gateway", make_engine_request("last", max_tokens=1))
+        running.until_finished("last")
+    idle = running.loop.snapshot
+    assert (idle.load.num_queued_prompt_tokens, idle.load.oldest_waiting_s, idle.oldest_arrival) == (
+        0,
+        0.0,
+        None,
+    )
+    assert 0.005 < idle.load.decode_step_s < 1.0
+    assert idle.load.prefill_tokens_per_s > 0.0

@@ -1,0 +1,347 @@
+"""The engine's thread: what commands lead to, when it sleeps, and what ends it."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import pytest
+
+from baton.block_hash import SHORT_HASH_BYTES, block_hashes
+from baton.errors import BatonError, FleetError
+from baton.kv import KVTransferParams, TransferRole, WorkerRef
+from baton.request import ErrorKind, FinishReason
+from baton.step import KVConnectorOutput, SchedulerOutput
+from baton.worker import WorkerRole
+from decode_worker import DecodeWorker
+from prefill_worker import PrefillWorker
+from tests.factories.engine import (
+    FakeConnectorWorker,
+    RunningLoop,
+    StepHook,
+    make_core,
+    make_engine_request,
+)
+from worker.kv_events import KVChange
+
+T = TypeVar("T")
+
+
+def test_a_request_runs_to_its_end_and_its_client_hears_every_token() -> None:
+    with RunningLoop() as running:
+        running.loop.submit("gateway", make_engine_request(max_tokens=3))
+        news = [running.next_output() for _ in range(3)]
+        assert [client for client, _ in news] == ["gateway"] * 3
+        assert [output.first_position for _, output in news] == [0, 1, 2]
+        last = news[-1][1]
+        assert last.finish_reason is FinishReason.LENGTH
+        assert last.stage_times is not None
+        assert last.stage_times.prefill_s > 0.0
+
+
+def test_an_abort_ends_only_the_clients_own_requests() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_: SchedulerOutput) -> None:
+        entered.set()
+        assert go_on.wait(10)
+
+    with RunningLoop(make_core(StepHook(hold))) as running:
+        running.loop.submit("a", make_engine_request("mine", max_tokens=500))
+        assert entered.wait(10)
+        running.loop.abort("b", ("mine",))
+        running.loop.submit("b", make_engine_request("theirs", max_tokens=500))
+        running.loop.abort_client("b")
+        go_on.set()
+        assert running.until_finished("theirs").finish_reason is FinishReason.ABORT
+        running.loop.abort("a", ("mine", "unknown"))
+        assert running.until_finished("mine").finish_reason is FinishReason.ABORT
+
+
+def test_a_deadline_ends_a_request_by_itself() -> None:
+    def take_time(_: SchedulerOutput) -> None:
+        threading.Event().wait(0.01)
+
+    with RunningLoop(make_core(StepHook(take_time))) as running:
+        running.loop.submit("gateway", make_engine_request(max_tokens=1_900, timeout_s=0.05))
+        last = running.until_finished("r")
+        assert (last.finish_reason, last.error) == (FinishReason.ABORT, "the request's deadline passed")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "num_tokens", "kind", "complaint"),
+    [
+        ("r", 10, ErrorKind.INVALID_REQUEST, "request_id: r is in use"),
+        ("big", 5_000, ErrorKind.INVALID_REQUEST, "prompt: 5000 tokens"),
+        ("late", 10, ErrorKind.OVERLOADED, "requests wait to decode"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_with_its_reason(
+    request_id: str, num_tokens: int, kind: ErrorKind, complaint: str
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(_: SchedulerOutput) -> None:
+        entered.set()
+        assert go_on.wait(10)
+
+    core = make_core(StepHook(hold), max_num_seqs=1)
+    with RunningLoop(core, DecodeWorker(max_waiting=1 if request_id == "late" else 9)) as running:
+        running.loop.submit("gateway", make_engine_request("r", max_tokens=500))
+        assert entered.wait(10)
+        running.loop.submit("gateway", make_engine_request("waits"))
+        running.loop.submit("gateway", make_engine_request(request_id, num_tokens))
+        go_on.set()
+        while (output := running.next_output()[1]).error is None:
+            continue
+        assert (output.request_id, output.finish_reason, output.error_kind) == (
+            request_id,
+            FinishReason.ERROR,
+            kind,
+        )
+        assert complaint in (output.error or "")
+
+
+def test_c48_an_idle_loop_uses_no_cpu_and_wakes_at_once() -> None:
+    with RunningLoop() as running:
+        running.loop.submit("gateway", make_engine_request("first", max_tokens=1))
+        running.until_finished("first")
+        before = time.process_time()
+        assert not threading.Event().wait(0.3)
+        assert time.process_time() - before < 0.1
+        running.loop.submit("gateway", make_engine_request("second", max_tokens=1))
+        running.until_finished("second")
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> None:
+    failures = iter([True])
+
+    def fail_once(_: SchedulerOutput) -> None:
+        if next(failures, False):
+            raise RuntimeError("the device is on fire")
+
+    with RunningLoop(make_core(StepHook(fail_once))) as running:
+        running.loop.submit("gateway", make_engine_request("first"))
+        last = running.until_finished("first")
+        assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.INTERNAL)
+        running.loop.submit("gateway", make_engine_request("second"))
+        assert running.until_finished("second").finish_reason is FinishReason.LENGTH
+        assert running.loop.is_alive
+
+
+def test_a_device_that_fails_again_and_again_ends_the_loop() -> None:
+    def fail(_: SchedulerOutput) -> None:
+        raise RuntimeError("the device is gone")
+
+    running = RunningLoop(make_core(StepHook(fail)))
+    running.loop.start()
+    for name in ("a", "b"):
+        running.loop.submit("gateway", make_engine_request(name))
+        running.until_finished(name)
+    running.loop.submit("gateway", make_engine_request("c"))
+    running.loop.join(10)
+    assert not running.loop.is_alive
+    assert isinstance(running.loop.failure, RuntimeError)
+    assert running.loop.drain(0.0), "nobody is left to wait for"
+
+
+class Held:
+    """A device that stands still in its first step until it may go on; then each step takes a moment."""
+
+    def __init__(self) -> None:
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, _: SchedulerOutput) -> None:
+        self.entered.set()
+        assert self.go_on.wait(10)
+        threading.Event().wait(0.005)
+
+
+def in_background(call: Callable[[], T]) -> "Future[T]":
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BatonError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def until_draining(running: RunningLoop) -> None:
+    while not running.beats.get(timeout=10).is_draining:
+        continue
+
+
+def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> None:
+    device = Held()
+    with RunningLoop(make_core(StepHook(device))) as running:
+        running.loop.submit("gateway", make_engine_request("running", max_tokens=9))
+        assert device.entered.wait(10)
+        drained = in_background(lambda: running.loop.drain(10))
+        device.go_on.set()
+        until_draining(running)
+        running.loop.submit("gateway", make_engine_request("late"))
+        ends = {output.request_id: output for output in (running.next_finish(), running.next_finish())}
+        assert (ends["late"].error_kind, ends["late"].error) == (
+            ErrorKind.OVERLOADED,
+            "this worker is draining",
+        )
+        assert ends["running"].finish_reason is FinishReason.LENGTH
+        assert drained.result(10)
+        assert running.loop.snapshot.is_drained
+        assert running.loop.drain(0.0), "it stays drained"
+
+
+def test_c50_what_does_not_end_in_time_is_given_back() -> None:
+    device = Held()
+    device.go_on.set()
+    with RunningLoop(make_core(StepHook(device))) as running:
+        running.loop.submit("gateway", make_engine_request("long", max_tokens=1_900))
+        running.next_output()
+        assert running.loop.drain(0.05)
+        last = running.until_finished("long")
+        assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.GIVEN_BACK)
+        assert last.error == "this worker is draining"
+
+
+def test_c50_a_lease_that_does_not_end_bounds_the_drain() -> None:
+    with RunningLoop(make_core(), PrefillWorker(9), lease_s=0.2) as running:
+        hand_over(running)
+        before = time.monotonic()
+        assert not running.loop.drain(0.1)
+        assert 0.25 < time.monotonic() - before < 2.0
+        assert running.loop.snapshot.kv_blocks.leased
+        assert running.loop.snapshot.is_draining, "it takes nothing all the same"
+
+
+def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
+    connector = FakeConnectorWorker()
+    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+        hand_over(running)
+        drains = [in_background(lambda: running.loop.drain(30.0)) for _ in range(2)]
+        until_draining(running)
+        assert not any(drain.done() for drain in drains)
+        connector.news.append(KVConnectorOutput(finished_sending=("p",)))
+        running.loop.wake()
+        assert [drain.result(5) for drain in drains] == [True, True]
+
+
+def hand_over(running: RunningLoop, request_id: str = "p") -> None:
+    """The request ends, and somebody may read its blocks."""
+    peer = WorkerRef("w1", "life", ("tcp://127.0.0.1:1",), 16)
+    transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, peer)
+    running.loop.submit("gateway", make_engine_request(request_id, 40, kv_transfer=transfer))
+    assert running.until_finished(request_id).finish_reason is FinishReason.HANDED_OVER
+
+
+def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> None:
+    with RunningLoop(make_core(), DecodeWorker(9)) as running:
+        running.loop.submit("gateway", make_engine_request("first", 40))
+        assert running.until_finished("first").num_cached_tokens == 0
+        running.loop.set_role(PrefillWorker(9), 5.0)
+        assert running.loop.snapshot.role is WorkerRole.PREFILL
+        assert not running.loop.snapshot.is_draining
+        told = running.beats.get(timeout=5)
+        assert (told.role, told.is_draining) == (WorkerRole.PREFILL, False), "gateways hear of it at once"
+        running.loop.submit("gateway", make_engine_request("whole"))
+        assert running.until_finished("whole").error_kind is ErrorKind.OVERLOADED, "not what it does any more"
+        hand_over(running)
+        running.loop.abort("gateway", ("p",))
+    with RunningLoop(make_core(), DecodeWorker(9)) as running:
+        for request_id, num_cached in (("first", 0), ("second", 32)):
+            running.loop.submit("gateway", make_engine_request(request_id, 40))
+            assert running.until_finished(request_id).num_cached_tokens == num_cached
+            running.loop.set_role(PrefillWorker(9), 5.0)
+            running.loop.set_role(DecodeWorker(9), 5.0)
+
+
+def test_a_role_change_that_a_lease_holds_up_is_rolled_back() -> None:
+    connector = FakeConnectorWorker()
+    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=0.1) as running:
+        hand_over(running)
+        with pytest.raises(FleetError, match=r"3 blocks are leased.*serves in its old role"):
+            running.loop.set_role(DecodeWorker(9), 0.1)
+        assert running.loop.snapshot.role is WorkerRole.PREFILL
+        assert not running.loop.snapshot.is_draining
+        hand_over(running, "next")  # it serves again
+
+
+def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
+    connector = FakeConnectorWorker()
+    with RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0) as running:
+        hand_over(running)
+        change = in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))
+        until_draining(running)
+        running.loop.submit("gateway", make_engine_request("late"))
+        late = running.until_finished("late")
+        assert (late.error_kind, late.error) == (
+            ErrorKind.OVERLOADED,
+            "this worker is about to become a decode worker",
+        )
+        for call in (lambda: running.loop.drain(1.0), lambda: running.loop.set_role(PrefillWorker(9), 1.0)):
+            with pytest.raises(FleetError, match="it is about to become a decode worker"):
+                call()
+        connector.news.append(KVConnectorOutput(finished_sending=("p",)))
+        running.loop.wake()
+        change.result(5)
+        assert running.loop.drain(5.0)
+        with pytest.raises(FleetError, match="it is draining"):
+            running.loop.set_role(PrefillWorker(9), 1.0)
+
+
+def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
+    connector = FakeConnectorWorker()
+    running = RunningLoop(make_core(connector=connector), PrefillWorker(9), lease_s=30.0)
+    running.loop.start()
+    hand_over(running)
+    change = in_background(lambda: running.loop.set_role(DecodeWorker(9), 30.0))
+    until_draining(running)
+    running.loop.fail(RuntimeError("the request plane ended"))
+    with pytest.raises(FleetError, match="its engine has ended"):
+        change.result(5)
+    running.loop.join(5)
+    assert str(running.loop.failure) == "the request plane ended"
+    assert connector.is_shut_down, "so that peers need not wait for a deadline"
+    with pytest.raises(FleetError, match="its engine has ended"):
+        running.loop.set_role(DecodeWorker(9), 30.0)
+
+
+def test_whoever_follows_the_prefix_cache_hears_an_account_and_then_what_changes() -> None:
+    with RunningLoop() as running:
+        running.loop.submit("gateway", make_engine_request("before", 40))
+        running.until_finished("before")
+        running.loop.subscribe_kv_events("a")
+        readers, account = running.kv_changes.get(timeout=5)
+        assert (readers, account.is_anew, len(account.stored)) == (("a",), True, 2 * SHORT_HASH_BYTES)
+        running.loop.submit("gateway", make_engine_request("more", 70))
+        running.until_finished("more")
+        _, change = running.kv_changes.get(timeout=5)
+        assert (change.is_anew, change.removed, len(change.stored)) == (False, b"", 2 * SHORT_HASH_BYTES)
+        assert block_hashes((7,) * 70, 16, b"k" * 16)[3][:SHORT_HASH_BYTES] == change.stored[-8:]
+        running.loop.subscribe_kv_events("b")
+        assert running.kv_changes.get(timeout=5) == (
+            ("b",),
+            KVChange(True, b"", account.stored + change.stored),
+        )
+
+
+def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    monkeypatch.setattr(core, "take_kv_events", lambda: pytest.fail("nobody follows"))
+    with RunningLoop(core) as running:
+        running.loop.submit("gateway", make_engine_request("unheard", 40))
+        running.until_finished("unheard")
+        assert core._scheduler.take_kv_events() == []
+    core = make_core()
+    with RunningLoop(core) as running:
+        running.loop.subscribe_kv_events("a")
+        running.kv_changes.get(timeout=5)
+        running.loop.abort_client("a")
+        running.loop.submit("gateway", make_engine_request("unheard", 40))
+        running.until_finished("unheard")
+        assert core._scheduler.take_kv_events() == []
+        assert running.kv_changes.empty()

@@ -1,0 +1,283 @@
+"""EngineCore: introduces scheduler, device, connector and grammars to one another and moves all three by one step.
+
+Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling one
+step is computed while the next is planned:
+
+    plan      | step 2 |            | step 3 |            | step 4 |
+    device    |  step 1 ............|  step 2 ............|  step 3 ....
+    take in                  step 1 |              step 2 |
+"""
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.kv import KVEvent
+from baton.request import EngineRequest, RequestOutput
+from baton.step import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad
+from engine.connector import ConnectorWorker
+from engine.grammars.compiler import GrammarCompiler
+from engine.pipeline import DeviceLostError, Pipeline
+from scheduler import Request, RequestStatus, Scheduler
+from worker.load import LoadMeter
+from worker.stages import StageTimer
+from worker.step_counts import StepCounts
+from worker.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+
+ClientOutputs = dict[str, list[RequestOutput]]
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A plan whose output is not known yet."""
+
+    plan: SchedulerOutput
+    submitted_at: float
+    lost: set[str] = field(default_factory=set)
+    """Requests that were preempted since: the blocks that it fills for them belong to others."""
+
+
+class EngineCore:
+    """One device's work, one step at a time. Every method belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        connector: ConnectorWorker,
+        grammars: GrammarCompiler,
+        eos_token_ids: tuple[int, ...],
+        clock: Clock,
+        trace: StepTraceWriter | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._connector = connector
+        self._grammars = grammars
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._trace = trace
+        self._stages = StageTimer(clock)
+        self._under_way: deque[StepUnderWay] = deque()
+        self._num_failed_steps = 0
+        self._meter = LoadMeter()
+        self.steps = StepCounts()
+        """Of all steps; any thread may read them."""
+        scheduler.ignore_kv_events()
+        self.may_progress = False
+        """Whether another step right now could do more; if not, only news from outside can change that."""
+
+    def step(self) -> ClientOutputs:
+        """Takes in what transfers brought, plans a step, takes in what an earlier one sampled: the news by client."""
+        outputs: ClientOutputs = defaultdict(list)
+        self._take_news(outputs)
+        plan = self._scheduler.schedule()
+        self._stages.planned(plan)
+        if self._trace is not None:
+            self._trace.planned(plan, self._standing())
+        self._submit(plan)
+        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
+        is_computing = False
+        while len(self._under_way) > num_kept:
+            is_computing |= not self._under_way[0].plan.is_empty
+            self._stamp(self._complete_oldest(), outputs)
+        self.may_progress = bool(is_computing or self._under_way or plan.kv_connector_metadata is not None)
+        return outputs
+
+    def add_request(self, request: EngineRequest, client_id: str) -> None:
+        """Queues a request; raises InvalidRequest if this engine could never run it."""
+        self._check_vocabulary("prompt", request.prompt_token_ids)
+        self._check_vocabulary("output_token_ids", request.output_token_ids)
+        self._scheduler.add_request(
+            Request(
+                request.request_id,
+                request.prompt_token_ids,
+                request.sampling_params,
+                arrival_time=self._clock.now(),
+                priority=request.priority,
+                eos_token_ids=self._eos_token_ids,
+                client_id=client_id,
+                cache_salt=request.cache_salt,
+                kv_transfer=request.kv_transfer,
+                output_token_ids=request.output_token_ids,
+                on_preemption=request.on_preemption,
+            )
+        )
+        if request.sampling_params.structured_output is not None:
+            self._grammars.compile(request.sampling_params.structured_output)
+        self._stages.arrived(request.request_id, client_id)
+
+    def finish_requests(
+        self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
+    ) -> ClientOutputs:
+        """Ends requests in whatever state they are; unknown and finished ones are ignored."""
+        self.may_progress = True  # the runner and the connector have to hear of it
+        outputs: ClientOutputs = defaultdict(list)
+        self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
+        self._grammars.keep_only(self._scheduler.wanted_grammars())
+        return outputs
+
+    def give_back_requests(
+        self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
+    ) -> ClientOutputs:
+        """Ends these requests (None: all) with ErrorKind.GIVEN_BACK, in whatever state they are: they go on elsewhere.
+
+        Nothing is told of them after that. What a step under way samples for them, others will sample again.
+        """
+        request_ids = self._scheduler.request_ids if request_ids is None else request_ids
+        return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
+
+    def begin_kv_events(self) -> list[KVEvent]:
+        """See Scheduler; until then events cost nothing."""
+        return self._scheduler.begin_kv_events()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Since the account, or the last call. There may be one reader."""
+        return self._scheduler.take_kv_events()
+
+    def ignore_kv_events(self) -> None:
+        self._scheduler.ignore_kv_events()
+
+    def request_counts(self) -> RequestCounts:
+        return self._scheduler.request_counts()
+
+    def kv_block_counts(self) -> KVBlockCounts:
+        return self._scheduler.kv_block_counts()
+
+    def load(self) -> tuple[WorkerLoad, float | None]:
+        """How busy it is, and since when the request waits that has waited longest, on the engine's clock. Looks at
+        every request, so not for each step."""
+        waiting, now = self._scheduler.waiting_load(), self._clock.now()
+        load = WorkerLoad(
+            num_queued_prompt_tokens=waiting.num_prompt_tokens,
+            oldest_waiting_s=0.0 if waiting.oldest_arrival is None else now - waiting.oldest_arrival,
+            prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
+            decode_step_s=self._meter.decode_step_s,
+        )
+        return load, waiting.oldest_arrival
+
+    def counters(self) -> dict[str, int]:
+        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
+        ours, theirs = self._scheduler.counters(), self._connector.counters()
+        assert not ours.keys() & theirs.keys(), "one name would hide the other"
+        return {**ours, **theirs}
+
+    def close(self) -> None:
+        """Ends after the step under way, whose output nobody hears of any more, and with it all hand-overs: whoever
+        waits for one need not find out by its deadline."""
+        self._pipeline.close()
+        self._connector.shutdown()
+        self._grammars.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
+        """The model has no embedding for others: the step would fail, and everybody's request with it."""
+        vocab_size = self._grammars.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(name, f"token ids are 0 to {vocab_size - 1}, got {wrong}")
+
+    def _take_news(self, outputs: ClientOutputs) -> None:
+        """What happened outside since the last step: transfers that ended, grammars that were compiled."""
+        news = self._connector.get_finished()
+        self._stages.received(news.finished_recving)
+        for client_id, output in self._stages.transferred(news.transfers):
+            outputs[client_id].append(output)
+        self._end_between_steps(self._scheduler.update_connector_output(news), outputs)
+        for grammar in self._grammars.take_news():
+            ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)
+            self._end_between_steps(ended, outputs)
+        if self._grammars.is_full:
+            self._grammars.evict(self._scheduler.grammars_in_use())
+
+    def _submit(self, plan: SchedulerOutput) -> None:
+        self._connector.send_orders(plan.kv_connector_metadata)
+        for step in self._under_way:
+            step.lost |= plan.preempted_req_ids
+        if not self._under_way:
+            self._connector.start_load_kv(plan.kv_connector_metadata)
+        self._under_way.append(StepUnderWay(plan, self._clock.now()))
+        self._pipeline.submit(plan)
+
+    def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
+        """Waits for the oldest step under way and takes in what it sampled."""
+        result = self._pipeline.take()
+        step = self._under_way.popleft()
+        if result.output is None:
+            return self._fail(step.plan, result.error)
+        self._measure(step)
+        self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
+        if self._under_way:
+            self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
+        if step.plan.num_scheduled_tokens:
+            self._num_failed_steps = 0
+        news = self._scheduler.update_from_output(step.plan, result.output)
+        return self._traced(step.plan, result.output, news)
+
+    def _measure(self, step: StepUnderWay) -> None:
+        counts = step.plan.num_scheduled_tokens
+        is_decoding = step.plan.total_num_scheduled_tokens == len(counts)
+        num_prompt_tokens = 0 if is_decoding else sum(count for count in counts.values() if count > 1)
+        time_s = self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
+        if num_tokens := step.plan.total_num_scheduled_tokens:
+            self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
+
+    def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
+        """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
+        self._num_failed_steps += 1
+        logger.error("%d step(s) in a row failed; every request ends", self._num_failed_steps, exc_info=error)
+        if isinstance(error, DeviceLostError):
+            raise error
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
+        outputs = self._scheduler.finish_requests(
+            self._scheduler.request_ids, RequestStatus.FINISHED_ERROR, "the device failed to compute a step"
+        )
+        nothing = ModelRunnerOutput({})
+        self._scheduler.update_from_output(plan, nothing)
+        self._traced(plan, nothing, outputs)
+        while self._under_way:  # it was planned on top of the failed one: whatever it gives is of no use
+            self._pipeline.take()
+            step = self._under_way.popleft()
+            self._connector.start_load_kv(step.plan.kv_connector_metadata)
+            self._traced(step.plan, nothing, self._scheduler.update_from_output(step.plan, nothing))
+        self._scheduler.reset_prefix_cache(force=True)
+        return outputs
+
+    def _traced(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, news: dict[str, EngineCoreOutputs]
+    ) -> dict[str, EngineCoreOutputs]:
+        if self._trace is not None:
+            self._trace.done(plan.step, output.sampled_token_ids, news)
+        return news
+
+    def _end_between_steps(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+        if self._trace is not None:
+            self._trace.ended(news)
+        self._stamp(news, outputs)
+
+    def _standing(self) -> Standing:
+        """How things stand now that a step is planned, for people to read."""
+        counts = self._scheduler.request_counts()
+        return Standing(
+            loading=self._scheduler.loading_ids,
+            waiting=self._scheduler.waiting_ids(MAX_WAITING_IDS),
+            num_waiting=counts.waiting,
+            num_free_blocks=self._scheduler.kv_block_counts().free,
+        )
+
+    def _stamp(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+        """Adds what has just happened to `outputs`, with the stages of every request that ended."""
+        for client_id, part in news.items():
+            for output in part.outputs:
+                stages = self._stages.produced(output)
+                outputs[client_id].append(replace(output, stage_times=stages) if stages else output)

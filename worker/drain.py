@@ -1,0 +1,104 @@
+"""Leaving: a worker's way out of its role, for good or into the other one; knows no request and no clock.
+
+                  time is up:                     nothing is left to lose: it has left,
+                  what is left is given back      and stays so, or serves in its new role
+FINISHING ------------------------------> ENDING --------------------------------------> OVER
+    |                                       |                                             ^
+    |                                       | the leases' time is up, too: it has left with |
+    |                                       | a loss, or serves in its old role again       |
+    |                                       +---------------------------------------------+
+    +-- nothing is left to lose --------------------------------------------------------->+
+"""
+
+from concurrent.futures import Future
+from enum import Enum
+
+from worker.role import Role
+
+ANSWER_TIMEOUT_S = 2.0
+"""After the last deadline, what the engine gets to finish its step and say so."""
+
+
+class Stage(Enum):
+    """How far it is. New requests are refused throughout."""
+
+    FINISHING = "finishing"
+    """Requests may end by themselves."""
+    ENDING = "ending"
+    """No request is left; transfers and leases may end."""
+    OVER = "over"
+
+
+LEGAL_MOVES = {
+    Stage.FINISHING: {Stage.ENDING, Stage.OVER},
+    Stage.ENDING: {Stage.OVER},
+    Stage.OVER: set[Stage](),
+}
+
+
+class Leaving:
+    """Moved by the engine's thread alone; `outcome` may be waited for by any. Times are the caller's, in seconds."""
+
+    def __init__(self, target: Role | None, now: float, timeout_s: float, lease_s: float) -> None:
+        """`target`: what to be then; None: nothing any more. Leases get `lease_s` to end after `timeout_s`."""
+        self.target = target
+        self.stage = Stage.FINISHING
+        self.is_clean = False
+        """Whether nothing was left to lose in time; known when it is over."""
+        self.outcome: Future[bool] = Future()
+        """The same, when the engine serves accordingly."""
+        self.give_back_at = now + timeout_s
+        self.give_up_at = self.give_back_at + lease_s
+        self.obstacle = ""
+        """What was left at the end."""
+        self.refusal: str | None = None
+        """Why it could not even begin."""
+        self._joined: list[Future[bool]] = []
+
+    @property
+    def abandoned_at(self) -> float:
+        """Whoever asked has waited for long enough and taken it for failed; so it must fail."""
+        return self.give_up_at + ANSWER_TIMEOUT_S
+
+    def join(self, other: "Leaving") -> None:
+        """`other` wants the same; the more urgent of both decides."""
+        self.give_back_at = min(self.give_back_at, other.give_back_at)
+        self.give_up_at = min(self.give_up_at, other.give_up_at)
+        self._joined.append(other.outcome)
+
+    def refuse(self, reason: str) -> None:
+        """It does not begin."""
+        self.refusal = reason
+        self.outcome.set_result(False)
+
+    def next_deadline(self) -> float | None:
+        """When `look` has something to do even if nothing happens."""
+        times = {Stage.FINISHING: self.give_back_at, Stage.ENDING: self.give_up_at}
+        return times.get(self.stage)
+
+    def look(self, now: float, has_left: bool) -> Stage | None:
+        """Moves on if it can, one move at a time: the new stage. `has_left`: nothing is left to lose."""
+        if self.stage is Stage.OVER:
+            return None
+        is_abandoned = self.target is not None and now >= self.abandoned_at
+        if has_left and not is_abandoned:
+            return self._end(True)
+        if self.stage is Stage.FINISHING and now >= self.give_back_at:
+            return self._move_to(Stage.ENDING)
+        if self.stage is Stage.ENDING and now >= self.give_up_at:
+            return self._end(False)
+        return None
+
+    def settle(self) -> None:
+        """Tells whoever waits."""
+        for outcome in (self.outcome, *self._joined):
+            outcome.set_result(self.is_clean)
+
+    def _end(self, is_clean: bool) -> Stage:
+        self.is_clean = is_clean
+        return self._move_to(Stage.OVER)
+
+    def _move_to(self, stage: Stage) -> Stage:
+        assert stage in LEGAL_MOVES[self.stage], f"{self.stage} -> {stage}"
+        self.stage = stage
+        return stage

@@ -1,0 +1,351 @@
+"""EngineLoop: the thread that owns an EngineCore; takes commands, steps while there is work, sleeps when there is none.
+
+Knows the role on top, exchanges it, and hands news to whoever was given to it; knows no socket.
+"""
+
+import heapq
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.clock import Clock
+from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
+from scheduler import RequestStatus
+from worker.core import ClientOutputs, EngineCore
+from worker.drain import ANSWER_TIMEOUT_S, Leaving, Stage
+from worker.kv_events import KVChange, net
+from worker.role import Role
+
+logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.05
+"""The load of a busy engine is looked at this often: heartbeats are rarer, and each look costs as many requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """How the engine stood after its last step; replaced whole, so any thread may read it."""
+
+    role: WorkerRole
+    is_draining: bool
+    is_drained: bool
+    kv_blocks: KVBlockCounts
+    requests: RequestCounts
+    counters: dict[str, int]
+    load: WorkerLoad
+    """A moment old at most, unless nothing has happened since."""
+    oldest_arrival: float | None
+    """Of the requests that wait for their first step, on the engine's clock."""
+
+
+class Outbox(Protocol):
+    """Where news goes; must not block, since it is called between two steps."""
+
+    def send(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
+
+    def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
+        """What changed in the prefix cache since they were last told."""
+        ...
+
+    def beat(self) -> None:
+        """Something changed that everybody should hear of before the next heartbeat is due."""
+        ...
+
+
+Command = Callable[[], None]
+
+
+class EngineLoop:
+    """Public methods may be called from any thread; what they ask for happens on the engine's own, between steps."""
+
+    def __init__(self, core: EngineCore, role: Role, outbox: Outbox, clock: Clock, lease_s: float) -> None:
+        """`lease_s`: what transfers and leases get to end when no request is left."""
+        self._core = core
+        self._role = role
+        self._outbox = outbox
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._clients: dict[str, set[str]] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._kv_followers: set[str] = set()
+        self._lease_s = lease_s
+        self._leaving: Leaving | None = None
+        """Its way out of its role, once begun; it stays when the worker is drained for good."""
+        self._is_stopping = False
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failure: BaseException | None = None
+        """What ended the loop, if it ended by itself: the device is beyond help."""
+        self._load_due_at = -math.inf
+        self.snapshot = self._take_snapshot()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, client_id: str, request: EngineRequest) -> None:
+        self._commands.put(lambda: self._admit(client_id, request))
+
+    def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
+        """Ends this client's requests; those of other clients are out of its reach."""
+        self._commands.put(lambda: self._abort(client_id, request_ids))
+
+    def abort_client(self, client_id: str) -> None:
+        """The client is gone: everything it asked for ends."""
+        self._commands.put(lambda: self._forget(client_id))
+
+    def subscribe_kv_events(self, client_id: str) -> None:
+        """An account of the prefix cache for this client, and what changes from then on, until `abort_client`."""
+        self._commands.put(lambda: self._follow_kv(client_id))
+
+    def fail(self, error: BaseException) -> None:
+        """Something that the engine cannot go on without has ended."""
+        self._commands.put(lambda: _raise(error))
+
+    def wake(self) -> None:
+        """There is news from outside, such as a transfer that ended."""
+        self._commands.put(lambda: None)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests for good. Running ones have `timeout_s` to end; what is left then is given back, and
+        transfers and leases have `lease_s` more. True as soon as nothing is left that anybody could lose, as when the
+        loop has ended by itself. FleetError while it changes its role.
+        """
+        leaving = self._leave(None, timeout_s)
+        return leaving.outcome.result() if leaving.outcome.done() else self._ended.done()
+
+    def set_role(self, role: Role, timeout_s: float) -> None:
+        """Leaves the present role as in `drain`, then serves in the other one, with its prefix cache as it is.
+
+        FleetError if that could not be done in time, with what was in the way: then it serves in its old role again.
+        """
+        leaving = self._leave(role, timeout_s)
+        if not leaving.outcome.done():
+            obstacle = "its engine has ended" if self._ended.done() else "its engine is busy with a long step"
+            raise FleetError(f"it did not become a {role.kind.value} worker: {obstacle}")
+        if not leaving.outcome.result():
+            raise FleetError(
+                f"it did not become a {role.kind.value} worker: after {timeout_s:g} s for requests and "
+                f"{self._lease_s:g} s for leases {leaving.obstacle}; it serves in its old role"
+            )
+
+    def stop(self) -> None:
+        """Ends the thread after the step under way. What is still running ends with it; drain first."""
+        self._commands.put(self._begin_stop)
+        self._thread.join()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the thread to end by itself."""
+        self._thread.join(timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._ended.done()
+
+    def is_settled_as(self, role: WorkerRole) -> bool:
+        """Whether it serves in this role, as of the last step."""
+        return self.snapshot.role is role and not self.snapshot.is_draining
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Calls it on the engine's thread when the loop has ended, for whatever reason; at once if it has."""
+        self._ended.add_done_callback(lambda _: callback())
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._take_commands()
+                self._end_overdue()
+                self._deliver(self._core.step())
+                self._tell_kv_followers()
+                self._look_whether_left()
+                self._publish()
+        except Exception as error:  # the edge of the thread: whoever watches the worker must learn of it
+            logger.exception("the engine loop ended")
+            self.failure = error
+        finally:
+            self._ended.set_result(None)
+            self._outbox.beat()
+            self._core.close()
+
+    def _take_commands(self) -> None:
+        """Runs all commands that wait; blocks for one first if a step could not achieve anything."""
+        block = not self._core.may_progress
+        try:
+            self._commands.get(block, self._seconds_to_deadline() if block else None)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _seconds_to_deadline(self) -> float | None:
+        deadlines = [self._deadlines[0][0]] if self._deadlines else []
+        if self._leaving is not None and (deadline := self._leaving.next_deadline()) is not None:
+            deadlines.append(deadline)
+        return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
+
+    def _admit(self, client_id: str, request: EngineRequest) -> None:
+        try:
+            if self._leaving is not None:
+                raise Overloaded(f"this worker {_what_it_does(self._leaving)}", 1.0)
+            if any(request.request_id in ids for ids in self._clients.values()):
+                raise InvalidRequest("request_id", f"{request.request_id} is in use")
+            self._role.admit(request, self._core.request_counts())
+            self._core.add_request(request, client_id)
+        except RequestError as error:
+            self._outbox.send(client_id, [_refusal(request.request_id, error)])
+            return
+        self._clients.setdefault(client_id, set()).add(request.request_id)
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (self._clock.now() + request.timeout_s, request.request_id))
+
+    def _abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
+        own = self._clients.get(client_id, set()).intersection(request_ids)
+        self._deliver(self._core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
+
+    def _end_overdue(self) -> None:
+        now = self._clock.now()
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            overdue.append(heapq.heappop(self._deadlines)[1])
+        if overdue:
+            self._deliver(
+                self._core.finish_requests(
+                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
+                )
+            )
+
+    def _deliver(self, news: ClientOutputs) -> None:
+        for client_id, outputs in news.items():
+            self._outbox.send(client_id, outputs)
+            ended = {output.request_id for output in outputs if output.finish_reason is not None}
+            if ended and client_id in self._clients:
+                self._clients[client_id] -= ended
+                if not self._clients[client_id]:
+                    del self._clients[client_id]
+        if not self._clients:
+            self._deadlines.clear()  # what is left belongs to requests that finished in time
+
+    def _forget(self, client_id: str) -> None:
+        self._kv_followers.discard(client_id)
+        if not self._kv_followers:
+            self._core.ignore_kv_events()
+        self._abort(client_id, tuple(self._clients.get(client_id, ())))
+
+    def _follow_kv(self, client_id: str) -> None:
+        self._tell_kv_followers()  # the account is to be everybody's latest word
+        account = net(self._core.begin_kv_events())
+        assert account is not None, "an account begins anew, so it is a change"
+        self._kv_followers.add(client_id)
+        self._outbox.send_kv_change((client_id,), account)
+
+    def _tell_kv_followers(self) -> None:
+        if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
+            self._outbox.send_kv_change(tuple(self._kv_followers), change)
+
+    def _publish(self) -> None:
+        former, self.snapshot = self.snapshot, self._take_snapshot()
+        if (former.role, former.is_draining) != (self.snapshot.role, self.snapshot.is_draining):
+            self._outbox.beat()
+
+    def _take_snapshot(self) -> EngineSnapshot:
+        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        now = self._clock.now()
+        if now >= self._load_due_at or not self._core.may_progress:
+            self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
+        return EngineSnapshot(
+            role=self._role.kind,
+            is_draining=self._leaving is not None,
+            is_drained=self._leaving is not None and self._role.is_drained(requests, blocks),
+            kv_blocks=blocks,
+            requests=requests,
+            counters=self._core.counters(),
+            load=self._load[0],
+            oldest_arrival=self._load[1],
+        )
+
+    def _leave(self, target: Role | None, timeout_s: float) -> Leaving:
+        """Returns when that is over, the loop has ended, or the engine does not answer; FleetError if it may not be."""
+        leaving = Leaving(target, self._clock.now(), timeout_s, self._lease_s)
+        self._commands.put(lambda: self._begin_leaving(leaving))
+        patience_s = leaving.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
+        either: list[Future[Any]] = [leaving.outcome, self._ended]
+        wait(either, patience_s, FIRST_COMPLETED)
+        if leaving.refusal is not None:
+            raise FleetError(leaving.refusal)
+        return leaving
+
+    def _begin_leaving(self, leaving: Leaving) -> None:
+        """A drain follows another one; nothing else may begin before its predecessor is over."""
+        former = self._leaving
+        if former is None:
+            self._leaving = leaving
+        elif former.target is not None or leaving.target is not None:
+            leaving.refuse(f"it {_what_it_does(former)}")
+        elif former.stage is Stage.OVER:
+            self._leaving = leaving
+        else:
+            former.join(leaving)
+
+    def _look_whether_left(self) -> None:
+        if (leaving := self._leaving) is None:
+            return
+        requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
+        has_left = self._role.is_drained(requests, blocks)
+        match leaving.look(self._clock.now(), has_left):
+            case Stage.ENDING:
+                self._deliver(self._core.give_back_requests(error=f"this worker {_what_it_does(leaving)}"))
+            case Stage.OVER:
+                self._conclude(leaving, requests, blocks)
+
+    def _conclude(self, leaving: Leaving, requests: RequestCounts, blocks: KVBlockCounts) -> None:
+        leaving.obstacle = _what_is_left(requests, blocks)
+        if leaving.target is not None:
+            self._leaving = None
+            if leaving.is_clean:
+                self._role = leaving.target
+        self._publish()
+        leaving.settle()
+
+    def _begin_stop(self) -> None:
+        self._is_stopping = True
+
+
+def _refusal(request_id: str, error: RequestError) -> RequestOutput:
+    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
+    return RequestOutput(
+        request_id=request_id,
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
+    )
+
+
+def _what_it_does(leaving: Leaving) -> str:
+    return (
+        "is draining"
+        if leaving.target is None
+        else f"is about to become a {leaving.target.kind.value} worker"
+    )
+
+
+def _what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
+    counts = {
+        "requests run": requests.running,
+        "requests wait": requests.waiting,
+        "requests wait for KV": requests.waiting_for_remote_kvs,
+        "blocks are leased": blocks.leased,
+        "blocks are quarantined": blocks.quarantined,
+    }
+    left = [f"{count} {what}" for what, count in counts.items() if count]
+    return ", ".join(left) or "its engine had not finished a step"
+
+
+def _raise(error: BaseException) -> None:
+    raise error

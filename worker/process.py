@@ -1,0 +1,121 @@
+"""One worker as a process: builds the role on its engine; knows neither Ray nor who started it.
+
+Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines of one's own:
+
+    python -m worker.process --role prefill --name w0 --config FILE
+
+prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
+SIGTERM, SIGINT or when its stdin closes, so that it never outlives whoever holds the other end. Until then
+it takes questions as lines of JSON from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers:
+worker/control_channel.py has all of them. A worker whose engine ends by itself ends the process with exit code 1. It
+takes the cluster's secret from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
+"""
+
+import argparse
+import os
+import selectors
+import signal
+import sys
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import BatonError
+from baton.system.curve import ClusterKeys, derive_keys
+from baton.system.garbage import settle
+from baton.system.logs import write_logs
+from baton.system.secret import load_secret
+from baton.system.wakeup import WakeUp
+from baton.worker import WorkerRole
+from decode_worker import DecodeWorker
+from engine.loading.pretrained import default_cache_dir, resolve
+from prefill_worker import PrefillWorker
+from worker.control_channel import ControlServer
+from worker.host import EngineHost
+from worker.ready_line import endpoint_to_json, failure_to_json
+from worker.role import Role
+
+
+def build_worker(
+    config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
+) -> EngineHost:
+    """A worker that is not started yet. It queues as many requests as one gateway lets in."""
+    max_waiting = config.gateway.max_in_flight
+    roles: dict[WorkerRole, Role] = {
+        WorkerRole.PREFILL: PrefillWorker(max_waiting),
+        WorkerRole.DECODE: DecodeWorker(max_waiting),
+    }
+    own = roles.pop(role)
+    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
+    parser = argparse.ArgumentParser(prog="python -m worker.process", description="One worker without Ray.")
+    parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
+    parser.add_argument("--name", required=True)
+    parser.add_argument(
+        "--log-level",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="wins over the configuration's logging.level",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file, as for `baton serve`")
+    options = parser.parse_args(arguments)
+    try:
+        overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}
+        config = (
+            BatonConfig.from_yaml(options.config, overrides)
+            if options.config
+            else BatonConfig.from_mapping(overrides)
+        )
+        write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
+        keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
+        model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)
+        endpoint = worker.start()
+        settle()
+    except BatonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _print(failure_to_json(error))
+        return 1
+    try:
+        end = _end_on_signals()  # before anybody can know whom to signal
+        worker.when_ended(end.set)
+        _print(endpoint_to_json(endpoint))
+        _serve_control(ControlServer(worker, _print), end)
+    finally:
+        failure = worker.status().failure
+        worker.stop()
+    return 1 if failure else 0
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:  # nobody reads: then stdin is about to end, too
+        return
+
+
+def _end_on_signals() -> WakeUp:
+    end = WakeUp()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: end.set())
+    return end
+
+
+def _serve_control(server: ControlServer, end: WakeUp) -> None:
+    """Returns when told to end, or when stdin does."""
+    with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
+        selector.register(end.fileno(), selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if end.fileno() in ready:
+                return
+            data = os.read(sys.stdin.fileno(), 65_536)
+            if not data:
+                return
+            server.take(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""StepTraceWriter: writes a worker's steps to a file of its own, as they become known; never ends or delays the engine.
+
+It hears of a step twice: when it is planned, and when its result was taken in. Between the two, with asynchronous
+scheduling, the next step is planned; a record is completed by its step's number, and lines stay in ascending order.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from baton.clock import Clock
+from baton.errors import ConfigError
+from baton.request import FinishReason
+from baton.step import EngineCoreOutputs, SchedulerOutput
+from worker.step_trace import (
+    Share,
+    StepTrace,
+    TraceEnd,
+    TraceHeader,
+    encode_end,
+    encode_header,
+    encode_step,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_IDS = 32
+"""How many of those that wait are worth naming in every step."""
+
+_TIME_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How things stood when a step was planned."""
+
+    loading: tuple[str, ...]
+    waiting: tuple[str, ...]
+    """The first of the queue; more than `MAX_WAITING_IDS` are too many."""
+    num_waiting: int
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStep:
+    """What is known of a step before its result."""
+
+    plan: SchedulerOutput
+    planned_s: float
+    standing: Standing
+    ended_before: Mapping[str, FinishReason]
+
+
+def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: int) -> "StepTraceWriter":
+    """A new file `WORKER-INCARNATION.jsonl` in the folder, which is made if need be; ConfigError if that cannot be."""
+    path = Path(folder) / f"{header.worker}-{header.incarnation}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("xb", buffering=0)
+        try:
+            return StepTraceWriter(file, path, header, clock, max_bytes)
+        except OSError:
+            file.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"engine.trace_dir: got {folder!r}, but {error.filename or path} cannot be written ({error.strerror}); "
+            "name a folder where this worker may write"
+        ) from error
+
+
+class StepTraceWriter:
+    """Every method belongs to the engine's thread, and none raises: what cannot be written is said once, and then the
+    engine goes on without a trace. Each step is in the file as soon as its result is known.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, header: TraceHeader, clock: Clock, max_bytes: int) -> None:
+        """Takes over `file`, which must not buffer. OSError if not even the header can be written."""
+        self._file: BinaryIO | None = file
+        self._path = path
+        self._clock = clock
+        self._began = clock.now()
+        self._num_bytes_left = max_bytes - len(encode_end(TraceEnd.FULL))
+        self._max_bytes = max_bytes
+        self._block_size = header.block_size
+        self._planned: dict[int, _PlannedStep] = {}
+        self._ended_between: dict[str, FinishReason] = {}
+        self._last_seen: tuple[object, ...] = ((), (), 0)
+        """Who loaded and who waited in the last step that was written."""
+        self._write_whole(encode_header(header))
+
+    def planned(self, plan: SchedulerOutput, standing: Standing) -> None:
+        """A step was planned; call it before anything of it is computed."""
+        if self._file is not None:
+            ended, self._ended_between = self._ended_between, {}
+            self._planned[plan.step] = _PlannedStep(plan, self._now(), standing, ended)
+
+    def ended(self, news: Mapping[str, EngineCoreOutputs]) -> None:
+        """Requests ended between two steps: by a client, by a deadline, or because their prompt did not arrive."""
+        if self._file is not None:
+            self._ended_between |= _ends(news)
+
+    def done(
+        self, step: int, sampled_token_ids: Mapping[str, list[int]], news: Mapping[str, EngineCoreOutputs]
+    ) -> None:
+        """The result of a planned step was taken in: what the device sampled, and the news that came of it."""
+        planned = self._planned.pop(step, None)
+        if planned is not None:
+            self._record(planned, self._now(), sampled_token_ids, _ends(news))
+
+    def close(self) -> None:
+        """Writes the steps that have no result, and the last word. May be called again."""
+        for step in list(self._planned):
+            self._record(self._planned[step], None, {}, {})
+        self._end(TraceEnd.CLOSED)
+
+    def _now(self) -> float:
+        return round(self._clock.now() - self._began, _TIME_DIGITS)
+
+    def _record(
+        self,
+        planned: _PlannedStep,
+        done_s: float | None,
+        sampled: Mapping[str, list[int]],
+        ended: Mapping[str, FinishReason],
+    ) -> None:
+        """Writes one step, unless nothing happened in it: an engine that waits for news plans empty steps."""
+        plan, standing = planned.plan, planned.standing
+        ended = {**planned.ended_before, **ended}
+        seen = (standing.loading, standing.waiting, standing.num_waiting)
+        if plan.is_empty and not ended and seen == self._last_seen:
+            return
+        self._last_seen = seen
+        cached = plan.scheduled_cached_reqs
+        step = StepTrace(
+            step=plan.step,
+            planned_s=planned.planned_s,
+            done_s=done_s,
+            scheduled=_shares(plan, sampled),
+            num_prompt_tokens={new.request_id: len(new.prompt_token_ids) for new in plan.scheduled_new_reqs},
+            num_cached_tokens=_num_cached_tokens(plan, self._block_size),
+            resumed=tuple(cached.resumed_request_ids),
+            preempted=tuple(sorted(plan.preempted_req_ids)),
+            ended=ended,
+            num_swapped_out=len(plan.swap_out),
+            num_swapped_in=len(plan.swap_in),
+            loading=standing.loading,
+            waiting=standing.waiting,
+            num_waiting=standing.num_waiting,
+            num_free_blocks=standing.num_free_blocks,
+        )
+        self._write(encode_step(step))
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        if len(line) > self._num_bytes_left:
+            logger.warning(
+                "the trace %s has reached its limit of %d bytes and ends here", self._path, self._max_bytes
+            )
+            self._end(TraceEnd.FULL)
+            return
+        try:
+            self._write_whole(line)
+        except OSError as error:
+            logger.error("the trace %s cannot be written and ends here: %s", self._path, error)
+            self._stop()
+
+    def _write_whole(self, line: bytes) -> None:
+        assert self._file is not None
+        num_written = self._file.write(line)
+        if num_written != len(line):
+            raise OSError(f"only {num_written} of {len(line)} bytes could be written; is the disk full?")
+        self._num_bytes_left -= len(line)
+
+    def _end(self, end: TraceEnd) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # nobody misses the last word more than the steps before it
+                self._file.write(encode_end(end))
+            self._stop()
+
+    def _stop(self) -> None:
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._file = None
+        self._planned.clear()
+
+
+def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str, Share]:
+    cached = plan.scheduled_cached_reqs
+    num_computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+    for new in plan.scheduled_new_reqs:
+        num_computed[new.request_id] = new.num_computed_tokens
+    return {
+        request_id: Share(num_tokens, num_computed[request_id], len(sampled.get(request_id, ())))
+        for request_id, num_tokens in plan.num_scheduled_tokens.items()
+    }
+
+
+def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
+    """Hits of those that get blocks with this plan: what they have computed, less what comes from elsewhere."""
+    num_cached = {
+        new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
+    }
+    cached = plan.scheduled_cached_reqs
+    if cached.resumed_request_ids:
+        swapped_in = {block_id for _, block_id in plan.swap_in}
+        changes = zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, num_computed in changes:
+            if request_id in cached.resumed_request_ids:
+                num_blocks = -(-num_computed // block_size)
+                num_hit_blocks = num_blocks - sum(block_id in swapped_in for block_id in block_ids)
+                num_cached[request_id] = min(num_computed, num_hit_blocks * block_size)
+    return {request_id: num_tokens for request_id, num_tokens in num_cached.items() if num_tokens}
+
+
+def _ends(news: Mapping[str, EngineCoreOutputs]) -> dict[str, FinishReason]:
+    return {
+        output.request_id: output.finish_reason
+        for part in news.values()
+        for output in part.outputs
+        if output.finish_reason is not None
+    }
