@@ -16,7 +16,7 @@ from ray.scripts.scripts import cli as ray_cli
 from baton.config import BatonConfig
 from cli.main import build_parser
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RAY = ROOT / "cluster/ray"
 START_NODE = RAY / "start_node.sh"
 EXAMPLE = ROOT / "examples/several_hosts.yaml"
