@@ -25,7 +25,7 @@ from baton.step import KVConnectorOutput
 from baton.system.curve import ClusterSecret, PlaneKeys, derive_keys
 from engine.allocator import keep_freed_memory
 from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
-from kv_transfer.connector.commands import BeginSend, FinishSend, LoadBlocks, OrderAtOnce, SendBlocks
+from kv_transfer.connector.commands import BeginSend, FinishSend, ImmediateCommand, LoadBlocks, SendBlocks
 
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 64 * 2
@@ -143,7 +143,7 @@ class End:
 
     def obey(
         self,
-        *at_once: OrderAtOnce,
+        *at_once: ImmediateCommand,
         loads: tuple[LoadBlocks, ...] = (),
         after: tuple[SendBlocks, ...] = (),
     ) -> None:

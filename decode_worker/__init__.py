@@ -1,5 +1,6 @@
-"""The decode role: takes prompts' KV cache from others, or computes short ones itself, and decodes."""
+"""The decode role: what it accepts, when it is drained, and which KV blocks it loads."""
 
-from decode_worker.worker import DecodeWorker
+from decode_worker.kv_consumer import KVConsumerScheduler
+from decode_worker.role import DecodeWorker
 
-__all__ = ["DecodeWorker"]
+__all__ = ["DecodeWorker", "KVConsumerScheduler"]

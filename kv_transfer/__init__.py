@@ -5,7 +5,6 @@ What is handed over is called a prompt here, although after a move it has what o
 
 from kv_transfer.connector.commands import KVConnectorMetadata
 from kv_transfer.connector.ranks import RankConnector, RankedConnector
-from kv_transfer.connector.scheduler import KVConnectorScheduler
 from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks
@@ -15,7 +14,6 @@ __all__ = [
     "CudaMemory",
     "DeviceBlocks",
     "KVConnectorMetadata",
-    "KVConnectorScheduler",
     "KVConnectorWorker",
     "RankConnector",
     "RankedConnector",

@@ -1,5 +1,6 @@
-"""The prefill role: computes prompts, samples one token and hands the KV cache over."""
+"""The prefill role: what it accepts, when it is drained, and which KV blocks it hands over."""
 
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.kv_producer import KVProducerScheduler
+from prefill_worker.role import PrefillWorker
 
-__all__ = ["PrefillWorker"]
+__all__ = ["KVProducerScheduler", "PrefillWorker"]

@@ -1,4 +1,4 @@
-"""The scheduler's whole view of KV transfer: six calls, which `kv_transfer` satisfies without knowing it."""
+"""The scheduler's whole view of KV transfer: six calls, which `worker.kv_connector` answers."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from scheduler.request import Request
 class KVConnector(Protocol):
     """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
 
-    None of the calls blocks or raises for what a peer did. `worker/core.py` introduces the implementation.
+    None of the calls blocks or raises for what a peer did. `worker/host.py` brings the two together.
     """
 
     def request_added(self, request: Request) -> None:
@@ -38,7 +38,7 @@ class KVConnector(Protocol):
         ...
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
-        """This step's orders for the worker half, or None if there are none. Does not change the plan.
+        """Commands of this step for the worker half, or None. Does not change the plan.
 
         Called at the end of every `schedule()`. For a producer it reads which blocks this step will complete.
         """

@@ -26,19 +26,18 @@ MAX_LINES = 400
 
 # A package's door: what others may rely on. A change here is a change of the architecture.
 DOORS = {
-    "decode_worker": {"DecodeWorker"},
+    "decode_worker": {"DecodeWorker", "KVConsumerScheduler"},
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
         "CudaMemory",
         "DeviceBlocks",
         "KVConnectorMetadata",
-        "KVConnectorScheduler",
         "KVConnectorWorker",
         "RankConnector",
         "RankedConnector",
         "SharedMemory",
     },
-    "prefill_worker": {"PrefillWorker"},
+    "prefill_worker": {"KVProducerScheduler", "PrefillWorker"},
     "scheduler": {
         "KVConnector",
         "ModelRunnerOutput",

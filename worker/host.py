@@ -28,9 +28,9 @@ from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, 
 from engine.device import device_memory
 from engine.grammars.compiler import GrammarCompiler
 from engine.ranks.start import start_ranks
-from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 from worker.loop import EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
 from worker.request_plane import RequestServer

@@ -23,9 +23,10 @@ from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, StreamPipeline
 from engine.runner import ModelRunner
-from kv_transfer import KVConnectorMetadata, KVConnectorScheduler
+from kv_transfer import KVConnectorMetadata
 from scheduler import Scheduler
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
 from worker.loop import EngineLoop
 

@@ -1,4 +1,4 @@
-"""Orders: what the connector's scheduler half tells its worker half, as values that could cross processes."""
+"""Commands of the connector's scheduler half to its worker half, as values that could cross processes."""
 
 from dataclasses import dataclass
 
@@ -94,16 +94,16 @@ class GiveUpLoad:
     is_postponed: bool = False
 
 
-OrderAtOnce = (
+ImmediateCommand = (
     BeginSend | NoteStarvation | WithdrawBlocks | FinishSend | AbortSend | BeginLoad | AbortLoad | GiveUpLoad
 )
 
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """One step's orders, by the moment from which they may be obeyed."""
+    """One step's commands, by the moment from which they may be carried out."""
 
-    at_once: tuple[OrderAtOnce, ...]
+    at_once: tuple[ImmediateCommand, ...]
     loads: tuple[LoadBlocks, ...]
     """When all earlier steps are computed: one of them may still write these blocks for their former owner."""
     after: tuple[SendBlocks, ...]

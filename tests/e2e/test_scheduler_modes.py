@@ -19,11 +19,11 @@ from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
-from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 
 pytestmark = pytest.mark.slow
 

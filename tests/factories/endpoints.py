@@ -12,7 +12,7 @@ from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
-from kv_transfer.connector.commands import KVConnectorMetadata, LoadBlocks, OrderAtOnce, SendBlocks
+from kv_transfer.connector.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
 from kv_transfer.connector.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory
@@ -123,7 +123,7 @@ class Worker:
             connectors.append(EndpointConnector(endpoint, counters))
         self.connector = RankedConnector(connectors, block_size)
 
-    def order(self, *orders: OrderAtOnce) -> None:
+    def order(self, *orders: ImmediateCommand) -> None:
         self.connector.send_orders(KVConnectorMetadata(orders, (), ()))
 
     def load(self, order: LoadBlocks) -> None:

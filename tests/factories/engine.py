@@ -16,11 +16,11 @@ from decode_worker import DecodeWorker
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Runner, make_pipeline
-from kv_transfer import KVConnectorScheduler
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
 from worker.loop import EngineLoop, EngineSnapshot
 from worker.role import Role

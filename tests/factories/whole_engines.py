@@ -13,10 +13,10 @@ from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
 from engine.grammars.compiler import GrammarCompiler
 from engine.ranks.start import start_ranks
-from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.security import KEYS
 from worker.core import ClientOutputs, EngineCore
+from worker.kv_connector import KVConnectorScheduler
 
 PATIENCE_S = 60.0
 

@@ -23,8 +23,8 @@ from kv_transfer.connector.commands import (
     BeginLoad,
     BeginSend,
     FinishSend,
+    ImmediateCommand,
     LoadBlocks,
-    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
@@ -84,7 +84,7 @@ class Worker:
         self.pool = np.frombuffer(self.host.memories[device.address], np.uint8).reshape(-1, BLOCK_BYTES)
         return DeviceBlocks(device, BLOCK_BYTES), None
 
-    def order(self, *orders: OrderAtOnce | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
+    def order(self, *orders: ImmediateCommand | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
         at_once = tuple(order for order in orders if not isinstance(order, LoadBlocks))
         loads = tuple(order for order in orders if isinstance(order, LoadBlocks))
         metadata = KVConnectorMetadata(at_once, loads, after)

@@ -10,9 +10,9 @@ from baton.kv import KVTransferParams, OnLoadFailure, TransferRole
 from baton.request import FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
-from kv_transfer import KVConnectorScheduler
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.endpoints import LOAD_TIMEOUT_S, Fabric, Worker
+from worker.kv_connector import KVConnectorScheduler
 
 NUM_USABLE = 8
 """Blocks of every worker. A prompt of LONG tokens takes 6 of them, and two do not fit."""

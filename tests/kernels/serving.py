@@ -32,12 +32,12 @@ from engine.loading.loader import load_model
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from engine.step_limits import StepLimits
-from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
 from tests.kernels.compile_only import compiling_for
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 
 CPU = torch.device("cpu")
 NUM_REQUESTS = 150

@@ -23,11 +23,11 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
-from kv_transfer import KVConnectorScheduler
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 
 # Rows that pad a step hold whatever was in memory; nothing comes of them.
 pytestmark = [

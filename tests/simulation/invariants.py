@@ -73,7 +73,8 @@ class Invariants:
             expect("rest: nothing is held", not held, f"{name}: {held}")
             endpoint = worker.connector.endpoint
             expect("rest: endpoints are empty", len(endpoint) == 0, f"{name}: {len(endpoint)} hand-overs")
-            for maps in (worker.connector_scheduler._sending, worker.connector_scheduler._loading):
+            halves = worker.connector_scheduler
+            for maps in (halves._producer._sending, halves._consumer._loading):
                 expect("rest: connectors are empty", not maps, f"{name}: {maps}")
 
     def check_idle(self) -> None:

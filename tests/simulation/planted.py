@@ -20,7 +20,6 @@ from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
 from gateway.requests.attempt import Attempt, legs
-from kv_transfer import KVConnectorScheduler
 from kv_transfer.connector.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey
@@ -36,6 +35,7 @@ from tests.simulation import gateway
 from tests.simulation.connector import SimConnector
 from tests.simulation.run import Result
 from tests.simulation.runs import results
+from worker.kv_connector import KVConnectorScheduler
 
 TIME_LIMIT_S = 60.0
 

@@ -20,7 +20,6 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
-from kv_transfer import KVConnectorScheduler
 from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP, Reach
@@ -34,6 +33,7 @@ from tests.simulation.reading import SharedPools, SimReader
 from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
 from tests.simulation.world import Process, World
 from worker.core import ClientOutputs, EngineCore
+from worker.kv_connector import KVConnectorScheduler
 from worker.role import Role
 
 MAX_WAKE_DELAY_S = 0.001

@@ -22,12 +22,12 @@ from engine.kv_cache import KVPool
 from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
-from kv_transfer import KVConnectorScheduler
 from scheduler import RequestStatus, Scheduler
 from tests.factories.engine import FakeConnectorWorker
 from tests.factories.models import EOS_TOKEN_ID, make_model_dir, make_tokenizer
 from tests.factories.scheduling import make_config
 from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
 
 YES_OR_NO = StructuredOutput(GrammarKind.REGEX, "(yes|no)")
 POINT = StructuredOutput(

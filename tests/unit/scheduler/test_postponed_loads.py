@@ -2,7 +2,6 @@
 
 from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput
-from kv_transfer import KVConnectorScheduler
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.scheduling import (
     FakeRunner,
@@ -12,6 +11,7 @@ from tests.factories.scheduling import (
     received,
     run_step,
 )
+from worker.kv_connector import KVConnectorScheduler
 
 CONSUMER = TransferRole.CONSUMER
 

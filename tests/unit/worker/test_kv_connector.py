@@ -3,22 +3,22 @@
 from baton.kv import TransferRole
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
-from kv_transfer import KVConnectorScheduler
 from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
     BeginSend,
     FinishSend,
+    ImmediateCommand,
     KVConnectorMetadata,
     LoadBlocks,
     NoteStarvation,
-    OrderAtOnce,
     SendBlocks,
     WithdrawBlocks,
 )
 from scheduler import RequestStatus, Scheduler
 from tests.factories.scheduling import FakeRunner, failed, make_config, make_request, received
+from worker.kv_connector import KVConnectorScheduler
 
 PRODUCER, CONSUMER = TransferRole.PRODUCER, TransferRole.CONSUMER
 
@@ -166,5 +166,5 @@ def test_c31_starvation_is_told_when_it_begins_and_when_it_ends_and_not_where_th
     assert _at_once(step(scheduler, runner)) == (NoteStarvation(is_starved=False),)
 
 
-def _at_once(metadata: KVConnectorMetadata | None) -> tuple[OrderAtOnce, ...]:
+def _at_once(metadata: KVConnectorMetadata | None) -> tuple[ImmediateCommand, ...]:
     return metadata.at_once if metadata is not None else ()

@@ -1,0 +1,71 @@
+"""KVConsumerScheduler: decides which KV blocks a decode worker loads, and into which of its blocks."""
+
+from baton.step import KVConnectorOutput
+from kv_transfer.connector.commands import AbortLoad, BeginLoad, ImmediateCommand, LoadBlocks
+from scheduler import Request
+
+
+class KVConsumerScheduler:
+    """Turns what happens to consuming requests into commands for the connector's worker half."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._waiting_to_load: set[str] = set()
+        self._postponed: set[str] = set()
+        """Of those that wait to load: the ones whose load was postponed and cannot go on yet."""
+        self._loading: set[str] = set()
+        self._commands: list[ImmediateCommand] = []
+        self._loads: list[LoadBlocks] = []
+
+    def request_added(self, request: Request) -> None:
+        """Announces the consumer as soon as it is queued, so that its producer does not take it for lost."""
+        assert request.kv_transfer is not None
+        self._waiting_to_load.add(request.request_id)
+        self._commands.append(BeginLoad(request.request_id, request.kv_transfer, request.num_initial_tokens))
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The whole rest of the prompt, once; 0 after a failed load or a preemption. None while a load is postponed.
+
+        A producer always computes the whole prompt, so there is nothing to look up. Blocks are reserved before the
+        first of them exists; a producer that is lost, or never had the request, is reported as the end of the load.
+        """
+        if request.request_id in self._postponed:
+            return None, False
+        if request.request_id not in self._waiting_to_load:
+            return 0, False
+        return request.num_initial_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
+    ) -> None:
+        first_index = (request.num_initial_tokens - num_external_tokens) // self._block_size
+        self._waiting_to_load.remove(request.request_id)
+        self._loading.add(request.request_id)
+        self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Loads that arrived or failed have ended; postponed ones wait again."""
+        postponed = {load.request_id for load in output.failed_recving if load.is_postponed} & self._loading
+        self._waiting_to_load |= postponed
+        self._postponed |= postponed
+        self._postponed.difference_update(output.can_load)
+        self._loading.difference_update(load.request_id for load in output.finished_recving)
+        self._loading.difference_update(load.request_id for load in output.failed_recving)
+
+    def request_finished(self, request: Request) -> bool:
+        """True: the blocks stay allocated until no transfer writes to them."""
+        request_id = request.request_id
+        is_waiting, is_loading = request_id in self._waiting_to_load, request_id in self._loading
+        for known in (self._waiting_to_load, self._postponed, self._loading):
+            known.discard(request_id)
+        if is_waiting or is_loading:
+            self._commands.append(AbortLoad(request_id, "the request ended on the decode worker"))
+        return is_loading
+
+    def build(self) -> tuple[list[ImmediateCommand], list[LoadBlocks]]:
+        """Commands and loads since the last step."""
+        commands, loads = self._commands, self._loads
+        self._commands, self._loads = [], []
+        return commands, loads

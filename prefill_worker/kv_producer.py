@@ -1,0 +1,124 @@
+"""KVProducerScheduler: decides which KV blocks leave, and when, as a prefill worker's scheduler computes prompts."""
+
+from dataclasses import dataclass
+
+from baton.step import SchedulerOutput
+from kv_transfer.connector.commands import (
+    AbortSend,
+    BeginSend,
+    FinishSend,
+    ImmediateCommand,
+    NoteStarvation,
+    SendBlocks,
+    WithdrawBlocks,
+)
+from scheduler import Request
+
+
+@dataclass(slots=True)
+class Sending:
+    """A producer's progress: blocks before `num_sent` were told to leave."""
+
+    num_tokens: int
+    block_ids: list[int]
+    num_sent: int = 0
+
+
+class KVProducerScheduler:
+    """Turns what happens to producing requests into commands for the connector's worker half."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sending: dict[str, Sending] = {}
+        self._with_blocks: set[str] = set()
+        """Producers that have blocks to compute in."""
+        self._is_starved = False
+        self._commands: list[ImmediateCommand] = []
+
+    def request_added(self, request: Request) -> None:
+        """Announces the producer as soon as it is queued, so that its consumer does not take it for lost."""
+        assert request.kv_transfer is not None
+        request_id, num_tokens = request.request_id, request.num_initial_tokens
+        self._sending[request_id] = Sending(num_tokens, [])
+        self._commands.append(BeginSend(request_id, request.kv_transfer, num_tokens))
+
+    def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
+        """True: the blocks stay allocated until every read of them has ended."""
+        del self._sending[request.request_id]
+        self._with_blocks.discard(request.request_id)
+        if not request.is_handed_over:
+            is_held, is_cancelled = bool(block_ids), not (request.is_failed or request.is_given_back)
+            self._commands.append(
+                AbortSend(request.request_id, _abort_reason(request), is_cancelled, is_held)
+            )
+            return is_held
+        assert request.first_token is not None
+        num_full = request.num_initial_tokens // self._block_size
+        num_blocks = -(-request.num_initial_tokens // self._block_size)
+        tail = block_ids[num_full:num_blocks]
+        self._commands.append(FinishSend(request.request_id, num_blocks, tail, request.first_token))
+        return True
+
+    def build(self, plan: SchedulerOutput) -> tuple[list[ImmediateCommand], list[SendBlocks]]:
+        """Commands since the last step, and the full prompt blocks that this step completes."""
+        preempted = plan.preempted_req_ids
+        for request_id in [known for known in self._sending if known in preempted]:  # in order, unlike a set
+            self._sending[request_id].num_sent = 0
+            self._with_blocks.discard(request_id)
+            self._commands.append(WithdrawBlocks(request_id))
+        completed = self._blocks_completed_by(plan) if self._sending else []
+        self._note_starvation()
+        commands, self._commands = self._commands, []
+        return commands, completed
+
+    def _note_starvation(self) -> None:
+        """Reports changes only: none where a prompt gets blocks as soon as no other prompt is computed."""
+        is_starved = bool(self._sending) and not self._with_blocks
+        if is_starved is not self._is_starved:
+            self._is_starved = is_starved
+            self._commands.append(NoteStarvation(is_starved))
+
+    def _blocks_completed_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
+        """After a preemption, all of a prompt's blocks are sent anew."""
+        cached = plan.scheduled_cached_reqs
+        completed = [
+            self._progress(plan, new.request_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
+            for new in plan.scheduled_new_reqs
+        ] + [
+            self._progress(
+                plan, request_id, block_ids, num_computed, request_id in cached.resumed_request_ids
+            )
+            for request_id, block_ids, num_computed in zip(
+                cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ]
+        return [command for command in completed if command is not None]
+
+    def _progress(
+        self,
+        plan: SchedulerOutput,
+        request_id: str,
+        block_ids: tuple[int, ...],
+        num_computed: int,
+        is_fresh: bool,
+    ) -> SendBlocks | None:
+        sending = self._sending.get(request_id)
+        if sending is None:
+            return None
+        if is_fresh:
+            sending.block_ids = []
+        sending.block_ids += block_ids
+        self._with_blocks.add(request_id)
+        num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_tokens)
+        first, num_full = sending.num_sent, num_known // self._block_size
+        if num_full <= first:
+            return None
+        sending.num_sent = num_full
+        return SendBlocks(request_id, first, tuple(sending.block_ids[first:num_full]))
+
+
+def _abort_reason(request: Request) -> str:
+    """Why a producer hands nothing over, as the consumer reports it."""
+    if request.is_given_back:
+        return "the prefill worker gave the request back"
+    return "the prefill failed" if request.is_failed else "the request ended on the prefill worker"

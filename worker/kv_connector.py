@@ -1,0 +1,47 @@
+"""KVConnectorScheduler: the half of the KV connector that the scheduler calls; decides nothing about bytes.
+
+Satisfies `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the decode role.
+Both are always there: a worker can change its role while transfers of the old one end.
+"""
+
+from baton.step import KVConnectorOutput, SchedulerOutput
+from decode_worker import KVConsumerScheduler
+from kv_transfer import KVConnectorMetadata
+from prefill_worker import KVProducerScheduler
+from scheduler import Request
+
+
+class KVConnectorScheduler:
+    """Sends each call to the half that a request belongs to, and joins the commands of both for a step."""
+
+    def __init__(self, block_size: int) -> None:
+        self._producer = KVProducerScheduler(block_size)
+        self._consumer = KVConsumerScheduler(block_size)
+
+    def request_added(self, request: Request) -> None:
+        (self._producer if request.is_producer else self._consumer).request_added(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._consumer.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
+    ) -> None:
+        self._consumer.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._consumer.update_connector_output(output)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
+        of_sends, completed = self._producer.build(scheduler_output)
+        of_loads, loads = self._consumer.build()
+        if not of_sends and not of_loads and not loads and not completed:
+            return None
+        return KVConnectorMetadata((*of_sends, *of_loads), tuple(loads), tuple(completed))
+
+    def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
+        if request.is_producer:
+            return self._producer.request_finished(request, block_ids)
+        return self._consumer.request_finished(request)
