@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.config import BatonConfig
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
-from cluster.controller.planner import RoleChange, Scale
+from cluster.controller.planner import RoleChange, ScaleDecision
 
 HOUR_S = 3600.0
 BURST_H = 20.0
@@ -92,7 +92,7 @@ def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling:
     return Day(tuple(hours), changes, (most[0], most[1]), before, tuple(sentences))
 
 
-def _kind(change: Scale | RoleChange, sentence: str) -> str:
+def _kind(change: ScaleDecision | RoleChange, sentence: str) -> str:
     if isinstance(change, RoleChange):
         return "role changed"
     return "grown" if " +" in sentence.split("(")[0] else "shrunk"

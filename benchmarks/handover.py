@@ -33,7 +33,7 @@ from baton.kv import TransferRole
 from cluster.processes.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
-from gateway.client import Completion
+from gateway.client import GenerationEnd
 
 NUM_NEW_TOKENS = 12
 Mode = Literal["disaggregated", "local"]
@@ -51,10 +51,10 @@ class Rounds:
     moving_ms: list[float] = field(default_factory=list)
     num_bytes: int = 0
 
-    def note_local(self, completion: Completion) -> None:
+    def note_local(self, completion: GenerationEnd) -> None:
         self.local_ttft_ms.append(completion.timing["ttft_s"] * 1e3)
 
-    def note(self, completion: Completion) -> None:
+    def note(self, completion: GenerationEnd) -> None:
         timing = completion.timing
         [given] = [each for each in timing["transfers"] if each["role"] == TransferRole.PRODUCER.value]
         self.exposed_ms.append(given["exposed_s"] * 1e3)
@@ -126,7 +126,7 @@ async def measure(
     return [Result.of(config.kv_transfer.transport, length, rounds[length]) for length in lengths]
 
 
-async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> Completion:
+async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> GenerationEnd:
     """One greedy request; the salt keeps earlier rounds' prefix caches out of it."""
     sampling = {"temperature": 0.0, "max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
     async for event in client.generate(token_ids=prompt, sampling=sampling, mode=mode, cache_salt=salt):

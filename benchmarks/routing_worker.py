@@ -27,7 +27,7 @@ DECODE_REQUEST_S = 0.0001
 
 
 @dataclass(slots=True)
-class Leg:
+class RankTransfer:
     """A request here, and what it should answer."""
 
     request: Request
@@ -89,7 +89,7 @@ class SimWorker:
         self.ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), BLOCK_SIZE)
         self.role = role
         self.scheduler = Scheduler(config, Connector(start_load), key)
-        self.legs: dict[str, Leg] = {}
+        self.legs: dict[str, RankTransfer] = {}
         self._meter = LoadMeter()
         self._plan: SchedulerOutput | None = None
         self._began_at = 0.0
@@ -101,7 +101,7 @@ class SimWorker:
         return self._plan is not None
 
     def add(self, request: Request, answer: tuple[int, ...]) -> None:
-        self.legs[request.request_id] = Leg(request, answer)
+        self.legs[request.request_id] = RankTransfer(request, answer)
         self.scheduler.add_request(request)
 
     def start_step(self, now: float) -> float | None:

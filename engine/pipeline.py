@@ -37,7 +37,7 @@ class Launched(Protocol):
     def wait(self) -> ModelRunnerOutput: ...
 
 
-class Launcher(Protocol):
+class StepLauncher(Protocol):
     """Has a device compute a plan; returns as soon as the device has its orders."""
 
     def launch(self, plan: SchedulerOutput) -> Launched: ...
@@ -115,7 +115,7 @@ class StreamPipeline:
 
     num_ahead = 1
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: StepLauncher) -> None:
         self._launcher = launcher
         self._steps: deque[Launched | Exception] = deque()
 

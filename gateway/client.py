@@ -70,7 +70,7 @@ class GatewayError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class GenerationEnd:
     """How a request ended; the nested mappings hold the fields of Usage, Timing and Placement."""
 
     finish_reason: str
@@ -85,7 +85,7 @@ class Event:
 
     token_ids: tuple[int, ...]
     text: str
-    completion: Completion | None
+    completion: GenerationEnd | None
 
 
 class GatewayClient:
@@ -274,8 +274,8 @@ def _chat(messages: Sequence[tuple[str, str]]) -> generation_pb.Chat:
     return generation_pb.Chat(messages=turns)
 
 
-def _completion(finish: generation_pb.Finish) -> Completion:
-    return Completion(
+def _completion(finish: generation_pb.Finish) -> GenerationEnd:
+    return GenerationEnd(
         FINISH_REASONS[finish.reason],
         _as_dict(finish.usage),
         _as_dict(finish.timing),

@@ -1,4 +1,4 @@
-"""Intake: what a client asked for becomes a request that can be served, or an error that names the field.
+"""Preprocessor: what a client asked for becomes a request that can be served, or an error that names the field.
 
 Every door goes through it, so that all of them mean the same by a prompt and refuse the same requests.
 """
@@ -34,7 +34,7 @@ SamplingInRoom = Callable[[int], SamplingParams]
 MAX_SALT_CHARACTERS = 1_024
 
 
-class Intake:
+class Preprocessor:
     """One instance serves all doors of a gateway."""
 
     def __init__(

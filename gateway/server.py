@@ -13,11 +13,11 @@ from baton.system.curve import PlaneKeys
 from baton.v1.cluster_service_pb2_grpc import add_ClusterServiceServicer_to_server
 from baton.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 from baton.worker import WorkerEndpoint, WorkerRole
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.fleet_control import FleetControl
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
-from gateway.grpc.authentication import Lock
+from gateway.grpc.authentication import GrpcAuthentication
 from gateway.grpc.cluster_service import ClusterService
 from gateway.grpc.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from gateway.grpc.generation_service import GenerationService
@@ -33,10 +33,10 @@ from gateway.http.page import page_routes
 from gateway.http.probes import probe_routes
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
-from gateway.http.trial import Trial
+from gateway.http.trial import PageTrial
 from gateway.model import ServedModel
 from gateway.open_files import fitted_to_open_files, raise_open_files
-from gateway.preprocess import Intake
+from gateway.preprocess import Preprocessor
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.journey import LoadFailurePolicy
 from gateway.requests.latency_window import MAX_WINDOW_S
@@ -47,7 +47,7 @@ from gateway.telemetry.cluster_view import ClusterView
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.loop_lag import LoopLag
 from gateway.telemetry.metrics import GatewayMetrics
-from gateway.telemetry.scrape import Standing
+from gateway.telemetry.scrape import GatewayScrape
 from gateway.telemetry.trace_export import tracing_for
 from gateway.text import Tokenizer
 from gateway.workers.worker_client import WorkerClient
@@ -96,17 +96,19 @@ class Gateway:
             on_end=[self._metrics.ended, log_request, *traced],
             on_first_token=self._metrics.first_token,
         )
-        self._metrics.collect_too(Standing(self._dispatcher, model.name).collect)
-        doorkeeper = Doorkeeper(config, clock)
+        self._metrics.collect_too(GatewayScrape(self._dispatcher, model.name).collect)
+        authenticator = Authenticator(config, clock)
         self._grammars = GrammarCheck(
             partial(CompileProcess, process_arguments(tokenizer.folder, model)),
             clock,
             self._metrics.grammar_checked,
         )
-        self._intake = intake = Intake(tokenizer, model, self._grammars, log_prompts=log_prompts)
+        self._preprocessor = preprocessor = Preprocessor(
+            tokenizer, model, self._grammars, log_prompts=log_prompts
+        )
         self._cluster = ClusterService(self._dispatcher, model, fleet_control)
-        generation = GenerationService(self._dispatcher, intake, model)
-        engine = VllmEngine(self._dispatcher, intake, model, self._not_ready, clock)
+        generation = GenerationService(self._dispatcher, preprocessor, model)
+        engine = VllmEngine(self._dispatcher, preprocessor, model, self._not_ready, clock)
         self._grpc = GrpcServer(
             config,
             {
@@ -116,22 +118,22 @@ class Gateway:
             },
             self._metrics.grpc_call_ended,
             self._call_failed,
-            [Lock(doorkeeper)],
+            [GrpcAuthentication(authenticator)],
             certificates,
         )
         self._feed = LiveFeed(ClusterView(self._dispatcher, model, fleet_control, clock), clock)
         routes = [
             probe_routes(self._not_ready),
             metrics_routes(self._metrics.render, self._endpoints),
-            openai_routes(self._dispatcher, intake, model),
+            openai_routes(self._dispatcher, preprocessor, model),
             page_routes(),
             docs_routes(),
-            cluster_routes(self._feed, Trial(self._dispatcher, intake, clock)),
-            tokenize_routes(intake.pool, model),
+            cluster_routes(self._feed, PageTrial(self._dispatcher, preprocessor, clock)),
+            tokenize_routes(preprocessor.pool, model),
         ]
         also_open = frozenset() if config.metrics_need_key else frozenset({"/metrics"})
         own_names = (config.host, *config.allowed_hosts) if config.is_open_to_its_machine else None
-        app = make_app(routes, doorkeeper, config.max_message_mib * 2**20, also_open, own_names)
+        app = make_app(routes, authenticator, config.max_message_mib * 2**20, also_open, own_names)
         paths = {route.path for router in routes for route in router.routes if isinstance(route, Route)}
         counted = CountResponses(app, paths, self._metrics.http_response, self._call_failed)
         self._http: HttpServer | None = None
@@ -216,7 +218,7 @@ class Gateway:
             await self._tracing.stop()
         self._loop_lag.stop()
         await self._grammars.stop()
-        self._intake.pool.close()
+        self._preprocessor.pool.close()
 
     def _call_failed(self, error: CallError) -> None:
         self._metrics.call_failed(error)

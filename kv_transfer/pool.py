@@ -50,7 +50,7 @@ class _Pool:
         """Why no KV can be exchanged with such a peer, or None if it can."""
         return mismatch(self._num_kv_heads, self.layout, theirs)
 
-    def _leg(self, theirs: RankLayout) -> "LegGeometry":
+    def _leg(self, theirs: RankLayout) -> "RankTransferGeometry":
         ours = piece_shape(self._num_kv_heads, self.layout, theirs)
         peers = piece_shape(self._num_kv_heads, theirs, self.layout)
         peers_block = BlockShape(
@@ -59,7 +59,7 @@ class _Pool:
             theirs.block_size,
             self._block.cell_nbytes,
         )
-        return LegGeometry(self._block, ours, peers_block, peers)
+        return RankTransferGeometry(self._block, ours, peers_block, peers)
 
 
 class KVBytes(_Pool):
@@ -124,7 +124,7 @@ class _Grid:
         return offsets
 
 
-class LegGeometry:
+class RankTransferGeometry:
     """Where the bytes of a leg's pieces are on both ends, in runs that adjoin on both."""
 
     def __init__(
@@ -171,15 +171,15 @@ def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
 class HostPieces:
     """One leg's pieces of a KVBytes. A piece's bytes are in the same order on both ends of the leg."""
 
-    def __init__(self, blocks: Bytes, leg: LegGeometry) -> None:
+    def __init__(self, blocks: Bytes, rank_transfer: RankTransferGeometry) -> None:
         self._blocks = blocks
-        self._leg = leg
-        block = leg.block
+        self._leg = rank_transfer
+        block = rank_transfer.block
         self._cells_NPHTB = blocks.reshape(
             len(blocks), block.num_planes, block.num_heads, block.block_size, block.cell_nbytes
         )
-        self.shape = leg.shape
-        self.nbytes = leg.nbytes
+        self.shape = rank_transfer.shape
+        self.nbytes = rank_transfer.nbytes
         """Of one piece."""
 
     def at(self, piece_id: int) -> Bytes:
@@ -232,10 +232,10 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 class DevicePieces:
     """One leg's pieces of a DeviceKVBytes: where they are, for whoever copies them."""
 
-    def __init__(self, leg: LegGeometry) -> None:
-        self._leg = leg
-        self.shape = leg.shape
-        self.nbytes = leg.nbytes
+    def __init__(self, rank_transfer: RankTransferGeometry) -> None:
+        self._leg = rank_transfer
+        self.shape = rank_transfer.shape
+        self.nbytes = rank_transfer.nbytes
         """Of one piece."""
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:

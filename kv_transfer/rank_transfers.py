@@ -1,19 +1,19 @@
-"""Legs: a request's hand-over as one leg to each of the peer's ranks that has, or needs, some of this rank's heads."""
+"""RankTransfers: a request's hand-over as one transfer for each peer rank that has, or needs, heads of this rank."""
 
 from dataclasses import dataclass
 
 from baton.kv import KVTransferParams, TransferRole
 from kv_transfer.pool import KVPool, PieceView
-from kv_transfer.protocol.effects import Leg
+from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.geometry import RankLayout, peers_of
 from kv_transfer.protocol.messages import TransferKey
 
 
 @dataclass(frozen=True, slots=True)
-class LegEnd:
+class RankTransferEnd:
     """This rank's end of one leg."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
     key: TransferKey
     peer: str
     """The peer's name."""
@@ -22,7 +22,7 @@ class LegEnd:
     view: PieceView
 
 
-class Legs:
+class RankTransfers:
     """The legs of all requests on one side of their hand-overs."""
 
     def __init__(self, incarnation: str, pool: KVPool) -> None:
@@ -30,28 +30,30 @@ class Legs:
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
         """By the peer's rank; there are as few of them as there are kinds of workers."""
-        self._by_request: dict[str, tuple[LegEnd, ...]] = {}
+        self._by_request: dict[str, tuple[RankTransferEnd, ...]] = {}
         self._refusals: dict[str, str] = {}
-        self._by_key: dict[TransferKey, LegEnd] = {}
+        self._by_key: dict[TransferKey, RankTransferEnd] = {}
 
-    def open(self, request_id: str, transfer: KVTransferParams) -> tuple[LegEnd, ...]:
+    def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferEnd, ...]:
         """The legs of a new request; `close` must follow. Empty if the workers cannot exchange KV; see `refusal`."""
         ours, peer = self._pool.layout, transfer.peer
         num_peers = len(peer.kv_addresses)
-        ends: list[LegEnd] = []
+        ends: list[RankTransferEnd] = []
         if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
             self._refusals[request_id] = reason
             num_peers = 0
         for rank in peers_of(ours.rank, ours.num_ranks, num_peers) if num_peers else ():
             key = self._key(transfer, rank)
             view = self._view(RankLayout(peer.block_size, num_peers, rank))
-            end = LegEnd(Leg(request_id, rank), key, peer.name, peer.kv_addresses[rank], view)
+            end = RankTransferEnd(
+                RankTransfer(request_id, rank), key, peer.name, peer.kv_addresses[rank], view
+            )
             self._by_key.setdefault(key, end)
             ends.append(end)
         self._by_request[request_id] = tuple(ends)
         return tuple(ends)
 
-    def of(self, request_id: str) -> tuple[LegEnd, ...]:
+    def of(self, request_id: str) -> tuple[RankTransferEnd, ...]:
         """None of a request that is unknown, or over."""
         return self._by_request.get(request_id, ())
 
@@ -59,13 +61,15 @@ class Legs:
         """Why this request has no legs."""
         return self._refusals.get(request_id)
 
-    def at(self, key: TransferKey) -> LegEnd:
+    def at(self, key: TransferKey) -> RankTransferEnd:
         """A leg of an open request."""
         return self._by_key[key]
 
-    def peer_of(self, leg: Leg) -> str:
+    def peer_of(self, rank_transfer: RankTransfer) -> str:
         """The peer's name; empty if the request is over."""
-        return next((end.peer for end in self.of(leg.request_id) if end.leg == leg), "")
+        return next(
+            (end.peer for end in self.of(rank_transfer.request_id) if end.rank_transfer == rank_transfer), ""
+        )
 
     def close(self, request_id: str) -> None:
         """The request's hand-over is over. A second claim to the same key has nothing of its own to lose."""

@@ -26,7 +26,7 @@ from scheduler import Request, RequestStatus, Scheduler
 from worker.load import LoadMeter
 from worker.stages import StageTimer
 from worker.step_counts import StepCounts
-from worker.step_trace_writer import MAX_WAITING_IDS, Standing, StepTraceWriter
+from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -265,10 +265,10 @@ class EngineCore:
             self._trace.ended(news)
         self._stamp(news, outputs)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> QueueSnapshot:
         """How things stand now that a step is planned, for people to read."""
         counts = self._scheduler.request_counts()
-        return Standing(
+        return QueueSnapshot(
             loading=self._scheduler.loading_ids,
             waiting=self._scheduler.waiting_ids(MAX_WAITING_IDS),
             num_waiting=counts.waiting,

@@ -1,4 +1,4 @@
-"""Leaving: a worker's way out of its role, for good or into the other one; knows no request and no clock.
+"""DrainState: a worker's way out of its role, for good or into the other one; knows no request and no clock.
 
                   time is up:                     nothing is left to lose: it has left,
                   what is left is given back      and stays so, or serves in its new role
@@ -19,7 +19,7 @@ ANSWER_TIMEOUT_S = 2.0
 """After the last deadline, what the engine gets to finish its step and say so."""
 
 
-class Stage(Enum):
+class DrainStage(Enum):
     """How far it is. New requests are refused throughout."""
 
     FINISHING = "finishing"
@@ -30,19 +30,19 @@ class Stage(Enum):
 
 
 LEGAL_MOVES = {
-    Stage.FINISHING: {Stage.ENDING, Stage.OVER},
-    Stage.ENDING: {Stage.OVER},
-    Stage.OVER: set[Stage](),
+    DrainStage.FINISHING: {DrainStage.ENDING, DrainStage.OVER},
+    DrainStage.ENDING: {DrainStage.OVER},
+    DrainStage.OVER: set[DrainStage](),
 }
 
 
-class Leaving:
+class DrainState:
     """Moved by the engine's thread alone; `outcome` may be waited for by any. Times are the caller's, in seconds."""
 
     def __init__(self, target: Role | None, now: float, timeout_s: float, lease_s: float) -> None:
         """`target`: what to be then; None: nothing any more. Leases get `lease_s` to end after `timeout_s`."""
         self.target = target
-        self.stage = Stage.FINISHING
+        self.stage = DrainStage.FINISHING
         self.is_clean = False
         """Whether nothing was left to lose in time; known when it is over."""
         self.outcome: Future[bool] = Future()
@@ -60,7 +60,7 @@ class Leaving:
         """Whoever asked has waited for long enough and taken it for failed; so it must fail."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
-    def join(self, other: "Leaving") -> None:
+    def join(self, other: "DrainState") -> None:
         """`other` wants the same; the more urgent of both decides."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
@@ -73,19 +73,19 @@ class Leaving:
 
     def next_deadline(self) -> float | None:
         """When `look` has something to do even if nothing happens."""
-        times = {Stage.FINISHING: self.give_back_at, Stage.ENDING: self.give_up_at}
+        times = {DrainStage.FINISHING: self.give_back_at, DrainStage.ENDING: self.give_up_at}
         return times.get(self.stage)
 
-    def look(self, now: float, has_left: bool) -> Stage | None:
+    def look(self, now: float, has_left: bool) -> DrainStage | None:
         """Moves on if it can, one move at a time: the new stage. `has_left`: nothing is left to lose."""
-        if self.stage is Stage.OVER:
+        if self.stage is DrainStage.OVER:
             return None
         is_abandoned = self.target is not None and now >= self.abandoned_at
         if has_left and not is_abandoned:
             return self._end(True)
-        if self.stage is Stage.FINISHING and now >= self.give_back_at:
-            return self._move_to(Stage.ENDING)
-        if self.stage is Stage.ENDING and now >= self.give_up_at:
+        if self.stage is DrainStage.FINISHING and now >= self.give_back_at:
+            return self._move_to(DrainStage.ENDING)
+        if self.stage is DrainStage.ENDING and now >= self.give_up_at:
             return self._end(False)
         return None
 
@@ -94,11 +94,11 @@ class Leaving:
         for outcome in (self.outcome, *self._joined):
             outcome.set_result(self.is_clean)
 
-    def _end(self, is_clean: bool) -> Stage:
+    def _end(self, is_clean: bool) -> DrainStage:
         self.is_clean = is_clean
-        return self._move_to(Stage.OVER)
+        return self._move_to(DrainStage.OVER)
 
-    def _move_to(self, stage: Stage) -> Stage:
+    def _move_to(self, stage: DrainStage) -> DrainStage:
         assert stage in LEGAL_MOVES[self.stage], f"{self.stage} -> {stage}"
         self.stage = stage
         return stage

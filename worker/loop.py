@@ -19,7 +19,7 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from scheduler import RequestStatus
 from worker.core import ClientOutputs, EngineCore
-from worker.drain import ANSWER_TIMEOUT_S, Leaving, Stage
+from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState
 from worker.kv_events import KVChange, net
 from worker.role import Role
 
@@ -76,7 +76,7 @@ class EngineLoop:
         self._deadlines: list[tuple[float, str]] = []
         self._kv_followers: set[str] = set()
         self._lease_s = lease_s
-        self._leaving: Leaving | None = None
+        self._drain_state: DrainState | None = None
         """Its way out of its role, once begun; it stays when the worker is drained for good."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
@@ -117,22 +117,22 @@ class EngineLoop:
         transfers and leases have `lease_s` more. True as soon as nothing is left that anybody could lose, as when the
         loop has ended by itself. FleetError while it changes its role.
         """
-        leaving = self._leave(None, timeout_s)
-        return leaving.outcome.result() if leaving.outcome.done() else self._ended.done()
+        drain_state = self._leave(None, timeout_s)
+        return drain_state.outcome.result() if drain_state.outcome.done() else self._ended.done()
 
     def set_role(self, role: Role, timeout_s: float) -> None:
         """Leaves the present role as in `drain`, then serves in the other one, with its prefix cache as it is.
 
         FleetError if that could not be done in time, with what was in the way: then it serves in its old role again.
         """
-        leaving = self._leave(role, timeout_s)
-        if not leaving.outcome.done():
+        drain_state = self._leave(role, timeout_s)
+        if not drain_state.outcome.done():
             obstacle = "its engine has ended" if self._ended.done() else "its engine is busy with a long step"
             raise FleetError(f"it did not become a {role.kind.value} worker: {obstacle}")
-        if not leaving.outcome.result():
+        if not drain_state.outcome.result():
             raise FleetError(
                 f"it did not become a {role.kind.value} worker: after {timeout_s:g} s for requests and "
-                f"{self._lease_s:g} s for leases {leaving.obstacle}; it serves in its old role"
+                f"{self._lease_s:g} s for leases {drain_state.obstacle}; it serves in its old role"
             )
 
     def stop(self) -> None:
@@ -185,14 +185,14 @@ class EngineLoop:
 
     def _seconds_to_deadline(self) -> float | None:
         deadlines = [self._deadlines[0][0]] if self._deadlines else []
-        if self._leaving is not None and (deadline := self._leaving.next_deadline()) is not None:
+        if self._drain_state is not None and (deadline := self._drain_state.next_deadline()) is not None:
             deadlines.append(deadline)
         return max(0.0, min(deadlines) - self._clock.now()) if deadlines else None
 
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
-            if self._leaving is not None:
-                raise Overloaded(f"this worker {_what_it_does(self._leaving)}", 1.0)
+            if self._drain_state is not None:
+                raise Overloaded(f"this worker {_what_it_does(self._drain_state)}", 1.0)
             if any(request.request_id in ids for ids in self._clients.values()):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             self._role.admit(request, self._core.request_counts())
@@ -260,8 +260,8 @@ class EngineLoop:
             self._load, self._load_due_at = self._core.load(), now + LOAD_INTERVAL_S
         return EngineSnapshot(
             role=self._role.kind,
-            is_draining=self._leaving is not None,
-            is_drained=self._leaving is not None and self._role.is_drained(requests, blocks),
+            is_draining=self._drain_state is not None,
+            is_drained=self._drain_state is not None and self._role.is_drained(requests, blocks),
             kv_blocks=blocks,
             requests=requests,
             counters=self._core.counters(),
@@ -269,48 +269,50 @@ class EngineLoop:
             oldest_arrival=self._load[1],
         )
 
-    def _leave(self, target: Role | None, timeout_s: float) -> Leaving:
+    def _leave(self, target: Role | None, timeout_s: float) -> DrainState:
         """Returns when that is over, the loop has ended, or the engine does not answer; FleetError if it may not be."""
-        leaving = Leaving(target, self._clock.now(), timeout_s, self._lease_s)
-        self._commands.put(lambda: self._begin_leaving(leaving))
-        patience_s = leaving.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
-        either: list[Future[Any]] = [leaving.outcome, self._ended]
+        drain_state = DrainState(target, self._clock.now(), timeout_s, self._lease_s)
+        self._commands.put(lambda: self._begin_leaving(drain_state))
+        patience_s = drain_state.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
+        either: list[Future[Any]] = [drain_state.outcome, self._ended]
         wait(either, patience_s, FIRST_COMPLETED)
-        if leaving.refusal is not None:
-            raise FleetError(leaving.refusal)
-        return leaving
+        if drain_state.refusal is not None:
+            raise FleetError(drain_state.refusal)
+        return drain_state
 
-    def _begin_leaving(self, leaving: Leaving) -> None:
+    def _begin_leaving(self, drain_state: DrainState) -> None:
         """A drain follows another one; nothing else may begin before its predecessor is over."""
-        former = self._leaving
+        former = self._drain_state
         if former is None:
-            self._leaving = leaving
-        elif former.target is not None or leaving.target is not None:
-            leaving.refuse(f"it {_what_it_does(former)}")
-        elif former.stage is Stage.OVER:
-            self._leaving = leaving
+            self._drain_state = drain_state
+        elif former.target is not None or drain_state.target is not None:
+            drain_state.refuse(f"it {_what_it_does(former)}")
+        elif former.stage is DrainStage.OVER:
+            self._drain_state = drain_state
         else:
-            former.join(leaving)
+            former.join(drain_state)
 
     def _look_whether_left(self) -> None:
-        if (leaving := self._leaving) is None:
+        if (drain_state := self._drain_state) is None:
             return
         requests, blocks = self._core.request_counts(), self._core.kv_block_counts()
         has_left = self._role.is_drained(requests, blocks)
-        match leaving.look(self._clock.now(), has_left):
-            case Stage.ENDING:
-                self._deliver(self._core.give_back_requests(error=f"this worker {_what_it_does(leaving)}"))
-            case Stage.OVER:
-                self._conclude(leaving, requests, blocks)
+        match drain_state.look(self._clock.now(), has_left):
+            case DrainStage.ENDING:
+                self._deliver(
+                    self._core.give_back_requests(error=f"this worker {_what_it_does(drain_state)}")
+                )
+            case DrainStage.OVER:
+                self._conclude(drain_state, requests, blocks)
 
-    def _conclude(self, leaving: Leaving, requests: RequestCounts, blocks: KVBlockCounts) -> None:
-        leaving.obstacle = _what_is_left(requests, blocks)
-        if leaving.target is not None:
-            self._leaving = None
-            if leaving.is_clean:
-                self._role = leaving.target
+    def _conclude(self, drain_state: DrainState, requests: RequestCounts, blocks: KVBlockCounts) -> None:
+        drain_state.obstacle = _what_is_left(requests, blocks)
+        if drain_state.target is not None:
+            self._drain_state = None
+            if drain_state.is_clean:
+                self._role = drain_state.target
         self._publish()
-        leaving.settle()
+        drain_state.settle()
 
     def _begin_stop(self) -> None:
         self._is_stopping = True
@@ -327,11 +329,11 @@ def _refusal(request_id: str, error: RequestError) -> RequestOutput:
     )
 
 
-def _what_it_does(leaving: Leaving) -> str:
+def _what_it_does(drain_state: DrainState) -> str:
     return (
         "is draining"
-        if leaving.target is None
-        else f"is about to become a {leaving.target.kind.value} worker"
+        if drain_state.target is None
+        else f"is about to become a {drain_state.target.kind.value} worker"
     )
 
 

@@ -32,7 +32,7 @@ from baton.messages.session import WorkerSessions
 from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.system.addresses import listen
-from baton.system.curve import Doorkeeper, PlaneKeys
+from baton.system.curve import PeerAuthenticator, PlaneKeys
 from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
@@ -103,7 +103,7 @@ class RequestServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._doorkeeper = Doorkeeper("the request plane", self._socket, keys)
+        self._doorkeeper = PeerAuthenticator("the request plane", self._socket, keys)
         self.address = listen(self._socket, network.bind_host, network.advertise_host)
 
     @property

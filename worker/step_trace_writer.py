@@ -34,7 +34,7 @@ _TIME_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class QueueSnapshot:
     """How things stood when a step was planned."""
 
     loading: tuple[str, ...]
@@ -50,7 +50,7 @@ class _PlannedStep:
 
     plan: SchedulerOutput
     planned_s: float
-    standing: Standing
+    standing: QueueSnapshot
     ended_before: Mapping[str, FinishReason]
 
 
@@ -92,7 +92,7 @@ class StepTraceWriter:
         """Who loaded and who waited in the last step that was written."""
         self._write_whole(encode_header(header))
 
-    def planned(self, plan: SchedulerOutput, standing: Standing) -> None:
+    def planned(self, plan: SchedulerOutput, standing: QueueSnapshot) -> None:
         """A step was planned; call it before anything of it is computed."""
         if self._file is not None:
             ended, self._ended_between = self._ended_between, {}

@@ -103,7 +103,7 @@ def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
         _make_room_for_overhead(socket)
 
 
-class Doorkeeper:
+class PeerAuthenticator:
     """Admits this plane's clients to a server socket, and counts whom it turned away; without keys, nobody is.
 
     Made before `bind` and after MAXMSGSIZE, in a zmq.Context without another one. It belongs to the thread that polls

@@ -17,7 +17,7 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from cluster.processes.child_processes import child_processes
 from gateway import GatewayClient
-from gateway.client import Completion
+from gateway.client import GenerationEnd
 from tests.factories.models import make_model_dir
 
 PART = "handover"
@@ -117,7 +117,7 @@ async def _measure(config: BatonConfig, path: Path, sizes: Sizes) -> Row:
 
 async def _ask(
     client: GatewayClient, prompt: Sequence[int], mode: Mode, salt: str, sampling: dict[str, Any]
-) -> tuple[list[int], Completion]:
+) -> tuple[list[int], GenerationEnd]:
     tokens: list[int] = []
     async for event in client.generate(token_ids=prompt, sampling=sampling, mode=mode, cache_salt=salt):
         tokens += event.token_ids

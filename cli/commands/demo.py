@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.config import BatonConfig
-from cli.commands.generate import Answer, Question, ask
+from cli.commands.generate import GeneratedAnswer, Question, ask
 from cli.target import Target
 from cluster.serve.deployment import run_deployment
 from cluster.serve.following_gateway import Service
@@ -33,7 +33,7 @@ def run(config: BatonConfig, prompt: str) -> int:
     return 0
 
 
-def show_timeline(answer: Answer, console: Console) -> None:
+def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
     """Where the time of one answer went, stage by stage, and who did the work."""
     timing, usage, placement = (
         answer.completion.timing,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cli.target import Target
-from gateway.client import Completion
+from gateway.client import GenerationEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedAnswer:
     """A whole answer."""
 
     text: str
     token_ids: tuple[int, ...]
-    completion: Completion
+    completion: GenerationEnd
 
 
 def run(target: Target, options: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     return 0
 
 
-async def ask(target: Target, question: Question, on_text: Callable[[str], None]) -> Answer:
+async def ask(target: Target, question: Question, on_text: Callable[[str], None]) -> GeneratedAnswer:
     """One request from beginning to end; `on_text` gets each piece of text as it arrives."""
     sampling: dict[str, Any] = {
         "max_tokens": question.max_tokens,
@@ -69,7 +69,7 @@ async def ask(target: Target, question: Question, on_text: Callable[[str], None]
     }
     pieces: list[str] = []
     token_ids: list[int] = []
-    completion: Completion | None = None
+    completion: GenerationEnd | None = None
     async with target.client() as client:
         async for event in client.generate(
             text=question.prompt if question.is_raw else None,
@@ -82,10 +82,10 @@ async def ask(target: Target, question: Question, on_text: Callable[[str], None]
             token_ids += event.token_ids
             completion = event.completion or completion
     assert completion is not None, "a stream that ends well ends with a completion"
-    return Answer("".join(pieces), tuple(token_ids), completion)
+    return GeneratedAnswer("".join(pieces), tuple(token_ids), completion)
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
+def to_json(answer: GeneratedAnswer) -> dict[str, Any]:
     """The object that `--json` prints."""
     completion = answer.completion
     return {

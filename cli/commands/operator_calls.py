@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cli.views import words
-from cluster.serve.screen import Screen, Stage
+from cluster.serve.screen import Screen, ScreenStage
 from gateway.client import GatewayClient, GatewayError
 
 LOOK_INTERVAL_S = 1.0
@@ -18,7 +18,7 @@ LOOK_INTERVAL_S = 1.0
 
 
 @contextmanager
-def ordering(command: str, doing: str, as_json: bool) -> Iterator[Stage]:
+def ordering(command: str, doing: str, as_json: bool) -> Iterator[ScreenStage]:
     """Shows the order while it is carried out, and its outcome as the last line; on stderr if stdout is for JSON.
 
     Ctrl-C ends the wait, not the order.

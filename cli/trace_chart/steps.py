@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class StepUsage:
     """A step of a panel's worker as a whole; the last one of several that were folded."""
 
     column: int
@@ -100,7 +100,7 @@ class Panel:
     header: TraceHeader
     end: TraceEnd
     rows: tuple[Row, ...]
-    usage: tuple[Usage, ...]
+    usage: tuple[StepUsage, ...]
     """One for each of the worker's own columns."""
 
 
@@ -190,7 +190,7 @@ class _Plot:
 
     def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
         self.lives: list[_Life] = []
-        self.usage: list[Usage] = []
+        self.usage: list[StepUsage] = []
         self._columns = columns
         self._own = [index for index, column in enumerate(columns) if column.owner == owner]
         self._index_of = {step.step: index for index in self._own for step in columns[index].steps}
@@ -261,7 +261,7 @@ class _Plot:
         if index is not None:
             life.end = (self._end_of_work(index) if is_by_result else index, reason)
 
-    def _usage(self, index: int) -> Usage:
+    def _usage(self, index: int) -> StepUsage:
         step = self._columns[index].steps[-1]
         num_tokens = sum(share.num_tokens for share in step.scheduled.values())
         num_decode_tokens = sum(
@@ -270,7 +270,7 @@ class _Plot:
             )
             for request_id, share in step.scheduled.items()
         )
-        return Usage(
+        return StepUsage(
             index,
             self._end_of_work(index) - 1,
             num_tokens - num_decode_tokens,

@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element, tostring
 from baton.request import FinishReason
 from cli.trace_chart import shapes
 from cli.trace_chart.shapes import ICON, TIMES, add, write
-from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, Usage
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, StepUsage
 from cli.trace_chart.words import (
     END_WORDS,
     TRACE_ENDS,
@@ -210,7 +210,7 @@ class _Drawing:
 
     def _counts(self, group: Element, panel: Panel) -> None:
         """What is worth a line only where it happens."""
-        counts: tuple[tuple[str, Callable[[Usage], str]], ...] = (
+        counts: tuple[tuple[str, Callable[[StepUsage], str]], ...] = (
             ("in the queue", lambda usage: str(usage.num_waiting or "")),
             ("swapped out", lambda usage: str(usage.num_swapped_out or "")),
             ("swapped in", lambda usage: str(usage.num_swapped_in or "")),
@@ -224,7 +224,7 @@ class _Drawing:
                         write(part, self._middle_of(usage), self._y, text_of(usage), "middle small")
                 self._y += 20
 
-    def _middle_of(self, usage: Usage) -> float:
+    def _middle_of(self, usage: StepUsage) -> float:
         """Of all columns that a step takes."""
         return (self._edges[usage.column] + self._edges[usage.last + 1]) / 2
 

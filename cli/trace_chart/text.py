@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from baton.request import FinishReason
-from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, Usage
+from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row, StepUsage
 from cli.trace_chart.words import (
     END_WORDS,
     TRACE_ENDS,
@@ -242,7 +242,7 @@ def _usage_names(panel: Panel) -> dict[str, str]:
     return names
 
 
-def _usage_texts(panel: Panel, usage: Usage) -> list[tuple[str, str]]:
+def _usage_texts(panel: Panel, usage: StepUsage) -> list[tuple[str, str]]:
     share = usage.num_tokens / panel.header.max_num_batched_tokens
     level = _LEVELS[min(8, math.ceil(share * 8))]
     out, back = usage.num_swapped_out, usage.num_swapped_in

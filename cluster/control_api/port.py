@@ -9,7 +9,7 @@ import zmq
 
 from baton.config import NetworkConfig
 from baton.system.addresses import listen
-from baton.system.curve import Doorkeeper, PlaneKeys
+from baton.system.curve import PeerAuthenticator, PlaneKeys
 from cluster.control_api.desk import MAX_CALLS_OF_ONE
 from cluster.control_api.messages import MAX_MESSAGE_BYTES
 
@@ -44,10 +44,10 @@ class DoorPort:
         self._socket.setsockopt(zmq.RCVHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         set_heartbeats(self._socket, network)
-        self._doorkeeper = Doorkeeper("the fleet's door", self._socket, keys)
+        self._authenticator = PeerAuthenticator("the fleet's door", self._socket, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._doorkeeper.register(self._poller)
+        self._authenticator.register(self._poller)
         self._descriptors: list[int] = []
         self._is_pump_due = False
         try:
@@ -63,7 +63,7 @@ class DoorPort:
     @property
     def num_denied(self) -> int:
         """Connections that were turned away."""
-        return self._doorkeeper.num_denied
+        return self._authenticator.num_denied
 
     def open(self, on_message: OnMessage) -> None:
         self._on_message = on_message
@@ -90,7 +90,7 @@ class DoorPort:
             for descriptor in self._descriptors:
                 loop.remove_reader(descriptor)
             self._descriptors = []
-        self._doorkeeper.close()
+        self._authenticator.close()
         self._socket.close(LAST_WORDS_MS)
         self._context.term()
 
@@ -107,7 +107,7 @@ class DoorPort:
             ready = dict(self._poller.poll(0))
             if not ready:
                 return
-            self._doorkeeper.attend(ready)
+            self._authenticator.attend(ready)
             if self._socket in ready:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 self._on_message(peer, frames)

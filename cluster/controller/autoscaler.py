@@ -13,7 +13,7 @@ from baton.fleet import GatewayReport, SlotDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.controller.observation import merge
-from cluster.controller.planner import Decision, Planner, Reason, RoleChange, Scale
+from cluster.controller.planner import Decision, Planner, Reason, RoleChange, ScaleDecision
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ class Autoscaler:
         self._decisions.append(sentence)
         logger.info("%s", sentence)
 
-    async def _act(self, change: Scale | RoleChange) -> None:
+    async def _act(self, change: ScaleDecision | RoleChange) -> None:
         try:
-            if isinstance(change, Scale):
+            if isinstance(change, ScaleDecision):
                 await self._fleet.scale(change.role, change.count)
                 return
             if change.replaces_unplaced:

@@ -30,7 +30,7 @@ Bounds = dict[WorkerRole, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScaleDecision:
     """So many workers of this role are to be there."""
 
     role: WorkerRole
@@ -65,7 +65,7 @@ class Decision:
     """What to do, and in one sentence why. Exactly one of `change` and `reason` is there."""
 
     sentence: str
-    change: Scale | RoleChange | None = None
+    change: ScaleDecision | RoleChange | None = None
     reason: Reason | None = None
     role: WorkerRole | None = None
     """Whom it is about."""
@@ -140,7 +140,7 @@ class Planner:
             self._ordered([role for role in self._roles if role.role is decision.role], now)
         return decision
 
-    def refused(self, change: Scale | RoleChange, now: float) -> None:
+    def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
         """It came to nothing. Workers that could not change their role are left alone for a while."""
         if isinstance(change, RoleChange):
             self._refused_at = now
@@ -270,7 +270,7 @@ class Planner:
 
 def _scale(role: _Role, count: int, why: str) -> Decision:
     sentence = f"{role.name} {count - role.count:+d} ({role.count} -> {count}): {why}"
-    return Decision(sentence, Scale(role.role, count), role=role.role)
+    return Decision(sentence, ScaleDecision(role.role, count), role=role.role)
 
 
 def _nothing(role: _Role, reason: Reason, why: str) -> Decision:

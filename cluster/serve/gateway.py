@@ -7,7 +7,7 @@ from baton.config import BatonConfig
 from baton.system.curve import ClusterKeys
 from cluster.controller.spec import served_model
 from gateway import Gateway, Tokenizer
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.fleet_control import FleetControl
 from gateway.open_files import fitted_to_open_files
@@ -17,7 +17,7 @@ def check_access(config: BatonConfig) -> None:
     """ConfigError if the gateway could not use its API keys or certificates, or may open too few files; asked before
     workers take minutes to start."""
     clock = SystemClock()
-    Doorkeeper(config.gateway, clock)
+    Authenticator(config.gateway, clock)
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
     fitted_to_open_files(config.gateway)

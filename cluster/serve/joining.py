@@ -19,7 +19,7 @@ from cluster.controller.desired import differences
 from cluster.serve.fleet_source import AnotherFleet, DoorSource, FleetHandle, FleetSource, RaySource, Sighting
 from cluster.serve.following_gateway import Door, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, make_gateway
-from cluster.serve.screen import Screen, Stage, workers_text
+from cluster.serve.screen import Screen, ScreenStage, workers_text
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Tokenizer
 
@@ -120,7 +120,7 @@ async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> Fou
     return Found(control.with_config(merged), merged, keys, model_path)
 
 
-async def _wait_for(config: BatonConfig, source: FleetSource, stage: Stage) -> Sighting:
+async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
     """A fleet whose controller answers."""
     timeout_s = config.cluster.start_timeout_s
     reason = ""

@@ -26,11 +26,11 @@ class Screen:
         self.console.print(f"[bold]{label:<{_LABEL_WIDTH}}[/] {text}", highlight=False, soft_wrap=True)
 
     @contextmanager
-    def stage(self, label: str, doing: str) -> Iterator["Stage"]:
+    def stage(self, label: str, doing: str) -> Iterator["ScreenStage"]:
         """Shows `doing` while the body runs; the body says through the yielded stage what came of it."""
         started = time.monotonic()
         with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ...") as status:
-            stage = Stage(status, doing, lambda text: self.line("", text))
+            stage = ScreenStage(status, doing, lambda text: self.line("", text))
             yield stage
         self.line(label, f"{stage.outcome} [dim]{time.monotonic() - started:.1f} s[/]")
 
@@ -53,7 +53,7 @@ class Screen:
             yield report
 
 
-class Stage:
+class ScreenStage:
     """What is being done, the bars of its parts on a terminal, and in the end what came of it."""
 
     def __init__(self, status: Status, doing: str, write: Callable[[str], None]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from engine.batch import StepBatch
 from engine.gpu.graphs import Recorder, Replay
-from engine.gpu.staging import ALIGNMENT, Section, StepStaging
+from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
@@ -110,11 +110,11 @@ class StagedForward:
         num_tokens = size or batch.num_tokens
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)
         sections = [
-            Section(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
-            Section(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
-            Section(_padded(batch.positions_T, num_tokens, 0), num_tokens),
-            Section(_padded(batch.slots_T, num_tokens, NO_SLOT), num_tokens),
-            Section(batch.sampling_rows_R, num_rows),
+            StagedArray(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
+            StagedArray(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
+            StagedArray(_padded(batch.positions_T, num_tokens, 0), num_tokens),
+            StagedArray(_padded(batch.slots_T, num_tokens, NO_SLOT), num_tokens),
+            StagedArray(batch.sampling_rows_R, num_rows),
             *self._attention.sections(batch, has_chunks=has_chunks, room=size),
         ]
         ids_T, sources_T, positions_T, slots_T, rows_R, *rest = self._staging.stage(sections)

@@ -14,7 +14,7 @@ NUM_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class StagedArray:
     """An array, and how many elements are kept for it: equal capacities put sections at the same places each time."""
 
     values: npt.NDArray[np.integer]
@@ -37,7 +37,7 @@ class StepStaging:
         self._copied = [torch.cuda.Event() for _ in self._hosts] if self._is_cuda else []
         self._next = 0
 
-    def stage(self, sections: Sequence[Section]) -> list[torch.Tensor]:
+    def stage(self, sections: Sequence[StagedArray]) -> list[torch.Tensor]:
         """Queues the copy; views of the sections' capacities on the device, valid until the next call.
 
         What lies behind an array within its capacity is undefined. The last section's capacity need not be copied, the

@@ -63,12 +63,12 @@ class PagedAttention:
         self._gathered, self._scores, self._weights = (Workspace(self._dtype, self._device) for _ in range(3))
         self._gathered_bytes = Workspace(torch.uint8, self._device)
 
-    def prepare(self, batch: StepBatch) -> "StepAttention":
+    def prepare(self, batch: StepBatch) -> "TorchStepAttention":
         """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
         positions_T = torch.from_numpy(batch.positions_T).to(self._device)
-        return StepAttention(
+        return TorchStepAttention(
             self._pool,
             self._num_heads,
             self._windows,
@@ -129,7 +129,7 @@ class PagedAttention:
         return FusedAttention(num_queries, num_keys, window, self._dtype, self._device)
 
 
-class StepAttention:
+class TorchStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
     def __init__(

@@ -16,7 +16,7 @@ import torch
 from triton.runtime import driver
 
 from engine.batch import StepBatch
-from engine.gpu.staging import ALIGNMENT, Section
+from engine.gpu.staging import ALIGNMENT, StagedArray
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -112,7 +112,7 @@ class TritonAttention:
         )
         return len(self.windows) * per_window + self._max_block_ids + ALIGNMENT
 
-    def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[Section]:
+    def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[StagedArray]:
         """What `bind` wants on the device. `room`: for as many tokens, whatever this step has of them.
 
         `has_chunks`: how the step is launched; without, every request has one token.
@@ -129,12 +129,12 @@ class TritonAttention:
             )
             most = bounds or PlanBounds(len(plan.items_IF), len(plan.merges_RF), plan.num_partial_rows)
             sections += [
-                Section(np.array([len(plan.items_IF), len(plan.merges_RF)]), 2),
-                Section(plan.items_IF, most.num_items * ITEM_FIELDS),
-                Section(plan.merges_RF, most.num_merges * MERGE_FIELDS),
+                StagedArray(np.array([len(plan.items_IF), len(plan.merges_RF)]), 2),
+                StagedArray(plan.items_IF, most.num_items * ITEM_FIELDS),
+                StagedArray(plan.merges_RF, most.num_merges * MERGE_FIELDS),
             ]
         table_X = batch.block_ids_BM[np.arange(batch.block_ids_BM.shape[1]) < batch.num_blocks_B[:, None]]
-        return [*sections, Section(table_X, len(table_X) if room is None else self._max_block_ids)]
+        return [*sections, StagedArray(table_X, len(table_X) if room is None else self._max_block_ids)]
 
     def bind(
         self,
@@ -143,13 +143,13 @@ class TritonAttention:
         sections: Sequence[torch.Tensor],
         *,
         has_chunks: bool,
-    ) -> "StepAttention":
+    ) -> "TritonStepAttention":
         """Attention of the step whose `sections` these are, staged."""
         plans = [
             WindowPlan(items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), counts)
             for counts, items, merges in zip(sections[:-1:3], sections[1:-1:3], sections[2:-1:3], strict=True)
         ]
-        return StepAttention(
+        return TritonStepAttention(
             self._layers,
             self._launch(has_chunks),
             self._shape,
@@ -203,7 +203,7 @@ class Layer:
     """Which of the step's plans is that of its window."""
 
 
-class StepAttention:
+class TritonStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
     def __init__(

@@ -7,10 +7,10 @@ the call that the others still wait in, and give them a wrong sum for the right 
 from typing import Protocol
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.pipeline import Launched, Launcher, Runner
+from engine.pipeline import Launched, Runner, StepLauncher
 
 
-class StepRunner(Runner, Launcher, Protocol):
+class StepRunner(Runner, StepLauncher, Protocol):
     """What computes steps either way."""
 
 

@@ -1,4 +1,4 @@
-"""Doorkeeper: on whose behalf a call is made, and whether they may; every door asks it first."""
+"""Authenticator: on whose behalf a call is made, and whether they may; every door asks it first."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
 from baton.errors import ConfigError, PermissionDenied, Unauthenticated
 from baton.system.watched import Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
-from gateway.auth.key_store import Keyring
+from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import RequestRates
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -23,7 +23,7 @@ _MAX_FILE_BYTES = 16 * 2**20
 _HOW = "send the header `Authorization: Bearer KEY`, in gRPC as metadata"
 
 
-class Doorkeeper:
+class Authenticator:
     """One instance stands at all doors of a gateway. Neither its errors nor its logs hold a key."""
 
     def __init__(self, config: GatewayConfig, clock: Clock) -> None:
@@ -32,11 +32,11 @@ class Doorkeeper:
         self._asks_for_keys = config.has_keys
         self._anonymous = _anonymous(config)
         self._rates = RequestRates()
-        self._keyring: Watched[Keyring] | None = None
-        self._fixed = Keyring(config.api_keys)
+        self._key_store: Watched[KeyStore] | None = None
+        self._fixed = KeyStore(config.api_keys)
         if config.api_keys_file is not None:
             path = Path(config.api_keys_file).expanduser()
-            self._keyring = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
+            self._key_store = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:
         """`right` is what the call needs, None if any caller will do. PermissionDenied and RateLimited say what is
@@ -59,8 +59,8 @@ class Doorkeeper:
         key = key.strip()
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
             raise Unauthenticated(f"the header `Authorization` does not hold one API key; {_HOW}")
-        keyring = self._keyring.current() if self._keyring else self._fixed
-        caller = keyring.caller(key)
+        key_store = self._key_store.current() if self._key_store else self._fixed
+        caller = key_store.caller(key)
         if caller is None:
             raise Unauthenticated(
                 "this API key is not known here, or no longer; ask whoever runs this gateway"
@@ -87,7 +87,7 @@ class _KeyFile(Section):
     api_keys: tuple[ApiKey, ...] = Field(strict=False)
 
 
-def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> Keyring:
+def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     source = f"gateway.api_keys_file {path}"
     try:
         with path.open("rb") as file:
@@ -105,7 +105,7 @@ def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> Keyring:
     except (UnicodeDecodeError, yaml.YAMLError):  # whose messages quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:
-        return Keyring(
+        return KeyStore(
             (*others, *_KeyFile.model_validate({"api_keys": [] if keys is None else keys}).api_keys)
         )
     except ValidationError as error:

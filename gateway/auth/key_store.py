@@ -1,4 +1,4 @@
-"""Keyring: whose key is this? Knows hashes only."""
+"""KeyStore: whose key is this? Knows hashes only."""
 
 import hashlib
 import hmac
@@ -23,7 +23,7 @@ def hash_of(key: str) -> str:
     return _digest(key).hex()
 
 
-class Keyring:
+class KeyStore:
     """Finds a key's owner. How long that takes tells nothing about the keys there are: what is looked up was hashed
     together with a secret of this process, so nobody outside can choose by how much it resembles another one."""
 

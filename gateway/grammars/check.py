@@ -52,7 +52,7 @@ Digest = bytes
 
 
 @dataclass(eq=False, slots=True)
-class Trial:
+class GrammarTrial:
     """A grammar that waits to be compiled."""
 
     number: int
@@ -82,9 +82,9 @@ class GrammarCheck:
         self._process: CompileProcess | None = None
         self._verdicts: dict[Digest, str | None] = {}
         """Why a text is refused, or None; the latest used comes last."""
-        self._queue = CompileQueue[Trial]()
+        self._queue = CompileQueue[GrammarTrial]()
         self._number = 0
-        self._sent: deque[Trial] = deque(maxlen=2)
+        self._sent: deque[GrammarTrial] = deque(maxlen=2)
         """The last ones that the process was given: it may end with one after it has said that it compiles."""
         self._running: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -145,13 +145,13 @@ class GrammarCheck:
         finally:
             self._queue.discard(trial)
 
-    def _add(self, output: StructuredOutput, caller: str) -> Trial:
+    def _add(self, output: StructuredOutput, caller: str) -> GrammarTrial:
         """The caller with most of them waiting is refused where there is no room."""
         if self._is_stopped:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1
         verdict = asyncio.get_running_loop().create_future()
-        trial = Trial(self._number, caller, output, verdict)
+        trial = GrammarTrial(self._number, caller, output, verdict)
         self._queue.add(trial)
         if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
             self._queue.discard(last)
@@ -170,7 +170,7 @@ class GrammarCheck:
             await self._try(trial)
             self._queue.charge(trial.caller, self._clock.now() - began)
 
-    async def _try(self, trial: Trial) -> None:
+    async def _try(self, trial: GrammarTrial) -> None:
         try:
             process = await self._running_process()
         except OSError as error:
@@ -212,7 +212,7 @@ class GrammarCheck:
                 )
                 self._conclude(trial, _reason(number), "killed")
 
-    def _conclude(self, trial: Trial, error: str | None, result: str) -> None:
+    def _conclude(self, trial: GrammarTrial, error: str | None, result: str) -> None:
         """A process that ended after its answer takes that back: others will not get it."""
         self._verdicts.pop(trial.digest, None)
         self._verdicts[trial.digest] = error
@@ -229,7 +229,7 @@ class GrammarCheck:
         if not self._is_stopped:
             logger.error("the process that compiles grammars ended; the next grammar starts another one")
 
-    def _give_up(self, trial: Trial, reason: str) -> None:
+    def _give_up(self, trial: GrammarTrial, reason: str) -> None:
         if not trial.verdict.done():
             trial.verdict.set_result(Overloaded(reason, RETRY_AFTER_S))
 

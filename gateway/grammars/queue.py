@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Generic, Protocol, TypeVar
 
 
-class Waiting(Protocol):
+class QueuedGrammar(Protocol):
     """What stands in the queue. `number` grows with each that comes."""
 
     @property
@@ -17,7 +17,7 @@ class Waiting(Protocol):
     def caller(self) -> str: ...
 
 
-T = TypeVar("T", bound=Waiting)
+T = TypeVar("T", bound=QueuedGrammar)
 
 
 class CompileQueue(Generic[T]):

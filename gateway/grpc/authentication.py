@@ -1,4 +1,4 @@
-"""Lock: who may call which gRPC method; asked before the first message is read."""
+"""GrpcAuthentication: who may call which gRPC method; asked before the first message is read."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 
 from baton.errors import RequestError
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NOBODY, Right, current_caller
 
 OPEN = frozenset({"grpc.health.v1.Health"})
@@ -43,11 +43,11 @@ def _service_of(method: str) -> str:
     return method.rpartition("/")[0].removeprefix("/")
 
 
-class Lock(grpc.aio.ServerInterceptor):
+class GrpcAuthentication(grpc.aio.ServerInterceptor):
     """Sets `current_caller` for the call, or ends it with a status that says what is missing."""
 
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
-        self._doorkeeper = doorkeeper
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
 
     async def intercept_service(
         self,
@@ -62,9 +62,9 @@ class Lock(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata
         shown = [str(value) for name, value in metadata if name == "authorization"]
         try:
-            caller = self._doorkeeper.caller_of(shown)
+            caller = self._authenticator.caller_of(shown)
             current_caller.set(caller)
-            self._doorkeeper.admit(caller, right_for(method))
+            self._authenticator.admit(caller, right_for(method))
         except RequestError as error:
             return _refusing(error)
         return handler

@@ -13,7 +13,7 @@ from gateway.auth.callers import current_caller
 from gateway.grpc import convert
 from gateway.grpc.guard import trace_of
 from gateway.model import ServedModel
-from gateway.preprocess import Intake
+from gateway.preprocess import Preprocessor
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
 
@@ -23,9 +23,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """One instance serves all calls."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> None:
+    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> None:
         self._dispatcher = dispatcher
-        self._intake = intake
+        self._preprocessor = preprocessor
         self._model = model
 
     async def Generate(  # noqa: N802 - gRPC's name; an async generator is an async iterator
@@ -53,12 +53,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=self._intake.has_chat_template,
+            has_chat_template=self._preprocessor.has_chat_template,
         )
 
     async def _generation(self, request: pb.GenerateRequest, context: Context) -> Generation:
-        self._intake.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
-        return await self._intake.generation(
+        self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
+        return await self._preprocessor.generation(
             convert.prompt_from(request),
             partial(convert.sampling_params_from, request.sampling_params),
             request_id=request.request_id,

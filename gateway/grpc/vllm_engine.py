@@ -26,7 +26,7 @@ from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.guard import trace_of
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
-from gateway.preprocess import Intake
+from gateway.preprocess import Preprocessor
 from gateway.requests.choices import ChoiceDelta, batches_of
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
@@ -45,14 +45,14 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        intake: Intake,
+        preprocessor: Preprocessor,
         model: ServedModel,
         not_ready: Callable[[], str | None],
         clock: Clock,
     ) -> None:
         """`not_ready` says why no request could be served now; None if it could."""
         self._dispatcher = dispatcher
-        self._intake = intake
+        self._preprocessor = preprocessor
         self._model = model
         self._not_ready = not_ready
         self._clock = clock
@@ -168,7 +168,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Made once, and beside the event loop: it takes most of a second where the vocabulary is large."""
         async with self._packing:
             if self._archive is None:
-                self._archive = await asyncio.to_thread(_pack, await self._intake.tokenizer_files())
+                self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())
             return self._archive
 
     def _statuses(self) -> list[WorkerStatus]:
@@ -176,10 +176,12 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         return [client.status for client in clients if client.status is not None and not client.is_silent]
 
     async def _generations(self, request: pb.GenerateRequest, context: Context) -> list[Generation]:
-        self._intake.room_behind(len(request.tokenized.input_ids))  # before millions of them become a tuple
+        self._preprocessor.room_behind(
+            len(request.tokenized.input_ids)
+        )  # before millions of them become a tuple
         params = request.sampling_params
         keep_special_tokens = not params.skip_special_tokens
-        generation = await self._intake.generation(
+        generation = await self._preprocessor.generation(
             convert.prompt_from(request),
             partial(convert.sampling_params_from, params),
             request_id=request.request_id,
@@ -189,7 +191,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             trace=trace_of(context),
             door="vllm",
         )
-        generations = self._intake.samples(generation, max(1, params.n), keep_special_tokens)
+        generations = self._preprocessor.samples(generation, max(1, params.n), keep_special_tokens)
         if not request.stream:
             check_whole_answer(generations)
         return generations

@@ -10,8 +10,8 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from gateway.auth.authenticator import Doorkeeper
-from gateway.http.authentication import Lock
+from gateway.auth.authenticator import Authenticator
+from gateway.http.authentication import HttpAuthentication
 from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
 from gateway.http.openai.description import ERRORS
@@ -22,13 +22,13 @@ from gateway.http.strict_json import JsonRoute
 
 def make_app(
     routes: Sequence[APIRouter],
-    doorkeeper: Doorkeeper,
+    authenticator: Authenticator,
     max_body_bytes: int,
     also_open: frozenset[str] = frozenset(),
     own_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """Describes itself at /openapi.json; every error has OpenAI's shape. Nothing comes past the doorkeeper but what is
-    open: what `Lock` says, and `also_open`. `own_names`: see `OwnNames`; None: clients may call it whatever they do."""
+    """Describes itself at /openapi.json; every error has OpenAI's shape. Only open paths come past the authenticator:
+    see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any host name."""
     app = FastAPI(
         title="Baton", version=version("baton"), openapi_url=None, responses=ERRORS, redirect_slashes=False
     )
@@ -48,7 +48,7 @@ def make_app(
         assert not isinstance(route, APIRoute) or route.body_field is None or isinstance(route, JsonRoute)
     add_handlers(app)
     app.add_middleware(RequestLimits, max_body_bytes)
-    app.add_middleware(Lock, doorkeeper, also_open)
+    app.add_middleware(HttpAuthentication, authenticator, also_open)
     if own_names is not None:
         app.add_middleware(OwnNames, own_names)
     app.add_middleware(RequestIds)  # the last one added is the first one asked

@@ -1,9 +1,9 @@
-"""Lock: who may call which part of the HTTP API; asked before anything of a request's body is read."""
+"""HttpAuthentication: who may call which part of the HTTP API; asked before anything of a request's body is read."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import RequestError
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NOBODY, Right
 from gateway.http.errors import answer_of
 
@@ -28,13 +28,15 @@ def right_for(path: str) -> Right | None:
     return next((right for prefix, right in RIGHTS.items() if _is_below(path, prefix)), Right.GENERATE)
 
 
-class Lock:
+class HttpAuthentication:
     """ASGI middleware: sets `request.state.caller`, always, or answers for itself."""
 
-    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, also_open: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, also_open: frozenset[str] = frozenset()
+    ) -> None:
         """`also_open`: paths that this gateway lets everybody see."""
         self._app = app
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
         self._open = OPEN | also_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +56,8 @@ class Lock:
             state["caller"] = NOBODY
             return
         shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-        state["caller"] = caller = self._doorkeeper.caller_of(shown)
-        self._doorkeeper.admit(caller, right_for(path))
+        state["caller"] = caller = self._authenticator.caller_of(shown)
+        self._authenticator.admit(caller, right_for(path))
 
 
 def _is_below(path: str, prefix: str) -> bool:

@@ -13,7 +13,7 @@ from gateway.http.event_stream import EventStream, event, stream_of
 from gateway.http.openai.description import ERRORS
 from gateway.http.strict_json import JsonRoute
 from gateway.http.trace_headers import trace_of
-from gateway.http.trial import Trial, TrialRequest
+from gateway.http.trial import PageTrial, TrialRequest
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.snapshot import ClusterSnapshot
 
@@ -25,7 +25,7 @@ _EVENT = {
 _STREAM = {"content": {"text/event-stream": {"itemSchema": _EVENT}}}
 
 
-def cluster_routes(feed: LiveFeed, trial: Trial) -> APIRouter:
+def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.get(

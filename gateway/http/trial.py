@@ -1,4 +1,4 @@
-"""Trial: runs one request as any client's and tells, as it happens, which way it goes: what the live page shows."""
+"""PageTrial: runs one request as any client's and tells, as it happens, which way it goes: what the live page shows."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,7 +14,7 @@ from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.http.errors import body_of
 from gateway.http.event_stream import event
-from gateway.preprocess import Intake
+from gateway.preprocess import Preprocessor
 from gateway.requests.client_request import Delta, Finish, SeenTransfer
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
@@ -37,20 +37,22 @@ class TrialRequest(BaseModel):
     """None: as the gateway is configured."""
 
 
-class Trial:
+class PageTrial:
     """One instance serves all viewers; each of their requests is one of the gateway's like any other."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, clock: Clock) -> None:
+    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, clock: Clock) -> None:
         self._dispatcher = dispatcher
-        self._intake = intake
+        self._preprocessor = preprocessor
         self._clock = clock
 
     async def begin(
         self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events; InvalidRequest at once if the prompt cannot be served."""
-        prompt = [ChatMessage("user", request.prompt)] if self._intake.has_chat_template else request.prompt
-        generation = await self._intake.generation(
+        prompt = (
+            [ChatMessage("user", request.prompt)] if self._preprocessor.has_chat_template else request.prompt
+        )
+        generation = await self._preprocessor.generation(
             prompt,
             lambda room: SamplingParams(
                 max_tokens=min(request.max_tokens, room), temperature=request.temperature

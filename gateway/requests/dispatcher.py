@@ -34,8 +34,8 @@ from gateway.requests.running import Running
 from gateway.requests.tally import Tally
 from gateway.requests.unread import Unread
 from gateway.routing.router import Router
-from gateway.workers.fleet import Fleet
-from gateway.workers.worker_list import Roster
+from gateway.workers.connections import WorkerConnections
+from gateway.workers.worker_list import WorkerList
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Dispatcher:
         self._clock = clock
         self._on_end = on_end
         self._router = Router(config, prefix_key)
-        self._roster = Roster()
-        self._fleet = Fleet(network, keys, self)
+        self._worker_list = WorkerList()
+        self._fleet = WorkerConnections(network, keys, self)
         self._running = Running()
         self._concurrency = Concurrency()
         self._prefill_times = PrefillTimes()
@@ -78,7 +78,7 @@ class Dispatcher:
         self.latencies = LatencyWindow(on_first_token)
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> WorkerConnections:
         return self._fleet
 
     @property
@@ -153,7 +153,7 @@ class Dispatcher:
     # what the fleet says: WorkerListener
 
     def heard(self, status: WorkerStatus) -> None:
-        self._roster.heard(status)
+        self._worker_list.heard(status)
         self._router.heard(status)
         rate = status.load.prefill_tokens_per_s
         self._prefill_times.told(status.ref.name, rate, self._clock.now())
@@ -169,8 +169,8 @@ class Dispatcher:
 
     def lost(self, worker: str, reason: str) -> None:
         logger.warning("what worker %s had is lost: %s", worker, reason, extra={"worker": worker})
-        was_leaving = self._roster.is_leaving(worker)
-        self._roster.gone(worker)
+        was_leaving = self._worker_list.is_leaving(worker)
+        self._worker_list.gone(worker)
         self._router.gone(worker)
         self._prefill_times.forget(worker)
         self._in_flight.lost(worker, reason, was_leaving=was_leaving)
@@ -202,7 +202,7 @@ class Dispatcher:
         arrived_at = now - generation.intake_s
         num_prompt_tokens = len(generation.prompt_token_ids)
         request = ClientRequest(num_prompt_tokens, params, generation.text, arrived_at, generation.intake_s)
-        journey = Journey(errand, self._load_failure_policy, self._roster, now)
+        journey = Journey(errand, self._load_failure_policy, self._worker_list, now)
         unread = Unread(self._config.max_unread_tokens)
         run = Run(generation, request, journey, self.latencies.stream(arrived_at), unread)
         self._running.add(run)

@@ -18,7 +18,7 @@ from gateway.requests.prefill_times import PrefillTimes
 from gateway.requests.run import Run
 from gateway.routing.placement import Placement
 from gateway.routing.router import Router
-from gateway.workers.fleet import Fleet
+from gateway.workers.connections import WorkerConnections
 
 
 class InFlight:
@@ -26,7 +26,7 @@ class InFlight:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WorkerConnections,
         router: Router,
         prefill_times: PrefillTimes,
         clock: Clock,

@@ -25,7 +25,7 @@ from baton.worker import WorkerRole
 from gateway.requests.attempt import Attempt, AttemptFailed, Cause
 from gateway.routing.placement import Ask, Mode, NoRoom, Placement
 from gateway.routing.router import Router
-from gateway.workers.worker_list import Roster
+from gateway.workers.worker_list import WorkerList
 
 LoadFailurePolicy = Literal["retry", "recompute", "fail"]
 
@@ -57,10 +57,12 @@ class Errand:
 class Journey:
     """Of one request. Times are the caller's, in seconds."""
 
-    def __init__(self, errand: Errand, policy: LoadFailurePolicy, roster: Roster, now: float) -> None:
+    def __init__(
+        self, errand: Errand, policy: LoadFailurePolicy, worker_list: WorkerList, now: float
+    ) -> None:
         self._errand = errand
         self._policy = policy
-        self._roster = roster
+        self._worker_list = worker_list
         self._failed: dict[str, str] = {}
         """Workers that failed it, and in which life: the next life is somebody else."""
         self._refused: dict[str, int] = {}
@@ -110,7 +112,9 @@ class Journey:
 
     def excluded(self) -> tuple[frozenset[str], frozenset[str]]:
         """Workers that failed it in the lives they live now, and those that do not want it at present."""
-        lives = [(name, life) for name in {*self._failed, *self._refused} if (life := self._roster.get(name))]
+        lives = [
+            (name, life) for name in {*self._failed, *self._refused} if (life := self._worker_list.get(name))
+        ]
         failed = (name for name, life in lives if self._failed.get(name) == life.incarnation)
         refused = (name for name, life in lives if self._refused.get(name) == life.num_heard)
         return frozenset(failed), frozenset(refused)
@@ -119,7 +123,7 @@ class Journey:
         """An attempt for a client that has so many tokens of the answer."""
         self._attempt_began_at = now
         self.num_attempts += 1
-        lives = {name: self._roster.get(name) for name in (placement.decode, placement.prefill) if name}
+        lives = {name: self._worker_list.get(name) for name in (placement.decode, placement.prefill) if name}
         copes = placement.prefill is not None and self._policy == "recompute" and self.may_recompute
         incarnations = {name: life.incarnation for name, life in lives.items() if life}
         return Attempt(request_id, placement, num_tokens, copes, incarnations)
@@ -130,7 +134,7 @@ class Journey:
         It helps where another decode worker may have room, or where a prefill worker computes what this one would have
         to compute again; the router found the request long enough for one.
         """
-        has_choice = self._roster.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
+        has_choice = self._worker_list.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
         if has_choice and self.num_given_back < MAX_GIVEN_BACK:
             return OnPreemption.GIVE_BACK
         return OnPreemption.RESUME
@@ -150,7 +154,7 @@ class Journey:
             self.seeking_since += now - self._attempt_began_at
         self.num_given_back += failure.cause is Cause.GIVEN_BACK
         if failure.cause in (Cause.REFUSED, Cause.GIVEN_BACK):
-            life = self._roster.get(failure.worker)
+            life = self._worker_list.get(failure.worker)
             self._refused[failure.worker] = life.num_heard if life else 0
             return None
         return self._count(attempt, failure, has_progressed)

@@ -17,7 +17,7 @@ from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import Ask, Mode, NoRoom, Placement
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
-from gateway.routing.worker_state import WorkerStanding
+from gateway.routing.worker_snapshot import WorkerSnapshot
 
 
 class Router:
@@ -32,8 +32,8 @@ class Router:
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
         """Whether any decision depends on what is in prefix caches."""
         self._index = PrefixIndex()
-        self._workers: dict[str, WorkerStanding] = {}
-        self._able: dict[WorkerRole, list[WorkerStanding]] = {role: [] for role in WorkerRole}
+        self._workers: dict[str, WorkerSnapshot] = {}
+        self._able: dict[WorkerRole, list[WorkerSnapshot]] = {role: [] for role in WorkerRole}
         """Who takes requests, by name."""
         self._block_sizes: set[int] = set()
         """Of those."""
@@ -41,13 +41,13 @@ class Router:
 
     @property
     def num_legs(self) -> dict[str, int]:
-        """Legs under way by worker."""
+        """Prefill and decode requests under way, by worker."""
         return {name: len(worker.legs) for name, worker in self._workers.items()}
 
     def heard(self, status: WorkerStatus) -> None:
         """A worker's word on itself. It gets requests of its role, of late perhaps another one, while it is ready."""
         name = status.ref.name
-        worker = self._workers.setdefault(name, WorkerStanding(name))
+        worker = self._workers.setdefault(name, WorkerSnapshot(name))
         before = worker.service, worker.block_size
         if worker.is_of_another_life(status):
             self._index.forget(name)
@@ -77,7 +77,7 @@ class Router:
 
     def sent(self, worker: str, placement: Placement) -> None:
         """A leg of a placement was sent to one of its workers: known at once, unlike what it says of itself."""
-        self._workers.setdefault(worker, WorkerStanding(worker)).sent(placement)
+        self._workers.setdefault(worker, WorkerSnapshot(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
         """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
@@ -142,8 +142,8 @@ class Router:
         ask: Ask,
         mode: Mode | None,
         need: Need,
-        prefills: list[WorkerStanding],
-        decodes: list[WorkerStanding],
+        prefills: list[WorkerSnapshot],
+        decodes: list[WorkerSnapshot],
     ) -> Placement:
         if mode is Mode.LOCAL:
             reason = "asked for" if ask.mode is Mode.LOCAL else "configured"
@@ -157,7 +157,7 @@ class Router:
         return self._pair(need, *self._policy.pair(need, prefills, decodes))
 
     def _reason_for_local(
-        self, need: Need, local: WorkerStanding, prefills: list[WorkerStanding], decodes: list[WorkerStanding]
+        self, need: Need, local: WorkerSnapshot, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
     ) -> str:
         """Why a request that may run either way is better off with a decode worker alone; empty if it is not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
@@ -171,7 +171,7 @@ class Router:
             return "short prompt"
         return "busy prefill workers" if local_s <= pair_s else ""
 
-    def _local(self, need: Need, decode: WorkerStanding, reason: str, is_fallback: bool = False) -> Placement:
+    def _local(self, need: Need, decode: WorkerSnapshot, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
             Mode.LOCAL,
             None,
@@ -182,7 +182,7 @@ class Router:
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 
-    def _pair(self, need: Need, prefill: WorkerStanding, decode: WorkerStanding) -> Placement:
+    def _pair(self, need: Need, prefill: WorkerSnapshot, decode: WorkerSnapshot) -> Placement:
         return Placement(
             Mode.DISAGGREGATED,
             prefill.name,
@@ -201,7 +201,7 @@ class Router:
                 hits[name] = num_blocks * size
         return hits
 
-    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerStanding]:
+    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerSnapshot]:
         """Beginning with whose turn it is."""
         able = self._able[role]
         if excluded:
@@ -215,14 +215,14 @@ class Router:
             self._able[role] = sorted(able, key=lambda worker: worker.name)
         self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
-    def _drop_if_over(self, worker: WorkerStanding) -> None:
+    def _drop_if_over(self, worker: WorkerSnapshot) -> None:
         """Nothing is kept of workers that do not come back."""
         if worker.is_gone and not worker.legs:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 
 
-def _with_room(decodes: list[WorkerStanding], num_tokens: int) -> list[WorkerStanding]:
+def _with_room(decodes: list[WorkerSnapshot], num_tokens: int) -> list[WorkerSnapshot]:
     """Those that have blocks for so many; if none does, those where nothing of ours is.
 
     Each gateway may have one request in a worker's own line, whose order is fair. Without that, whoever hears last of

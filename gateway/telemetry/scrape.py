@@ -12,7 +12,7 @@ from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.worker_client import WorkerClient
 
 
-class Standing:
+class GatewayScrape:
     """To be collected on the gateway's event loop."""
 
     def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:

@@ -11,7 +11,7 @@ from gateway.requests.record import RequestRecord, SeenAttempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class TimelineStage:
     """Something that took its time."""
 
     name: str
@@ -21,26 +21,26 @@ class Stage:
     events: tuple[tuple[str, float], ...] = ()
     failure: str | None = None
     """In our own words."""
-    inside: "list[Stage]" = field(default_factory=list)
+    inside: "list[TimelineStage]" = field(default_factory=list)
 
 
-def stages_of(record: RequestRecord) -> list[Stage]:
+def stages_of(record: RequestRecord) -> list[TimelineStage]:
     """`intake`, then by turns `queue` and `attempt`."""
     total_s = record.ended_at - record.arrived_at
-    stages = [Stage(name="intake", began_s=0.0, ended_s=min(record.intake_s, total_s))]
+    stages = [TimelineStage(name="intake", began_s=0.0, ended_s=min(record.intake_s, total_s))]
     at_s = stages[0].ended_s
     for attempt in record.attempts:
         began_s = attempt.began_at - record.arrived_at
         ended_s = total_s if attempt.ended_at is None else attempt.ended_at - record.arrived_at
-        stages.append(Stage(name="queue", began_s=at_s, ended_s=began_s))
+        stages.append(TimelineStage(name="queue", began_s=at_s, ended_s=began_s))
         stages.append(_attempt(record, attempt, began_s, ended_s))
         at_s = ended_s
     if not record.attempts or record.attempts[-1].failure is not None:
-        stages.append(Stage(name="queue", began_s=at_s, ended_s=total_s))
+        stages.append(TimelineStage(name="queue", began_s=at_s, ended_s=total_s))
     return stages
 
 
-def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> Stage:
+def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> TimelineStage:
     placement, failure = attempt.placement, attempt.failure
     attributes: dict[str, str | int | float] = {
         "baton.attempt.id": attempt.engine_request_id,
@@ -53,7 +53,7 @@ def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_
     if failure is not None:
         attributes |= {"baton.attempt.failed_worker": failure.worker, "error.type": failure.cause.value}
     transfers = [seen for seen in record.transfers if seen.record.attempt == attempt.number]
-    return Stage(
+    return TimelineStage(
         name="attempt",
         began_s=began_s,
         ended_s=ended_s,
@@ -67,22 +67,22 @@ def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_
     )
 
 
-def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[Stage]:
+def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[TimelineStage]:
     """Of the attempt that brought it."""
     parts, ttft_s = record.ttft_parts, record.ttft_s
     if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
         return []
     computes_s = began_s + parts.worker_queue_s
     return [
-        Stage(name="worker_queue", began_s=began_s, ended_s=computes_s),
-        Stage(name="prefill", began_s=computes_s, ended_s=computes_s + parts.prefill_s),
+        TimelineStage(name="worker_queue", began_s=began_s, ended_s=computes_s),
+        TimelineStage(name="prefill", began_s=computes_s, ended_s=computes_s + parts.prefill_s),
     ]
 
 
-def _transfer(seen: SeenTransfer) -> Stage:
+def _transfer(seen: SeenTransfer) -> TimelineStage:
     record = seen.record
     is_failed = record.events[-1].kind.value == "failed"
-    return Stage(
+    return TimelineStage(
         name=f"transfer {record.role.value}",
         began_s=record.events[0].at_s,
         ended_s=record.ended_s,
@@ -99,7 +99,9 @@ def _transfer(seen: SeenTransfer) -> Stage:
     )
 
 
-def _decode(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> list[Stage]:
+def _decode(
+    record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float
+) -> list[TimelineStage]:
     """From the first token, or from the attempt's beginning if there was one before, to the end of the attempt."""
     ttft_s = record.ttft_s
     if ttft_s is None or ttft_s > ended_s:
@@ -109,5 +111,7 @@ def _decode(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s
     is_last = attempt is record.attempts[-1]
     if is_last and finish is not None and (parts := finish.timing.handover_parts) is not None:
         at_s = finish.timing.handover_ended_s
-        inside.append(Stage(name="first_decode_step", began_s=at_s - parts.first_step_s, ended_s=at_s))
-    return [Stage(name="decode", began_s=max(began_s, ttft_s), ended_s=ended_s, inside=inside)]
+        inside.append(
+            TimelineStage(name="first_decode_step", began_s=at_s - parts.first_step_s, ended_s=at_s)
+        )
+    return [TimelineStage(name="decode", began_s=max(began_s, ttft_s), ended_s=ended_s, inside=inside)]

@@ -25,7 +25,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.requests.record import CLIENTS_CHOICES, RequestRecord
-from gateway.telemetry.timeline import Stage, stages_of
+from gateway.telemetry.timeline import TimelineStage, stages_of
 
 MAX_QUEUED_SPANS = 4096
 """Of those that wait for the collector; more are dropped."""
@@ -98,7 +98,7 @@ class Tracing:
         except TimeoutError:
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
-    def _tell_stages(self, parent: Context, stages: list[Stage], arrived_ns: int) -> None:
+    def _tell_stages(self, parent: Context, stages: list[TimelineStage], arrived_ns: int) -> None:
         for stage in stages:
             span = self._tracer.start_span(
                 stage.name, parent, attributes=stage.attributes, start_time=_at(arrived_ns, stage.began_s)

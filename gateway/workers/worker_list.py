@@ -1,4 +1,4 @@
-"""Roster: which workers are there at present, in which of their lives; pure, fed with what they say of themselves."""
+"""WorkerList: which workers there are at present, and in which incarnation; pure, fed with what they report."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ListedWorker:
     """One worker that takes requests, as of its last sign of life."""
 
     incarnation: str
@@ -15,18 +15,18 @@ class Life:
     """Signs of life so far; what it said before the latest is old."""
 
 
-class Roster:
+class WorkerList:
     """Workers by name. Those that do not take requests are not on it."""
 
     def __init__(self) -> None:
-        self._lives: dict[str, Life] = {}
+        self._lives: dict[str, ListedWorker] = {}
         self._leaving: set[str] = set()
         self._num_heard = 0
 
     def heard(self, status: WorkerStatus) -> None:
         self._num_heard += 1
         if status.state is WorkerState.READY:
-            self._lives[status.ref.name] = Life(status.ref.incarnation, status.role, self._num_heard)
+            self._lives[status.ref.name] = ListedWorker(status.ref.incarnation, status.role, self._num_heard)
         else:
             self.gone(status.ref.name)
         if status.state is WorkerState.DRAINING:
@@ -41,7 +41,7 @@ class Roster:
         """Whether its last word was that it takes nothing more, since it was asked to end or to change its role."""
         return name in self._leaving
 
-    def get(self, name: str) -> Life | None:
+    def get(self, name: str) -> ListedWorker | None:
         return self._lives.get(name)
 
     def num_of(self, role: WorkerRole) -> int:

@@ -16,9 +16,9 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.connector.metrics import PeerMetrics
-from kv_transfer.consumer.endpoint import TakingEnd, TakingOrder
+from kv_transfer.consumer.endpoint import ConsumerCommand, ConsumerEndpoint
 from kv_transfer.pool import KVPool
-from kv_transfer.producer.endpoint import GivingEnd, GivingOrder
+from kv_transfer.producer.endpoint import ProducerCommand, ProducerEndpoint
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.incoming import ConsumerIdentity
 from kv_transfer.protocol.messages import (
@@ -31,7 +31,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.outgoing import ProducerIdentity
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.protocol.transports import Reach
+from kv_transfer.protocol.transports import TransportOffer
 from kv_transfer.transport.base import Arrival, Channel, PoolReader
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ COUNTERS = (
 )
 """Every counter exists from the start, so that other threads may copy them while they grow."""
 
-Order = GivingOrder | TakingOrder
+Order = ProducerCommand | ConsumerCommand
 
 
 class TransferEndpoint:
@@ -73,32 +73,32 @@ class TransferEndpoint:
 
     def __init__(
         self,
-        giving: GivingEnd,
-        taking: TakingEnd,
+        producer_end: ProducerEndpoint,
+        consumer_end: ConsumerEndpoint,
         channel: Channel,
         counters: "Counter[str]",
         metrics: PeerMetrics,
     ) -> None:
-        self._giving = giving
-        self._taking = taking
+        self._producer_end = producer_end
+        self._consumer_end = consumer_end
         self._channel = channel
         self._counters = counters
         self.metrics = metrics
 
     def obey(self, order: Order) -> None:
         """One order of the engine."""
-        if isinstance(order, TakingOrder):
-            self._taking.obey(order)
+        if isinstance(order, ConsumerCommand):
+            self._consumer_end.obey(order)
         else:
-            self._giving.obey(order)
+            self._producer_end.obey(order)
 
     def take(self, arrival: Arrival) -> None:
         """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
         try:
             if arrival.is_from_producer:
-                self._taking.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
+                self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
             else:
-                self._giving.take(arrival.peer, TO_PRODUCER.decode(arrival.header))
+                self._producer_end.take(arrival.peer, TO_PRODUCER.decode(arrival.header))
         except WireError as error:
             self._counters["kv_bad_messages"] += 1
             self._counters["kv_version_mismatches"] += isinstance(error, OtherVersion)
@@ -107,7 +107,7 @@ class TransferEndpoint:
                 unreadable = Unreadable(str(error), isinstance(error, DamagedFrame))
                 self._channel.send(arrival.peer, TO_CONSUMER.encode(unreadable))
             elif isinstance(error, OtherVersion):
-                self._taking.give_up_on(arrival.peer, str(error))
+                self._consumer_end.give_up_on(arrival.peer, str(error))
 
     def _report(self, error: WireError) -> None:
         """The 1st, 2nd, 4th, 8th ... time: who talks nonsense for ever must not fill the log."""
@@ -117,42 +117,47 @@ class TransferEndpoint:
 
     def on_time(self) -> None:
         """Does what is due. To be called after every wake-up, and at `next_deadline`."""
-        self._giving.on_time()
-        self._taking.on_time()
+        self._producer_end.on_time()
+        self._consumer_end.on_time()
 
     def next_deadline(self) -> float | None:
-        times = [self._giving.next_deadline(), self._taking.next_deadline()]
+        times = [self._producer_end.next_deadline(), self._consumer_end.next_deadline()]
         return min((time for time in times if time is not None), default=None)
 
     def take_news(self) -> KVConnectorOutput:
         """Everything that happened since the last call."""
-        giving, taking = self._giving, self._taking
+        producer_end, consumer_end = self._producer_end, self._consumer_end
         news = KVConnectorOutput(
-            tuple(giving.freed),
-            tuple(taking.received),
-            tuple(taking.failed),
-            tuple(taking.quiesced),
-            giving.records | taking.records,
-            tuple(taking.can_load),
-            tuple(giving.unwanted),
+            tuple(producer_end.freed),
+            tuple(consumer_end.received),
+            tuple(consumer_end.failed),
+            tuple(consumer_end.quiesced),
+            producer_end.records | consumer_end.records,
+            tuple(consumer_end.can_load),
+            tuple(producer_end.unwanted),
         )
-        giving.records, taking.records = {}, {}
-        giving.freed, giving.unwanted = [], []
-        taking.received, taking.failed, taking.quiesced, taking.can_load = [], [], [], []
+        producer_end.records, consumer_end.records = {}, {}
+        producer_end.freed, producer_end.unwanted = [], []
+        consumer_end.received, consumer_end.failed, consumer_end.quiesced, consumer_end.can_load = (
+            [],
+            [],
+            [],
+            [],
+        )
         return news
 
     def close(self) -> None:
-        self._giving.close()
-        self._taking.close()
+        self._producer_end.close()
+        self._consumer_end.close()
 
     def check_integrity(self) -> None:
         """Asserts that the counters and what is under way tell the same story; cheap enough for an idle moment."""
-        self._giving.check_integrity()
-        self._taking.check_integrity()
+        self._producer_end.check_integrity()
+        self._consumer_end.check_integrity()
 
     def __len__(self) -> int:
         """Hand-overs that are not over."""
-        return len(self._giving) + len(self._taking)
+        return len(self._producer_end) + len(self._consumer_end)
 
 
 def make_endpoint(
@@ -162,13 +167,13 @@ def make_endpoint(
     pool: KVPool,
     channel: Channel,
     readers: Mapping[str, PoolReader],
-    reach: Reach,
+    offer: TransportOffer,
     counters: "Counter[str]",
     clock: Clock,
 ) -> TransferEndpoint:
     """An endpoint as `config` wants it; `reach` offers the `readers`, and the channel's bytes if it likes."""
     producer = Producer(
-        ProducerIdentity(incarnation, fingerprint, pool.layout, reach),
+        ProducerIdentity(incarnation, fingerprint, pool.layout, offer),
         config.lease_s,
         config.max_inflight_mib * 2**20,
         counters,
@@ -176,7 +181,7 @@ def make_endpoint(
     consumer = Consumer(
         ConsumerIdentity(
             fingerprint,
-            reach,
+            offer,
             ChecksumPolicy(config.checksum),
             min(config.lease_s, config.peer_timeout_s) / HEARTBEATS_PER_LEASE,
             config.peer_timeout_s,
@@ -185,6 +190,6 @@ def make_endpoint(
         counters,
     )
     metrics = PeerMetrics()
-    giving = GivingEnd(incarnation, pool, channel, producer, counters, metrics, clock)
-    taking = TakingEnd(incarnation, pool, channel, readers, consumer, counters, metrics, clock)
-    return TransferEndpoint(giving, taking, channel, counters, metrics)
+    producer_end = ProducerEndpoint(incarnation, pool, channel, producer, counters, metrics, clock)
+    consumer_end = ConsumerEndpoint(incarnation, pool, channel, readers, consumer, counters, metrics, clock)
+    return TransferEndpoint(producer_end, consumer_end, channel, counters, metrics)

@@ -14,7 +14,7 @@ from kv_transfer.connector.commands import KVConnectorMetadata
 from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
-from kv_transfer.transport.choice import make_reach, make_readers
+from kv_transfer.transport.choice import make_offer, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory
 from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 
@@ -64,7 +64,7 @@ class KVConnectorWorker:
             pool,
             self._channel,
             {reader.name: reader for reader in readers},
-            make_reach(config, readers),
+            make_offer(config, readers),
             self._counters,
             clock,
         )

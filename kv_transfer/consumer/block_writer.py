@@ -1,4 +1,4 @@
-"""Landing: where pieces that come are written and looked at, in host memory at once, on a device by and by.
+"""BlockWriter: where pieces that come are written and looked at, in host memory at once, on a device by and by.
 
 Knows no peer, and does not compare: whoever owns it knows which checksums are right.
 """
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PendingWrite:
     """Some pieces of a message, and how they come."""
 
     message: Pieces
@@ -28,28 +28,28 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class WrittenPieces:
     """Nothing writes these pieces any more."""
 
-    arrival: Arrival
+    arrival: PendingWrite
     missing: tuple[int, ...]
     """Indices of those that are wanted and did not come."""
     checksums: dict[int, int]
     """Of what came, by index, if they were wanted."""
 
 
-_Staging = tuple[Arrival, tuple[int, ...]]
+_Staging = tuple[PendingWrite, tuple[int, ...]]
 """With what is missing."""
 
 
-class Landing:
+class BlockWriter:
     """Belongs to the transfer thread."""
 
     def __init__(self, pool: KVPool) -> None:
         self._stager: Stager[_Staging] | None = make_stager(pool)
-        self._landed: list[Landed] = []
+        self._written: list[WrittenPieces] = []
 
-    def receive(self, arrival: Arrival, view: PieceView, payload: Iterable[Bytes]) -> None:
+    def receive(self, arrival: PendingWrite, view: PieceView, payload: Iterable[Bytes]) -> None:
         """Writes what is wanted of the payload: all pieces of the message, in spans of whole ones. See `poll`."""
         message, wanted = arrival.message, arrival.wanted
         places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
@@ -62,7 +62,7 @@ class Landing:
         pieces = dict(came)
         missing = tuple(message.indices[position] for position in places)
         if not pieces:
-            self._landed.append(Landed(arrival, missing, {}))
+            self._written.append(WrittenPieces(arrival, missing, {}))
             return
         assert self._stager is not None, "pieces on a device, of a pool that is not"
         self._stager.put_in(
@@ -73,23 +73,23 @@ class Landing:
             has_checksums=arrival.has_checksums,
         )
 
-    def was_read(self, arrival: Arrival, view: PieceView) -> None:
+    def was_read(self, arrival: PendingWrite, view: PieceView) -> None:
         """All pieces were written by other means; `poll` says when they have been looked at."""
         if isinstance(view, HostPieces):
             self._look_at(arrival, view, ())
         elif not arrival.has_checksums:
-            self._landed.append(Landed(arrival, (), {}))
+            self._written.append(WrittenPieces(arrival, (), {}))
         else:
             assert self._stager is not None, "pieces on a device, of a pool that is not"
             piece_ids = arrival.wanted.piece_ids
             self._stager.take_out((arrival, ()), view, piece_ids, has_bytes=False, has_checksums=True)
 
-    def poll(self) -> list[Landed]:
+    def poll(self) -> list[WrittenPieces]:
         """What has landed since the last call."""
         if self._stager is not None:
-            self._landed += [_landed(staged) for staged in self._stager.poll()]
-        landed, self._landed = self._landed, []
-        return landed
+            self._written += [_written(staged) for staged in self._stager.poll()]
+        written, self._written = self._written, []
+        return written
 
     @property
     def poll_interval_s(self) -> float | None:
@@ -101,13 +101,13 @@ class Landing:
         if self._stager is not None:
             self._stager.close()
 
-    def _look_at(self, arrival: Arrival, view: HostPieces, missing: tuple[int, ...]) -> None:
+    def _look_at(self, arrival: PendingWrite, view: HostPieces, missing: tuple[int, ...]) -> None:
         wanted, checksums = arrival.wanted, dict[int, int]()
         if arrival.has_checksums:
             for index, piece_id in zip(wanted.indices, wanted.piece_ids, strict=True):
                 if index not in missing:
                     checksums[index] = view.checksum(piece_id)
-        self._landed.append(Landed(arrival, missing, checksums))
+        self._written.append(WrittenPieces(arrival, missing, checksums))
 
 
 def _pieces(
@@ -124,13 +124,13 @@ def _pieces(
             position += 1
 
 
-def _landed(staged: Staged[_Staging]) -> Landed:
+def _written(staged: Staged[_Staging]) -> WrittenPieces:
     arrival, missing = staged.what
     indices = arrival.wanted.indices
     if staged.error is not None:  # they are asked for again, as if they had been lost on the way
         logger.warning("cannot put KV into the device's memory, or look at it there: %s", staged.error)
-        return Landed(arrival, tuple(indices), {})
+        return WrittenPieces(arrival, tuple(indices), {})
     if not arrival.has_checksums:
-        return Landed(arrival, missing, {})
+        return WrittenPieces(arrival, missing, {})
     came = [index for index in indices if index not in missing]
-    return Landed(arrival, missing, dict(zip(came, staged.checksums, strict=True)))
+    return WrittenPieces(arrival, missing, dict(zip(came, staged.checksums, strict=True)))

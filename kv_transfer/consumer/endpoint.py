@@ -1,4 +1,4 @@
-"""TakingEnd: joins the consumer's state machine to a pool and to transports: pieces come into this rank's pool.
+"""ConsumerEndpoint: joins the consumer's state machine to a pool and to transports: pieces come into this rank's pool.
 
 Belongs to whoever drives it, one call at a time; see endpoint.py.
 """
@@ -16,7 +16,7 @@ from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.connector.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.connector.metrics import PeerMetrics
 from kv_transfer.connector.timelines import Timelines
-from kv_transfer.consumer.block_writer import Arrival, Landing
+from kv_transfer.consumer.block_writer import BlockWriter, PendingWrite
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
@@ -24,10 +24,10 @@ from kv_transfer.protocol.effects import (
     CanLoad,
     Effect,
     Failed,
-    Leg,
     OpenPool,
     Peer,
     Quiesced,
+    RankTransfer,
     Received,
     Send,
 )
@@ -36,12 +36,12 @@ from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, Trans
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES
-from kv_transfer.rank_transfers import Legs
+from kv_transfer.rank_transfers import RankTransfers
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
 
-TakingOrder = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
+ConsumerCommand = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
 
 READ_TIMEOUT_S = 10.0
 """A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
@@ -56,7 +56,7 @@ class _Read:
     wanted: WantedPieces
 
 
-class TakingEnd:
+class ConsumerEndpoint:
     """Every hand-over this rank takes."""
 
     def __init__(
@@ -76,11 +76,11 @@ class TakingEnd:
         self._counters = counters
         self._metrics = metrics
         self._clock = clock
-        self._legs = Legs(incarnation, pool)
-        self._loads: Loads[Leg, Received] = Loads()
+        self._rank_transfers = RankTransfers(incarnation, pool)
+        self._loads: Loads[RankTransfer, Received] = Loads()
         self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
-        self._landing = Landing(pool)
+        self._writer = BlockWriter(pool)
         self._reads: dict[tuple[str, int], _Read] = {}
         self._standstill = Standstill(READ_TIMEOUT_S / 4)
         self._read_ends: Timers[tuple[str, int]] = Timers(self._standstill)
@@ -92,7 +92,7 @@ class TakingEnd:
         self.records: dict[str, TransferRecord] = {}
         """How those went that arrived or failed, likewise."""
 
-    def obey(self, order: TakingOrder) -> None:
+    def obey(self, order: ConsumerCommand) -> None:
         """One order of the engine."""
         match order:
             case BeginLoad():
@@ -102,8 +102,8 @@ class TakingEnd:
             case AbortLoad():
                 self._abort(order)
             case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
-                for end in self._legs.of(request_id):
-                    self._give_up(end.leg, GiveUp((), reason, is_cancelled, is_postponed))
+                for end in self._rank_transfers.of(request_id):
+                    self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
 
     def take(self, peer: Peer, message: ToConsumer) -> None:
         """A message of a producer; the channel still has the payload of `Pieces`."""
@@ -141,75 +141,77 @@ class TakingEnd:
                 continue
             if done.error is None:
                 arrival = self._arrival(read.message, read.wanted, transport)
-                self._landing.was_read(arrival, self._legs.at(read.message.key).view)
-                self._take_landed()
+                self._writer.was_read(arrival, self._rank_transfers.at(read.message.key).view)
+                self._collect_written()
             else:
                 self._unread(read, done.error)
-        self._take_landed()
+        self._collect_written()
 
     def next_deadline(self) -> float | None:
         times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._read_ends.next()]
         if self._reads:
             intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
             times += [self._clock.now() + interval for interval in intervals if interval is not None]
-        if self._landing.poll_interval_s is not None:
-            times.append(self._clock.now() + self._landing.poll_interval_s)
+        if self._writer.poll_interval_s is not None:
+            times.append(self._clock.now() + self._writer.poll_interval_s)
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
         """Ends every read, and the readers with them."""
         self._pools.close()
-        self._landing.close()
+        self._writer.close()
 
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
         self._consumer.check_integrity()
-        assert len(self._timelines) == len(self._legs)
+        assert len(self._timelines) == len(self._rank_transfers)
 
     def __len__(self) -> int:
-        return max(len(self._consumer), len(self._legs))
+        return max(len(self._consumer), len(self._rank_transfers))
 
     # orders
 
     def _begin(self, order: BeginLoad) -> None:
         now = self._clock.now()
         self._timelines.begin(order.request_id, order.transfer)
-        for end in self._legs.open(order.request_id, order.transfer):
+        for end in self._rank_transfers.open(order.request_id, order.transfer):
             self._do(
-                self._consumer.begin(end.leg, end.key, end.address, order.num_tokens, end.view.shape, now)
+                self._consumer.begin(
+                    end.rank_transfer, end.key, end.address, order.num_tokens, end.view.shape, now
+                )
             )
 
     def _load(self, order: LoadBlocks) -> None:
-        ends = self._legs.of(order.request_id)
+        ends = self._rank_transfers.of(order.request_id)
         self._timelines.mark(order.request_id, TransferEventKind.ASKED)
-        if (reason := self._legs.refusal(order.request_id)) is not None:
+        if (reason := self._rank_transfers.refusal(order.request_id)) is not None:
             reason = f"the workers do not match: {reason}"
-            self._legs.close(order.request_id)
+            self._rank_transfers.close(order.request_id)
             self._timelines.part_ended(order.request_id, TransferEventKind.FAILED, reason=reason)
             self._record(order.request_id)
             self.failed.append(FailedKV(order.request_id, 0, reason))
             return
-        self._loads.begin(order.request_id, [end.leg for end in ends])
+        self._loads.begin(order.request_id, [end.rank_transfer for end in ends])
         first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
         effects: list[Effect] = []
         for end in ends:  # all begin before one that fails at once can give the others up
-            effects += self._consumer.load(end.leg, first_token, order.block_ids, now)
+            effects += self._consumer.load(end.rank_transfer, first_token, order.block_ids, now)
         self._do(effects)
 
     def _abort(self, order: AbortLoad) -> None:
         is_loading = order.request_id in self._loads
         self._loads.abort(order.request_id)
-        for end in self._legs.of(order.request_id):
-            self._do(self._consumer.abort(end.leg, order.reason))
+        for end in self._rank_transfers.of(order.request_id):
+            self._do(self._consumer.abort(end.rank_transfer, order.reason))
         if not is_loading:
-            self._legs.close(order.request_id)
+            self._rank_transfers.close(order.request_id)
             self._timelines.forget(order.request_id)
 
-    def _give_up(self, leg: Leg, why: GiveUp[Leg]) -> None:
+    def _give_up(self, rank_transfer: RankTransfer, why: GiveUp[RankTransfer]) -> None:
         if why.is_postponed:
-            self._do(self._consumer.postpone(leg, why.reason, self._clock.now()))
+            self._do(self._consumer.postpone(rank_transfer, why.reason, self._clock.now()))
         else:
-            self._do(self._consumer.give_up(leg, why.reason, why.is_cancelled))
+            self._do(self._consumer.give_up(rank_transfer, why.reason, why.is_cancelled))
 
     # pieces
 
@@ -218,13 +220,15 @@ class TakingEnd:
         wanted = self._consumer.wanted(message, now)
         if not wanted:
             return
-        self._timelines.mark(self._legs.at(message.key).leg.request_id, TransferEventKind.FIRST_PIECE)
+        self._timelines.mark(
+            self._rank_transfers.at(message.key).rank_transfer.request_id, TransferEventKind.FIRST_PIECE
+        )
         transport = self._consumer.transport_of(message.key)
-        view = self._legs.at(message.key).view
+        view = self._rank_transfers.at(message.key).view
         if transport in SENDS_BYTES:
             payload = self._channel.read_payload()
-            self._landing.receive(self._arrival(message, wanted, transport), view, payload)
-            self._take_landed()
+            self._writer.receive(self._arrival(message, wanted, transport), view, payload)
+            self._collect_written()
             return
         read = _Read(_pool_key(message.key, transport), message, wanted)
         try:
@@ -240,14 +244,14 @@ class TakingEnd:
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 
-    def _arrival(self, message: Pieces, wanted: WantedPieces, transport: str) -> Arrival:
-        return Arrival(message, wanted, transport, self._consumer.wants_checksums(message.key))
+    def _arrival(self, message: Pieces, wanted: WantedPieces, transport: str) -> PendingWrite:
+        return PendingWrite(message, wanted, transport, self._consumer.wants_checksums(message.key))
 
-    def _take_landed(self) -> None:
-        for landed in self._landing.poll():
-            arrival = landed.arrival
+    def _collect_written(self) -> None:
+        for written in self._writer.poll():
+            arrival = written.arrival
             message, wanted, transport = arrival.message, arrival.wanted, arrival.transport
-            self._arrived(message, wanted, landed.missing, transport, landed.checksums)
+            self._arrived(message, wanted, written.missing, transport, written.checksums)
 
     def _arrived(
         self,
@@ -258,7 +262,7 @@ class TakingEnd:
         checksums: Mapping[int, int],
     ) -> None:
         """Compares checksums of what was written; the state machine hears of every piece."""
-        key, end, damaged = message.key, self._legs.at(message.key), set(missing)
+        key, end, damaged = message.key, self._rank_transfers.at(message.key), set(missing)
         num_written = len(wanted.indices) - len(damaged)
         if checksums:
             theirs = message.checksums or (None,) * len(message.indices)
@@ -268,7 +272,7 @@ class TakingEnd:
         num_bytes = num_written * end.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
         self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
-        self._timelines.moved(end.leg.request_id, transport, num_bytes)
+        self._timelines.moved(end.rank_transfer.request_id, transport, num_bytes)
         valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
@@ -295,40 +299,53 @@ class TakingEnd:
                     self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
                 case OpenPool():
                     self._open_pool(effect)
-                case Received(leg=leg, transport=transport):
+                case Received(rank_transfer=rank_transfer, transport=transport):
                     queued_s = effect.elapsed_s - effect.moving_s
-                    self._metrics.taken(self._legs.peer_of(leg), transport, queued_s, effect.moving_s)
-                    self._timelines.part_ended(leg.request_id, TransferEventKind.VERIFIED, transport)
-                    self._conclude(leg.request_id, self._loads.arrived(leg.request_id, leg, effect))
+                    self._metrics.taken(
+                        self._rank_transfers.peer_of(rank_transfer), transport, queued_s, effect.moving_s
+                    )
+                    self._timelines.part_ended(
+                        rank_transfer.request_id, TransferEventKind.VERIFIED, transport
+                    )
+                    self._conclude(
+                        rank_transfer.request_id,
+                        self._loads.arrived(rank_transfer.request_id, rank_transfer, effect),
+                    )
                 case Failed():
                     self._take_failed(effect)
-                case CanLoad(leg):
-                    self.can_load.append(leg.request_id)
-                case Quiesced(leg, transport, has_failed):
-                    self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=has_failed)
-                    self._conclude(leg.request_id, self._loads.quiet(leg.request_id, leg))
+                case CanLoad(rank_transfer):
+                    self.can_load.append(rank_transfer.request_id)
+                case Quiesced(rank_transfer, transport, has_failed):
+                    self._metrics.missed(
+                        self._rank_transfers.peer_of(rank_transfer), transport, is_needed=has_failed
+                    )
+                    self._conclude(
+                        rank_transfer.request_id, self._loads.quiet(rank_transfer.request_id, rank_transfer)
+                    )
 
     def _take_failed(self, failed: Failed) -> None:
-        leg, transport, is_cancelled = failed.leg, failed.transport, failed.is_cancelled
+        rank_transfer, transport, is_cancelled = failed.rank_transfer, failed.transport, failed.is_cancelled
         if not failed.is_postponed:
-            self._metrics.missed(self._legs.peer_of(leg), transport, is_needed=not is_cancelled)
+            self._metrics.missed(
+                self._rank_transfers.peer_of(rank_transfer), transport, is_needed=not is_cancelled
+            )
             kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
-            self._timelines.part_ended(leg.request_id, kind, transport, failed.reason)
+            self._timelines.part_ended(rank_transfer.request_id, kind, transport, failed.reason)
         outcome = self._loads.failed(
-            leg.request_id,
-            leg,
+            rank_transfer.request_id,
+            rank_transfer,
             failed.num_valid_tokens,
             failed.reason,
             is_cancelled,
             is_postponed=failed.is_postponed,
         )
-        self._conclude(leg.request_id, outcome)
+        self._conclude(rank_transfer.request_id, outcome)
 
-    def _conclude(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> None:
+    def _conclude(self, request_id: str, outcome: LoadOutcome[Received, RankTransfer]) -> None:
         """What the legs' reports make of the request."""
         if isinstance(outcome, GiveUp):
-            for leg in outcome.parts:
-                self._give_up(leg, outcome)
+            for rank_transfer in outcome.parts:
+                self._give_up(rank_transfer, outcome)
         elif outcome is not None:
             num_bytes = self._num_bytes(request_id, outcome)
             if not (isinstance(outcome, LoadFailed) and outcome.is_postponed):
@@ -360,19 +377,19 @@ class TakingEnd:
 
     def _close(self, request_id: str) -> None:
         """It is over, also for legs that were put off when another one failed."""
-        for end in self._legs.of(request_id):
-            self._do(self._consumer.abort(end.leg, "the load has failed on another rank"))
-        self._legs.close(request_id)
+        for end in self._rank_transfers.of(request_id):
+            self._do(self._consumer.abort(end.rank_transfer, "the load has failed on another rank"))
+        self._rank_transfers.close(request_id)
 
     def _record(self, request_id: str) -> None:
         if record := self._timelines.conclude(request_id):
             self.records[request_id] = record
 
-    def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, Leg]) -> int:
+    def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, RankTransfer]) -> int:
         if not isinstance(outcome, LoadArrived):
             return 0
-        views = {end.leg: end.view for end in self._legs.of(request_id)}
-        return sum(part.num_pieces * views[part.leg].nbytes for part in outcome.parts)
+        views = {end.rank_transfer: end.view for end in self._rank_transfers.of(request_id)}
+        return sum(part.num_pieces * views[part.rank_transfer].nbytes for part in outcome.parts)
 
 
 def _pool_key(key: TransferKey, transport: str) -> PoolKey:

@@ -1,4 +1,4 @@
-"""GivingEnd: joins the producer's state machine to a pool and a channel: pieces of this rank's pool go out.
+"""ProducerEndpoint: joins the producer's state machine to a pool and a channel: pieces of this rank's pool go out.
 
 Bytes and checksums of a pool on a device are taken out first, and the message follows when they are here, unless a
 preemption takes the blocks back meanwhile, or the hand-over ends: then it is never sent.
@@ -25,19 +25,19 @@ from kv_transfer.connector.metrics import PeerMetrics
 from kv_transfer.connector.timelines import Timelines
 from kv_transfer.cuda.staging import Stager, make_stager
 from kv_transfer.pool import DevicePieces, KVPool
-from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
+from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
 from kv_transfer.protocol.parts import Sends
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.rank_transfers import Legs
+from kv_transfer.rank_transfers import RankTransfers
 from kv_transfer.transport.base import Bytes, Channel
 
 logger = logging.getLogger(__name__)
 
-GivingOrder = BeginSend | NoteStarvation | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
+ProducerCommand = BeginSend | NoteStarvation | SendBlocks | WithdrawBlocks | FinishSend | AbortSend
 
 
-class GivingEnd:
+class ProducerEndpoint:
     """Every hand-over this rank gives."""
 
     def __init__(
@@ -55,9 +55,9 @@ class GivingEnd:
         self._counters = counters
         self._metrics = metrics
         self._clock = clock
-        self._legs = Legs(incarnation, pool)
+        self._rank_transfers = RankTransfers(incarnation, pool)
         self._stager: Stager[SendPieces] | None = make_stager(pool)
-        self._open: Sends[Leg] = Sends()
+        self._open: Sends[RankTransfer] = Sends()
         self._timelines = Timelines(clock)
         self.freed: list[str] = []
         """Requests whose blocks nobody reads any more, until somebody takes them."""
@@ -66,7 +66,7 @@ class GivingEnd:
         self.records: dict[str, TransferRecord] = {}
         """How their hand-overs went, likewise."""
 
-    def obey(self, order: GivingOrder) -> None:
+    def obey(self, order: ProducerCommand) -> None:
         """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
         if isinstance(order, NoteStarvation):
             self._do(self._producer.note_starvation(order.is_starved))
@@ -79,22 +79,22 @@ class GivingEnd:
             self._timelines.mark(request_id, TransferEventKind.PREFILLED)
         if (
             isinstance(order, FinishSend | AbortSend)
-            and (reason := self._legs.refusal(request_id)) is not None
+            and (reason := self._rank_transfers.refusal(request_id)) is not None
         ):
             self._timelines.part_ended(request_id, TransferEventKind.FAILED, reason=reason)
             self._conclude(request_id)
-        for end in self._legs.of(request_id):
+        for end in self._rank_transfers.of(request_id):
             match order:
                 case SendBlocks(first_index=first, block_ids=block_ids):
-                    self._do(self._producer.blocks_ready(end.leg, first, block_ids))
+                    self._do(self._producer.blocks_ready(end.rank_transfer, first, block_ids))
                 case WithdrawBlocks():
                     self._drop_staged(end.key)
-                    self._do(self._producer.withdraw(end.leg))
+                    self._do(self._producer.withdraw(end.rank_transfer))
                 case FinishSend(num_blocks=num_blocks, tail_block_ids=tail, first_token=first_token):
-                    self._do(self._producer.blocks_ready(end.leg, num_blocks - len(tail), tail))
-                    self._do(self._producer.finish(end.leg, first_token, now))
+                    self._do(self._producer.blocks_ready(end.rank_transfer, num_blocks - len(tail), tail))
+                    self._do(self._producer.finish(end.rank_transfer, first_token, now))
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
-                    self._do(self._producer.abort(end.leg, reason, is_cancelled))
+                    self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
         if isinstance(order, AbortSend) and not order.is_held:
             self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
             self.records.pop(request_id, None)
@@ -121,18 +121,20 @@ class GivingEnd:
     def check_integrity(self) -> None:
         """See TransferEndpoint."""
         self._producer.check_integrity()
-        assert len(self._timelines) == len(self._legs) == len(self._open)
+        assert len(self._timelines) == len(self._rank_transfers) == len(self._open)
 
     def __len__(self) -> int:
-        return max(len(self._producer), len(self._legs))
+        return max(len(self._producer), len(self._rank_transfers))
 
     def _begin(self, order: BeginSend) -> None:
-        ends = self._legs.open(order.request_id, order.transfer)
+        ends = self._rank_transfers.open(order.request_id, order.transfer)
         self._timelines.begin(order.request_id, order.transfer)
-        self._open.begin(order.request_id, [end.leg for end in ends])
+        self._open.begin(order.request_id, [end.rank_transfer for end in ends])
         for end in ends:
             self._do(
-                self._producer.begin(end.leg, end.key, order.num_tokens, end.view.shape, end.view.nbytes)
+                self._producer.begin(
+                    end.rank_transfer, end.key, order.num_tokens, end.view.shape, end.view.nbytes
+                )
             )
 
     def _do(self, effects: Iterable[Effect]) -> None:
@@ -142,33 +144,35 @@ class GivingEnd:
                     self._channel.send(peer, TO_CONSUMER.encode(message))  # type: ignore[arg-type]
                 case SendPieces():
                     self._send_pieces(effect)
-                case Unwanted(leg):
-                    self.unwanted.append(leg.request_id)
+                case Unwanted(rank_transfer):
+                    self.unwanted.append(rank_transfer.request_id)
                 case Freed():
                     self._take_freed(effect)
 
     def _take_freed(self, freed: Freed) -> None:
-        leg, transport, is_needed = freed.leg, freed.transport, freed.is_needed
-        self._metrics.given(self._legs.peer_of(leg), transport, freed.exposed_s, is_needed)
+        rank_transfer, transport, is_needed = freed.rank_transfer, freed.transport, freed.is_needed
+        self._metrics.given(
+            self._rank_transfers.peer_of(rank_transfer), transport, freed.exposed_s, is_needed
+        )
         kind = TransferEventKind.FAILED if is_needed else TransferEventKind.NOT_NEEDED
         if freed.exposed_s is not None:
             kind = TransferEventKind.RELEASED
-        self._timelines.part_ended(leg.request_id, kind, transport, freed.reason)
-        if self._open.freed(leg.request_id, leg):
-            self._conclude(leg.request_id)
+        self._timelines.part_ended(rank_transfer.request_id, kind, transport, freed.reason)
+        if self._open.freed(rank_transfer.request_id, rank_transfer):
+            self._conclude(rank_transfer.request_id)
 
     def _conclude(self, request_id: str) -> None:
         """No leg is read any more, or there never was one."""
-        for end in self._legs.of(request_id):
+        for end in self._rank_transfers.of(request_id):
             self._drop_staged(end.key)
-        self._legs.close(request_id)
+        self._rank_transfers.close(request_id)
         self._open.forget(request_id)
         self.freed.append(request_id)
         if record := self._timelines.conclude(request_id):
             self.records[request_id] = record
 
     def _send_pieces(self, effect: SendPieces) -> None:
-        view = self._legs.at(effect.key).view
+        view = self._rank_transfers.at(effect.key).view
         if isinstance(view, DevicePieces):
             self._take_out(effect, view)
             return
@@ -202,12 +206,12 @@ class GivingEnd:
             self._stager.drop(lambda effect: effect.key == key)
 
     def _send(self, effect: SendPieces, checksums: Sequence[int], payload: Sequence[Bytes]) -> None:
-        end = self._legs.at(effect.key)
+        end = self._rank_transfers.at(effect.key)
         header = Pieces(effect.key, effect.version, effect.indices, effect.piece_ids, tuple(checksums))
         if not self._channel.send(effect.peer, TO_CONSUMER.encode(header), payload):
             return  # the consumer will ask again
         num_bytes = len(effect.piece_ids) * end.view.nbytes
         self._counters["kv_bytes_sent"] += num_bytes
         self._metrics.moved(TransferRole.PRODUCER, end.peer, effect.transport, num_bytes)
-        self._timelines.mark(end.leg.request_id, TransferEventKind.FIRST_PIECE)
-        self._timelines.moved(end.leg.request_id, effect.transport, num_bytes)
+        self._timelines.mark(end.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
+        self._timelines.moved(end.rank_transfer.request_id, effect.transport, num_bytes)

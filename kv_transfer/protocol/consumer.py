@@ -25,14 +25,20 @@ from kv_transfer.protocol.effects import (
     CanLoad,
     Effect,
     Failed,
-    Leg,
     News,
     OpenPool,
     Quiesced,
+    RankTransfer,
     Send,
 )
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.incoming import ConsumerIdentity, Incoming, Loss, State, WantedPieces
+from kv_transfer.protocol.incoming import (
+    ConsumerIdentity,
+    IncomingState,
+    IncomingTransfer,
+    Loss,
+    WantedPieces,
+)
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
@@ -48,9 +54,9 @@ from kv_transfer.protocol.messages import (
     Unreadable,
 )
 from kv_transfer.protocol.silence import Silence
-from kv_transfer.protocol.table import LegTable
+from kv_transfer.protocol.table import RankTransferTable
 from kv_transfer.protocol.timers import Timers
-from kv_transfer.protocol.transports import SENDS_BYTES, Ways
+from kv_transfer.protocol.transports import SENDS_BYTES, TransportChoices
 
 MAX_BAD_PIECES = 16
 """A leg with more pieces than this that fail verification is given up: the path is broken."""
@@ -65,16 +71,22 @@ class Consumer:
     def __init__(self, identity: ConsumerIdentity, counters: Counter[str]) -> None:
         self._identity = identity
         self._counters = counters
-        self._transfers: LegTable[Incoming] = LegTable()
+        self._transfers: RankTransferTable[IncomingTransfer] = RankTransferTable()
         self._silence = Silence(identity.heartbeat_s)
-        self._ways = Ways(identity.reach.transports)
+        self._choices = TransportChoices(identity.offer.transports)
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
 
     # orders of this worker's engine
 
     def begin(
-        self, leg: Leg, key: TransferKey, address: str, num_tokens: int, shape: PieceShape, now: float
+        self,
+        rank_transfer: RankTransfer,
+        key: TransferKey,
+        address: str,
+        num_tokens: int,
+        shape: PieceShape,
+        now: float,
     ) -> list[Effect]:
         """The engine took the request; until it has room, the producer is asked to hold.
 
@@ -83,58 +95,62 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = Incoming(key, leg, address, num_tokens, shape, self._identity.reach.transports)
+        transfer = IncomingTransfer(
+            key, rank_transfer, address, num_tokens, shape, self._identity.offer.transports
+        )
         self._transfers.add(transfer)
         self._transfers.bind(transfer)
         self._silence.begin(key, now)
         return self._beat(transfer, now)
 
-    def load(self, leg: Leg, first_token: int, block_ids: tuple[int, ...], now: float) -> list[Effect]:
+    def load(
+        self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int, ...], now: float
+    ) -> list[Effect]:
         """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
-        transfer = self._transfers.of(leg)
+        transfer = self._transfers.of(rank_transfer)
         if transfer is None:
-            return [Failed(leg, 0, "another request has claimed this transfer", False)]
+            return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]
         transfer.reserve(first_token, block_ids)
         transfer.is_postponed = transfer.awaits_word = False
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
-        transfer.move_to(State.LOADING)
+        transfer.move_to(IncomingState.LOADING)
         timeout_s = self._identity.load_timeout_s
         transfer.opened_at, transfer.due_at = now, self._silence.standstill.running(now) + timeout_s
         self._deadlines.set(transfer.key, now + timeout_s)
         return self._beat(transfer, now)
 
-    def abort(self, leg: Leg, reason: str) -> list[Effect]:
+    def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
         """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
-        transfer = self._transfers.of(leg)
+        transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
         told = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
-        if transfer.state is State.DRAINING:
+        if transfer.state is IncomingState.DRAINING:
             failed = transfer.outcome
             if not isinstance(failed, Failed):
                 return []
             has_failed = not (failed.is_cancelled or failed.is_postponed)
-            transfer.outcome = Quiesced(leg, failed.transport, has_failed=has_failed)
+            transfer.outcome = Quiesced(rank_transfer, failed.transport, has_failed=has_failed)
             return [told] if failed.is_postponed else []
-        if transfer.state is not State.LOADING:
+        if transfer.state is not IncomingState.LOADING:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
-        return [told, *self._end_load(transfer, Quiesced(leg, transfer.transport or ""))]
+        return [told, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
-    def give_up(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
+    def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
         """The load has failed on another leg: so it fails here too, unless it is over."""
-        transfer = self._transfers.of(leg)
-        if transfer is None or transfer.state is not State.LOADING:
+        transfer = self._transfers.of(rank_transfer)
+        if transfer is None or transfer.state is not IncomingState.LOADING:
             return []
         return self._lose(transfer, Loss(reason, is_cancelled))
 
-    def postpone(self, leg: Leg, reason: str, now: float) -> list[Effect]:
+    def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
         """The load was put off on another leg: here too, unless it is over."""
-        transfer = self._transfers.of(leg)
-        if transfer is None or transfer.state is not State.LOADING:
+        transfer = self._transfers.of(rank_transfer)
+        if transfer is None or transfer.state is not IncomingState.LOADING:
             return []
         return self._postpone(transfer, reason, now)
 
@@ -148,7 +164,7 @@ class Consumer:
         transfer = self._transfers.get(message.key)
         if transfer is not None:
             self._silence.heard(message.key, now)
-        if transfer is None or transfer.state in (State.LOST, State.DRAINING):
+        if transfer is None or transfer.state in (IncomingState.LOST, IncomingState.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
         match message:
@@ -167,8 +183,12 @@ class Consumer:
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
         loss = Loss(reason, is_producers_word=True)
-        legs = [transfer for transfer in self._transfers.values() if transfer.address == address]
-        live = [transfer for transfer in legs if transfer.state in (State.HOLDING, State.LOADING)]
+        rank_transfers = [transfer for transfer in self._transfers.values() if transfer.address == address]
+        live = [
+            transfer
+            for transfer in rank_transfers
+            if transfer.state in (IncomingState.HOLDING, IncomingState.LOADING)
+        ]
         return [effect for transfer in live for effect in self._lose(transfer, loss)]
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
@@ -177,7 +197,7 @@ class Consumer:
         The others are late, doubled, foreign, or were announced before the way to read them was agreed upon.
         """
         transfer = self._transfers.get(message.key)
-        if transfer is None or transfer.state is not State.LOADING or transfer.transport is None:
+        if transfer is None or transfer.state is not IncomingState.LOADING or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
         self._silence.heard(message.key, now)
@@ -198,7 +218,7 @@ class Consumer:
         """Whether a piece of this leg without a matching checksum is damaged."""
         transfer = self._transfers[key]
         assert transfer.producer_host is not None
-        return self._identity.checksums.applies(transfer.producer_host, self._identity.reach.host)
+        return self._identity.checksums.applies(transfer.producer_host, self._identity.offer.host)
 
     def on_arrived(
         self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
@@ -211,7 +231,7 @@ class Consumer:
         transfer = self._transfers[key]
         for index in (*valid, *damaged):
             del transfer.arriving[index]
-        if transfer.state is State.DRAINING:
+        if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         self._beats.set(key, now + self._identity.heartbeat_s)
         transfer.verified.update(dict.fromkeys(valid, version))
@@ -228,7 +248,7 @@ class Consumer:
         transfer = self._transfers[key]
         for index in indices:
             del transfer.arriving[index]
-        if transfer.state is State.DRAINING:
+        if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (transport, None)
         if has_moved_on:  # what was offered of these in the new way was not taken
@@ -241,8 +261,8 @@ class Consumer:
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
-        self._ways.has_failed(key.producer, key.producer_rank, transport, now)
-        if transfer.state is not State.LOADING or transfer.transport != transport:
+        self._choices.has_failed(key.producer, key.producer_rank, transport, now)
+        if transfer.state is not IncomingState.LOADING or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
         if not self._ways_to(transfer, now):
@@ -283,29 +303,29 @@ class Consumer:
         """Asserts that every load that was started is under way, or ended once."""
         counts = self._counters
         num_ended = sum(counts[end] for end in ENDS)
-        num_loading = self.num_by_state[State.LOADING.name]
+        num_loading = self.num_by_state[IncomingState.LOADING.name]
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert self._transfers.num_bound == len(self._transfers)
 
-    def _ways_to(self, transfer: Incoming, now: float) -> tuple[str, ...]:
+    def _ways_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
         """What is left to this leg. What failed for it or another meanwhile is for later legs to try again."""
-        left = self._ways.to(transfer.key.producer, transfer.key.producer_rank, now)
-        transfer.ways = tuple(name for name in transfer.ways if name in left)
-        return transfer.ways
+        left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
+        transfer.choices = tuple(name for name in transfer.choices if name in left)
+        return transfer.choices
 
-    def _beat(self, transfer: Incoming, now: float) -> list[Effect]:
+    def _beat(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
         """Hold, or Open with what arrived so far: asks again for everything that did not."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
-        if transfer.state is State.HOLDING:
+        if transfer.state is IncomingState.HOLDING:
             return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
         return [Send(transfer.address, transfer.ask(self._identity, self._ways_to(transfer, now)))]
 
-    def _on_opened(self, transfer: Incoming, message: Opened, now: float) -> list[Effect]:
-        if message.is_stuck and transfer.state is State.LOADING:
+    def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
+        if message.is_stuck and transfer.state is IncomingState.LOADING:
             return self._postpone(transfer, "the prefill worker waits until others are loaded", now)
-        if message.is_complete and transfer.state is State.HOLDING:
+        if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
-        if transfer.state is not State.LOADING or message.transport is None:
+        if transfer.state is not IncomingState.LOADING or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
         if message.transport not in self._ways_to(transfer, now):
             return []  # the answer to an older Open
@@ -314,8 +334,8 @@ class Consumer:
             return []
         return [OpenPool(transfer.key, message.transport, message.pool)]
 
-    def _on_end(self, transfer: Incoming, message: End, now: float) -> list[Effect]:
-        if transfer.state is not State.LOADING:
+    def _on_end(self, transfer: IncomingTransfer, message: End, now: float) -> list[Effect]:
+        if transfer.state is not IncomingState.LOADING:
             self._counters["kv_late_messages"] += 1
             return []
         if message.num_pieces != transfer.first_piece + transfer.num_pieces:
@@ -324,42 +344,42 @@ class Consumer:
         transfer.end = message
         return self._complete(transfer, now)
 
-    def _complete(self, transfer: Incoming, now: float) -> list[Effect]:
+    def _complete(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
         if not transfer.is_complete:
             return []
         self._forget(transfer)
         self._counters["kv_loads_received"] += 1
         return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
 
-    def _lose(self, transfer: Incoming, loss: Loss) -> list[Effect]:
+    def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
         """There will be no more pieces: fails the load, or remembers that there is nothing to load."""
         cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
         told: list[Effect] = [] if loss.is_producers_word else [Send(transfer.address, cancel)]
-        if transfer.state is State.HOLDING:
+        if transfer.state is IncomingState.HOLDING:
             transfer.loss = loss
-            transfer.move_to(State.LOST)
+            transfer.move_to(IncomingState.LOST)
             self._beats.cancel(transfer.key)
             self._deadlines.cancel(transfer.key)
             return told + self._can_load(transfer)
         return told + self._end_load(transfer, self._failed(transfer, loss))
 
-    def _failed(self, transfer: Incoming, loss: Loss) -> Failed:
+    def _failed(self, transfer: IncomingTransfer, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
         num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
-        return Failed(transfer.leg, num_valid, loss.reason, loss.is_cancelled, transport)
+        return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
 
-    def _end_load(self, transfer: Incoming, outcome: News) -> list[Effect]:
+    def _end_load(self, transfer: IncomingTransfer, outcome: News) -> list[Effect]:
         """The outcome is news as soon as nothing is being written."""
         if not transfer.arriving:
             self._forget(transfer)
             return [outcome]
-        transfer.move_to(State.DRAINING)
+        transfer.move_to(IncomingState.DRAINING)
         transfer.outcome = outcome
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)
         return []
 
-    def _drain(self, transfer: Incoming, now: float) -> list[Effect]:
+    def _drain(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
         if transfer.arriving:
             return []
         assert transfer.outcome is not None
@@ -368,33 +388,33 @@ class Consumer:
         self._forget(transfer)
         return [transfer.outcome]
 
-    def _postpone(self, transfer: Incoming, reason: str, now: float) -> list[Effect]:
+    def _postpone(self, transfer: IncomingTransfer, reason: str, now: float) -> list[Effect]:
         """The load ends, its room is given back as soon as nothing is being written, and the leg holds again."""
         self._counters["kv_loads_postponed"] += 1
         num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
-        outcome = Failed(transfer.leg, num_valid, reason, False, transport, is_postponed=True)
+        outcome = Failed(transfer.rank_transfer, num_valid, reason, False, transport, is_postponed=True)
         if transfer.arriving:
             return self._end_load(transfer, outcome)
         return self._hold_again(transfer, outcome, now)
 
-    def _hold_again(self, transfer: Incoming, outcome: Failed, now: float) -> list[Effect]:
+    def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
         """What is left of the time for the load goes on to run."""
         transfer.hold_again()
         self._deadlines.set(transfer.key, now + transfer.due_at - self._silence.standstill.running(now))
         return [outcome, *self._beat(transfer, now)]
 
-    def _can_load(self, transfer: Incoming) -> list[Effect]:
+    def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
         """Says so, if it was put off, once."""
         if not transfer.awaits_word:
             return []
         transfer.awaits_word = False
-        return [CanLoad(transfer.leg)]
+        return [CanLoad(transfer.rank_transfer)]
 
-    def _forget(self, transfer: Incoming) -> None:
+    def _forget(self, transfer: IncomingTransfer) -> None:
         self._transfers.remove(transfer)
         self._silence.end(transfer.key)
         if not self.knows(transfer.key.producer):
             self._silence.forget(transfer.key.producer)
-            self._ways.forget(transfer.key.producer)
+            self._choices.forget(transfer.key.producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

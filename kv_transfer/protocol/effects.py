@@ -14,7 +14,7 @@ Peer = bytes | str
 """How the transport reaches the other end: the identity of who connected to us, or the address we connected to."""
 
 
-class Leg(NamedTuple):
+class RankTransfer(NamedTuple):
     """One request's part of a hand-over between two ranks; see geometry.py."""
 
     request_id: str
@@ -58,7 +58,7 @@ class OpenPool:
 class Freed:
     """Producer: nobody will read this leg's blocks any more."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     exposed_s: float | None = field(default=None, compare=False)
     """From the end of the prefill to the consumer's Release; None if there was none."""
@@ -72,14 +72,14 @@ class Freed:
 class Unwanted:
     """Producer: the consumer is done with a leg that our engine still computes for, or has only begun."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     """Consumer: every piece of the leg is verified."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
     first_token: FirstToken
     num_pieces: int
     transport: str
@@ -93,7 +93,7 @@ class Received:
 class Failed:
     """Consumer: the rest will not come; the first `num_valid_tokens` of the load's tokens are verified."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
     num_valid_tokens: int
     reason: str
     is_cancelled: bool
@@ -106,14 +106,14 @@ class Failed:
 class CanLoad:
     """Consumer: a leg that was put off is complete on the producer, or lost."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
     """Consumer: the load was given up and nothing writes its blocks any more."""
 
-    leg: Leg
+    rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     has_failed: bool = field(default=False, compare=False)
     """It had failed before the request ended."""

@@ -1,13 +1,13 @@
-"""Incoming: one leg as its consumer sees it, and who the consumer is; see consumer.py."""
+"""IncomingTransfer: one rank transfer as its consumer sees it, and who the consumer is; see consumer.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import Leg, News, Received
+from kv_transfer.protocol.effects import News, RankTransfer, Received
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
-from kv_transfer.protocol.transports import Reach
+from kv_transfer.protocol.transports import TransportOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,14 @@ class ConsumerIdentity:
     """Who this rank is to a producer, and how patient it is."""
 
     fingerprint: KVFingerprint
-    reach: Reach
+    offer: TransportOffer
     checksums: ChecksumPolicy
     heartbeat_s: float
     peer_timeout_s: float
     load_timeout_s: float
 
 
-class State(Enum):
+class IncomingState(Enum):
     HOLDING = auto()
     LOADING = auto()
     LOST = auto()
@@ -30,10 +30,10 @@ class State(Enum):
 
 
 MOVES = {
-    State.HOLDING: {State.LOADING, State.LOST},
-    State.LOADING: {State.DRAINING, State.HOLDING},
-    State.LOST: set[State](),
-    State.DRAINING: {State.HOLDING},
+    IncomingState.HOLDING: {IncomingState.LOADING, IncomingState.LOST},
+    IncomingState.LOADING: {IncomingState.DRAINING, IncomingState.HOLDING},
+    IncomingState.LOST: set[IncomingState](),
+    IncomingState.DRAINING: {IncomingState.HOLDING},
 }
 
 
@@ -62,15 +62,15 @@ class WantedPieces:
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
+class IncomingTransfer:
     key: TransferKey
-    leg: Leg
+    rank_transfer: RankTransfer
     address: str
     num_tokens: int
     shape: PieceShape
-    ways: tuple[str, ...]
+    choices: tuple[str, ...]
     """Transports that may still reach the producer's pool."""
-    state: State = State.HOLDING
+    state: IncomingState = IncomingState.HOLDING
     first_piece: int = 0
     num_pieces: int = 0
     block_ids: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Incoming:
     awaits_word: bool = False
     """Our scheduler is to hear when a load that was put off can go on."""
 
-    def move_to(self, state: State) -> None:
+    def move_to(self, state: IncomingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
@@ -120,7 +120,7 @@ class Incoming:
             self.first_piece,
             tuple(self.verified),
             tuple(self.verified.values()),
-            identity.reach.host,
+            identity.offer.host,
             transports,
             identity.checksums,
         )
@@ -130,7 +130,7 @@ class Incoming:
         assert self.end is not None
         first_at = self.first_piece_at if self.first_piece_at is not None else now
         return Received(
-            self.leg,
+            self.rank_transfer,
             self.end.first_token,
             self.num_pieces,
             self.transport or "",
@@ -140,7 +140,7 @@ class Incoming:
 
     def hold_again(self) -> None:
         """The load was put off and nothing is being written: whatever it had, the next one begins anew."""
-        self.move_to(State.HOLDING)
+        self.move_to(IncomingState.HOLDING)
         self.is_postponed = self.awaits_word = True
         self.verified.clear()
         self.transport, self.end, self.outcome, self.first_piece_at = None, None, None, None

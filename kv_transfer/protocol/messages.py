@@ -84,7 +84,7 @@ class Open:
     """Of which version each of them is."""
     host: str
     transports: tuple[str, ...]
-    """Ways that the consumer can take, the best first."""
+    """Transports that the consumer can use, the best first."""
     checksums: ChecksumPolicy
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Outgoing: one leg as its producer sees it, and the window of bytes that legs to one peer share; see producer.py."""
+"""OutgoingTransfer: one rank transfer as its producer sees it, and the window of bytes that a peer's transfers share."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -7,10 +7,10 @@ from enum import Enum, auto
 
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
-from kv_transfer.protocol.effects import Leg, Peer
+from kv_transfer.protocol.effects import Peer, RankTransfer
 from kv_transfer.protocol.geometry import PieceShape, RankLayout
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
-from kv_transfer.protocol.transports import SENDS_BYTES, Reach
+from kv_transfer.protocol.transports import SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
 """A leg sends about this much before it is another one's turn."""
@@ -19,7 +19,7 @@ BYTES_PER_TURN_READ = 32 * 1024 * 1024
 """Likewise where the consumer reads: an offer costs nothing by the byte, and copying this much takes 3 ms."""
 
 
-class State(Enum):
+class OutgoingState(Enum):
     EARLY = auto()
     PREPARING = auto()
     STREAMING = auto()
@@ -27,10 +27,10 @@ class State(Enum):
 
 
 MOVES = {
-    State.EARLY: {State.PREPARING, State.CANCELLED},
-    State.PREPARING: {State.STREAMING, State.CANCELLED},
-    State.STREAMING: {State.PREPARING, State.CANCELLED},
-    State.CANCELLED: set[State](),
+    OutgoingState.EARLY: {OutgoingState.PREPARING, OutgoingState.CANCELLED},
+    OutgoingState.PREPARING: {OutgoingState.STREAMING, OutgoingState.CANCELLED},
+    OutgoingState.STREAMING: {OutgoingState.PREPARING, OutgoingState.CANCELLED},
+    OutgoingState.CANCELLED: set[OutgoingState](),
 }
 
 
@@ -41,16 +41,16 @@ class ProducerIdentity:
     incarnation: str
     fingerprint: KVFingerprint
     layout: RankLayout
-    reach: Reach
+    offer: TransportOffer
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
+class OutgoingTransfer:
     """One leg as its giver sees it."""
 
     key: TransferKey
-    state: State
-    leg: Leg | None = None
+    state: OutgoingState
+    rank_transfer: RankTransfer | None = None
     """None until our own engine has heard of it."""
     shape: PieceShape | None = None
     piece_nbytes: int = 0
@@ -80,7 +80,7 @@ class Outgoing:
     early_until: float = 0.0
     """When EARLY ends, however alive the consumer is, in the time in which this rank ran."""
 
-    def move_to(self, state: State) -> None:
+    def move_to(self, state: OutgoingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
@@ -91,7 +91,9 @@ class Outgoing:
     @property
     def is_awaited(self) -> bool:
         """The consumer keeps room for a prompt that is not complete."""
-        return self.open is not None and self.first_token is None and self.state is not State.CANCELLED
+        return (
+            self.open is not None and self.first_token is None and self.state is not OutgoingState.CANCELLED
+        )
 
     @property
     def num_pieces(self) -> int:
@@ -127,8 +129,8 @@ class Outgoing:
 
     def unopen(self) -> None:
         """The consumer gave its room back, and what it had received with it: a late word of that counts no more."""
-        if self.state is State.STREAMING:
-            self.move_to(State.PREPARING)
+        if self.state is OutgoingState.STREAMING:
+            self.move_to(OutgoingState.PREPARING)
             self.version += 1
         self.open, self.transport = None, ""
         self.acked.clear()
@@ -154,17 +156,17 @@ class SendWindow:
         self._max_bytes = max_bytes
         self._inflight: Counter[Peer] = Counter()
         """Offered to each peer and not acknowledged."""
-        self._turns: deque[Outgoing] = deque()
-        """Legs that may have something to offer."""
+        self._turns: deque[OutgoingTransfer] = deque()
+        """Rank transfers that may have something to offer."""
 
-    def join(self, transfer: Outgoing) -> None:
+    def join(self, transfer: OutgoingTransfer) -> None:
         """Last in line, if it is not there yet."""
         if transfer not in self._turns:
             self._turns.append(transfer)
 
-    def next_turns(self) -> Iterator[tuple[Outgoing, tuple[int, ...]]]:
+    def next_turns(self) -> Iterator[tuple[OutgoingTransfer, tuple[int, ...]]]:
         """Each leg in turn with the next pieces that fit; a leg that has none to offer comes once, and leaves."""
-        stalled: list[Outgoing] = []
+        stalled: list[OutgoingTransfer] = []
         while self._turns:
             transfer = self._turns.popleft()
             if not transfer.unsent:
@@ -179,7 +181,7 @@ class SendWindow:
                 stalled.append(transfer)
         self._turns.extend(stalled)
 
-    def acknowledged(self, transfer: Outgoing, index: int) -> bool:
+    def acknowledged(self, transfer: OutgoingTransfer, index: int) -> bool:
         """The piece is not under way any more; False if it was not."""
         if index not in transfer.unacked:
             return False
@@ -187,19 +189,19 @@ class SendWindow:
         self._inflight[transfer.peer] -= transfer.piece_nbytes
         return True
 
-    def forget_inflight(self, transfer: Outgoing) -> None:
+    def forget_inflight(self, transfer: OutgoingTransfer) -> None:
         """Nothing that it offered counts as under way any more."""
         self._inflight[transfer.peer] -= len(transfer.unacked) * transfer.piece_nbytes
         if self._inflight[transfer.peer] <= 0:
             del self._inflight[transfer.peer]
         transfer.unacked.clear()
 
-    def leave(self, transfer: Outgoing) -> None:
+    def leave(self, transfer: OutgoingTransfer) -> None:
         if transfer in self._turns:
             self._turns.remove(transfer)
         self.forget_inflight(transfer)
 
-    def _num_pieces_that_fit(self, transfer: Outgoing) -> int:
+    def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
         """One at least where nothing is under way to this peer, however large it is."""
         inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
         num_in_window = (self._max_bytes - inflight) // size

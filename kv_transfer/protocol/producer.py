@@ -29,7 +29,7 @@ from dataclasses import replace
 
 from baton.request import FirstToken
 from baton.system.standstill import Standstill
-from kv_transfer.protocol.effects import Effect, Freed, Leg, Peer, Send, SendPieces, Unwanted
+from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import (
     Aborted,
@@ -44,18 +44,18 @@ from kv_transfer.protocol.messages import (
     ToProducer,
     TransferKey,
 )
-from kv_transfer.protocol.outgoing import Outgoing, ProducerIdentity, SendWindow, State
-from kv_transfer.protocol.table import LegTable
+from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer, ProducerIdentity, SendWindow
+from kv_transfer.protocol.table import RankTransferTable
 from kv_transfer.protocol.timers import Timers
 
 MAX_EARLY = 1024
-"""Legs that a consumer may announce before this worker's engine has heard of them."""
+"""Rank transfers that a consumer may announce before this worker's engine has heard of them."""
 
 MAX_EARLY_LEASES = 12
 """How long a consumer may wait for our engine to hear of its request: it may be in the middle of a long step."""
 
 MAX_ENDED = 4096
-"""Legs whose end is remembered."""
+"""Rank transfers whose end is remembered."""
 
 ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
 """Counters of how hand-overs ended that our engine began; each is in one of them, once."""
@@ -71,7 +71,7 @@ class Producer:
         self._lease_s = lease_s
         self._window = SendWindow(window_bytes)
         self._counters = counters
-        self._transfers: LegTable[Outgoing] = LegTable()
+        self._transfers: RankTransferTable[OutgoingTransfer] = RankTransferTable()
         self._num_early = 0
         self._is_starved = False
         self._standstill = Standstill(lease_s / 4)
@@ -90,7 +90,12 @@ class Producer:
         return [Send(transfer.peer, self._opened(transfer)) for transfer in waiting]
 
     def begin(
-        self, leg: Leg, key: TransferKey, num_tokens: int, shape: PieceShape, piece_nbytes: int
+        self,
+        rank_transfer: RankTransfer,
+        key: TransferKey,
+        num_tokens: int,
+        shape: PieceShape,
+        piece_nbytes: int,
     ) -> list[Effect]:
         """The engine took the request; its prompt will be computed, unless the consumer was told no, or said so.
 
@@ -98,51 +103,53 @@ class Producer:
         """
         transfer = self._transfers.get(key)
         if transfer is None:
-            state = State.CANCELLED if key in self._farewells else State.PREPARING
-            transfer = Outgoing(key, state)
+            state = OutgoingState.CANCELLED if key in self._farewells else OutgoingState.PREPARING
+            transfer = OutgoingTransfer(key, state)
             self._transfers.add(transfer)
         else:
-            if transfer.leg is not None:
+            if transfer.rank_transfer is not None:
                 self._counters["kv_duplicate_messages"] += 1
                 return []
             self._num_early -= 1
             self._leases.cancel(key)
-            if transfer.state is State.EARLY:
-                transfer.move_to(State.PREPARING)
-        transfer.leg, transfer.num_tokens = leg, num_tokens
+            if transfer.state is OutgoingState.EARLY:
+                transfer.move_to(OutgoingState.PREPARING)
+        transfer.rank_transfer, transfer.num_tokens = rank_transfer, num_tokens
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._transfers.bind(transfer)
         self._counters["kv_sends_started"] += 1
-        if transfer.state is State.CANCELLED:  # before our engine knew of it
+        if transfer.state is OutgoingState.CANCELLED:  # before our engine knew of it
             self._counters["kv_sends_cancelled"] += 1
-            return [Unwanted(leg)]
-        if transfer.state is State.PREPARING and transfer.open is not None:
+            return [Unwanted(rank_transfer)]
+        if transfer.state is OutgoingState.PREPARING and transfer.open is not None:
             return self._open(transfer, transfer.open, transfer.peer)
         return []
 
-    def blocks_ready(self, leg: Leg, first_block: int, block_ids: Iterable[int]) -> list[Effect]:
+    def blocks_ready(
+        self, rank_transfer: RankTransfer, first_block: int, block_ids: Iterable[int]
+    ) -> list[Effect]:
         """These blocks are computed and will not change until `Freed`."""
-        transfer = self._transfers.of(leg)
-        if transfer is None or transfer.state is State.CANCELLED:
+        transfer = self._transfers.of(rank_transfer)
+        if transfer is None or transfer.state is OutgoingState.CANCELLED:
             return []
         transfer.blocks_ready(first_block, block_ids)
         return self._pump(transfer)
 
-    def withdraw(self, leg: Leg) -> list[Effect]:
+    def withdraw(self, rank_transfer: RankTransfer) -> list[Effect]:
         """The request was preempted: from now on none of its blocks is offered until it is ready again."""
-        transfer = self._transfers.of(leg)
+        transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
         transfer.withdraw()
         self._window.forget_inflight(transfer)
         return self._pump()
 
-    def finish(self, leg: Leg, first_token: FirstToken, now: float) -> list[Effect]:
+    def finish(self, rank_transfer: RankTransfer, first_token: FirstToken, now: float) -> list[Effect]:
         """The prefill is complete: the lease begins, and ends with `Freed`."""
-        transfer = self._transfers.of(leg)
+        transfer = self._transfers.of(rank_transfer)
         if transfer is None:
-            return [Freed(leg, reason="another request has claimed this transfer")]
-        if transfer.state is State.CANCELLED:
+            return [Freed(rank_transfer, reason="another request has claimed this transfer")]
+        if transfer.state is OutgoingState.CANCELLED:
             return self._forget(transfer)
         self._standstill.look(now)
         transfer.first_token, transfer.finished_at = first_token, now
@@ -151,14 +158,14 @@ class Producer:
             return [Send(transfer.peer, self._opened(transfer))]
         return self._pump(transfer)
 
-    def abort(self, leg: Leg, reason: str, is_cancelled: bool) -> list[Effect]:
+    def abort(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
         """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
-        transfer = self._transfers.of(leg)
+        transfer = self._transfers.of(rank_transfer)
         if transfer is None:
-            return [Freed(leg, reason="another request has claimed this transfer")]
+            return [Freed(rank_transfer, reason="another request has claimed this transfer")]
         told: list[Effect] = []
         farewell = Aborted(transfer.key, reason, is_cancelled)
-        if transfer.peer and transfer.state is not State.CANCELLED:
+        if transfer.peer and transfer.state is not OutgoingState.CANCELLED:
             told = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
         transfer.is_needed = transfer.is_needed and not is_cancelled
@@ -178,15 +185,15 @@ class Producer:
         running = self._standstill.running(now)
         if transfer.first_token is not None:
             self._leases.set(key, now + self._lease_s)
-        elif transfer.state is State.EARLY:
+        elif transfer.state is OutgoingState.EARLY:
             self._leases.set(key, now + min(self._lease_s, transfer.early_until - running))
-        if transfer.state is State.CANCELLED:
+        if transfer.state is OutgoingState.CANCELLED:
             self._counters["kv_late_messages"] += 1
             return []
         match message:
             case Hold(is_postponed=is_postponed):
                 unopened = self._unopen(transfer) if is_postponed else []
-                if transfer.state is not State.STREAMING:  # else it was overtaken by an Open
+                if transfer.state is not OutgoingState.STREAMING:  # else it was overtaken by an Open
                     transfer.peer = peer
                 return [Send(peer, self._opened(transfer)), *unopened]
             case Open():
@@ -209,7 +216,7 @@ class Producer:
         for key in list(self._leases.pop_due(now)):
             transfer = self._transfers[key]
             reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
-            if transfer.leg is None:
+            if transfer.rank_transfer is None:
                 reason = "the prefill worker was not asked for this prompt"
             self._count_end(transfer, "kv_lease_expiries", reason)
             farewell = Aborted(key, reason, is_cancelled=False)
@@ -231,28 +238,28 @@ class Producer:
 
     def check_integrity(self) -> None:
         """Asserts that every hand-over that was started is under way, or ended once."""
-        known = [transfer for transfer in self._transfers.values() if transfer.leg is not None]
+        known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
-        num_open = sum(transfer.state is not State.CANCELLED for transfer in known)
+        num_open = sum(transfer.state is not OutgoingState.CANCELLED for transfer in known)
         assert self._counters["kv_sends_started"] == num_ended + num_open, (
             f"{num_open} open: {self._counters}"
         )
 
-    def _opened(self, transfer: Outgoing) -> Opened:
-        reach = self._identity.reach
-        pool = reach.pools.get(transfer.transport, b"")
+    def _opened(self, transfer: OutgoingTransfer) -> Opened:
+        offer = self._identity.offer
+        pool = offer.pools.get(transfer.transport, b"")
         is_complete, is_stuck = transfer.first_token is not None, transfer.is_awaited and self._is_stuck()
-        return Opened(transfer.key, reach.host, transfer.transport or None, pool, is_complete, is_stuck)
+        return Opened(transfer.key, offer.host, transfer.transport or None, pool, is_complete, is_stuck)
 
     def _is_stuck(self) -> bool:
         """Our engine can compute nothing, and of the complete prompts, which there are, nobody takes any."""
         if not self._is_starved:
             return False
         complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
-        return bool(complete) and all(transfer.state is State.PREPARING for transfer in complete)
+        return bool(complete) and all(transfer.state is OutgoingState.PREPARING for transfer in complete)
 
-    def _unopen(self, transfer: Outgoing) -> list[Effect]:
+    def _unopen(self, transfer: OutgoingTransfer) -> list[Effect]:
         """The consumer gave its room back: what was offered counts as under way no more."""
         effects = self._leave_turns(transfer)
         transfer.unopen()
@@ -269,33 +276,33 @@ class Producer:
         if self._num_early >= MAX_EARLY:
             return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs are announced already"))]
         early_until = self._standstill.running(now) + MAX_EARLY_LEASES * self._lease_s
-        early = Outgoing(key, State.EARLY, peer=peer, early_until=early_until)
+        early = OutgoingTransfer(key, OutgoingState.EARLY, peer=peer, early_until=early_until)
         self._transfers.add(early)
         self._num_early += 1
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
             early.is_needed, early.end_reason = not message.is_cancelled, message.reason
-            early.move_to(State.CANCELLED)
+            early.move_to(OutgoingState.CANCELLED)
             return []
         if isinstance(message, Open):  # nothing was sent yet, so nothing can have been received
             early.open = replace(message, received=(), received_versions=())
         return [Send(peer, self._opened(early))]
 
-    def _open(self, transfer: Outgoing, message: Open, peer: Peer) -> list[Effect]:
+    def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
         """The consumer has room. Repeated, it says what arrived so far, and everything else is offered again."""
-        if transfer.state is State.EARLY:
+        if transfer.state is OutgoingState.EARLY:
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
             return [Send(peer, self._opened(transfer))]
-        transport = self._identity.reach.choose(message.host, message.transports)
+        transport = self._identity.offer.choose(message.host, message.transports)
         reason = self._mismatch(transfer, message)
         if transport is None or reason is not None:
             reason = reason or self._no_transport(message)
             self._count_end(transfer, "kv_sends_refused", reason)
             refused = Refused(transfer.key, reason)
             return [Send(peer, refused), *self._close(transfer)]
-        if transfer.state is State.PREPARING:
-            transfer.move_to(State.STREAMING)
+        if transfer.state is OutgoingState.PREPARING:
+            transfer.move_to(OutgoingState.STREAMING)
         offered = transfer.unacked | transfer.acked
         self._window.forget_inflight(transfer)
         transfer.reopen(message, peer, transport)
@@ -303,10 +310,10 @@ class Producer:
         return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
 
     def _no_transport(self, message: Open) -> str:
-        ours, theirs = self._identity.reach.transports, message.transports
+        ours, theirs = self._identity.offer.transports, message.transports
         return f"no transport in common: {', '.join(ours)} here, {', '.join(theirs) or 'none'} there"
 
-    def _mismatch(self, transfer: Outgoing, message: Open) -> str | None:
+    def _mismatch(self, transfer: OutgoingTransfer, message: Open) -> str | None:
         ours, theirs = self._identity.fingerprint, message.fingerprint
         if differences := ours.differences(theirs):
             return "the workers do not match: " + "; ".join(differences)
@@ -317,7 +324,7 @@ class Producer:
             return f"the prompts differ: {transfer.num_tokens} != {message.num_tokens} tokens"
         return None
 
-    def _on_ack(self, transfer: Outgoing, message: Ack) -> list[Effect]:
+    def _on_ack(self, transfer: OutgoingTransfer, message: Ack) -> list[Effect]:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
@@ -333,16 +340,16 @@ class Producer:
         transfer.unsent.extend(damaged)
         return self._pump(transfer)
 
-    def _pump(self, transfer: Outgoing | None = None) -> list[Effect]:
+    def _pump(self, transfer: OutgoingTransfer | None = None) -> list[Effect]:
         """Offers what the peers' windows allow, some pieces of each leg in turn; `transfer` has news."""
-        if transfer is not None and transfer.state is State.STREAMING:
+        if transfer is not None and transfer.state is OutgoingState.STREAMING:
             self._window.join(transfer)
         effects: list[Effect] = []
         for turn, indices in self._window.next_turns():
             effects += [self._send(turn, indices)] if indices else self._end(turn)
         return effects
 
-    def _send(self, transfer: Outgoing, indices: tuple[int, ...]) -> SendPieces:
+    def _send(self, transfer: OutgoingTransfer, indices: tuple[int, ...]) -> SendPieces:
         assert transfer.open is not None
         return SendPieces(
             transfer.peer,
@@ -350,11 +357,11 @@ class Producer:
             transfer.version,
             indices,
             tuple([transfer.ready[index] for index in indices]),
-            transfer.open.checksums.applies(self._identity.reach.host, transfer.open.host),
+            transfer.open.checksums.applies(self._identity.offer.host, transfer.open.host),
             transfer.transport,
         )
 
-    def _end(self, transfer: Outgoing) -> list[Effect]:
+    def _end(self, transfer: OutgoingTransfer) -> list[Effect]:
         """Everything ready was offered; if that was all there will be, says so once."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
@@ -363,30 +370,34 @@ class Producer:
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 
-    def _count_end(self, transfer: Outgoing, counter: str, reason: str = "") -> None:
+    def _count_end(self, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
         """Once: not what was counted as cancelled before, and not what our engine never began."""
         transfer.end_reason = transfer.end_reason or reason
-        if transfer.leg is not None and transfer.state is not State.CANCELLED:
+        if transfer.rank_transfer is not None and transfer.state is not OutgoingState.CANCELLED:
             self._counters[counter] += 1
 
-    def _close(self, transfer: Outgoing) -> list[Effect]:
+    def _close(self, transfer: OutgoingTransfer) -> list[Effect]:
         """The consumer is done with it. If our engine still computes for it, the blocks stay until it hears."""
         if transfer.first_token is not None:
             return self._forget(transfer)
-        transfer.move_to(State.CANCELLED)
-        unwanted = [Unwanted(transfer.leg)] if transfer.leg is not None else []
+        transfer.move_to(OutgoingState.CANCELLED)
+        unwanted = [Unwanted(transfer.rank_transfer)] if transfer.rank_transfer is not None else []
         return [*unwanted, *self._leave_turns(transfer)]
 
-    def _forget(self, transfer: Outgoing) -> list[Effect]:
+    def _forget(self, transfer: OutgoingTransfer) -> list[Effect]:
         """Drops every trace, and frees the blocks if an engine holds any for it."""
         self._transfers.remove(transfer)
         self._leases.cancel(transfer.key)
         effects = self._leave_turns(transfer)
-        if transfer.leg is None:
+        if transfer.rank_transfer is None:
             self._num_early -= 1
             return effects
         freed = Freed(
-            transfer.leg, transfer.transport, transfer.exposed_s, transfer.is_needed, transfer.end_reason
+            transfer.rank_transfer,
+            transfer.transport,
+            transfer.exposed_s,
+            transfer.is_needed,
+            transfer.end_reason,
         )
         return [*effects, freed]
 
@@ -395,6 +406,6 @@ class Producer:
         if len(self._farewells) > MAX_ENDED:
             del self._farewells[next(iter(self._farewells))]
 
-    def _leave_turns(self, transfer: Outgoing) -> list[Effect]:
+    def _leave_turns(self, transfer: OutgoingTransfer) -> list[Effect]:
         self._window.leave(transfer)
         return self._pump()

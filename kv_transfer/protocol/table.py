@@ -1,11 +1,11 @@
-"""LegTable: one end's legs, by what peers call them and by what our engine calls them."""
+"""RankTransferTable: one end's legs, by what peers call them and by what our engine calls them."""
 
 from collections import Counter
 from collections.abc import Collection
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from kv_transfer.protocol.effects import Leg
+from kv_transfer.protocol.effects import RankTransfer
 from kv_transfer.protocol.messages import TransferKey
 
 
@@ -14,7 +14,7 @@ class _Transfer(Protocol):
     def key(self) -> TransferKey: ...
 
     @property
-    def leg(self) -> Leg | None: ...
+    def rank_transfer(self) -> RankTransfer | None: ...
 
     @property
     def state(self) -> Enum: ...
@@ -23,12 +23,12 @@ class _Transfer(Protocol):
 T = TypeVar("T", bound=_Transfer)
 
 
-class LegTable(Generic[T]):
+class RankTransferTable(Generic[T]):
     """A transfer has a key from its beginning, and a leg from when our engine knows of it: `bind`."""
 
     def __init__(self) -> None:
         self._by_key: dict[TransferKey, T] = {}
-        self._by_leg: dict[Leg, T] = {}
+        self._by_rank_transfer: dict[RankTransfer, T] = {}
         self._num_by_producer: Counter[str] = Counter()
 
     def add(self, transfer: T) -> None:
@@ -37,13 +37,13 @@ class LegTable(Generic[T]):
 
     def bind(self, transfer: T) -> None:
         """From now on it is found by its leg too."""
-        assert transfer.leg is not None
-        self._by_leg[transfer.leg] = transfer
+        assert transfer.rank_transfer is not None
+        self._by_rank_transfer[transfer.rank_transfer] = transfer
 
     def remove(self, transfer: T) -> None:
         del self._by_key[transfer.key]
-        if transfer.leg is not None:
-            del self._by_leg[transfer.leg]
+        if transfer.rank_transfer is not None:
+            del self._by_rank_transfer[transfer.rank_transfer]
         producer = transfer.key.producer
         self._num_by_producer[producer] -= 1
         if not self._num_by_producer[producer]:
@@ -58,9 +58,9 @@ class LegTable(Generic[T]):
     def __contains__(self, key: TransferKey) -> bool:
         return key in self._by_key
 
-    def of(self, leg: Leg) -> T | None:
+    def of(self, rank_transfer: RankTransfer) -> T | None:
         """None of a leg that is over, or whose key another request had claimed before."""
-        return self._by_leg.get(leg)
+        return self._by_rank_transfer.get(rank_transfer)
 
     def has_from(self, producer: str) -> bool:
         """Whether any comes from this incarnation."""
@@ -71,7 +71,7 @@ class LegTable(Generic[T]):
 
     @property
     def num_bound(self) -> int:
-        return len(self._by_leg)
+        return len(self._by_rank_transfer)
 
     @property
     def num_by_state(self) -> Counter[str]:

@@ -15,13 +15,13 @@ SAME_HOST_ONLY = frozenset({SHARED_MEMORY, CUDA_IPC})
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class TransportOffer:
     """What one worker offers."""
 
     host: str
     """Equal on two workers that share a machine's memory, and on no others."""
     transports: tuple[str, ...]
-    """Ways it can take, the best first."""
+    """Transports it can use, the best first."""
     pools: Mapping[str, bytes] = field(default_factory=dict)
     """How others can read its pool, by transport."""
 
@@ -38,7 +38,7 @@ RETRY_S = 30.0
 """A way that failed is tried again after this long: a peer that always has traffic would otherwise lose it for good."""
 
 
-class Ways:
+class TransportChoices:
     """How a consumer reaches each rank of its producers: in all the ways it has, but those that failed lately."""
 
     def __init__(self, transports: tuple[str, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Ways for the bytes of a hand-over to get from one worker to another."""
+"""Transports: ways for the bytes of a hand-over to get from one worker to another."""

@@ -7,11 +7,11 @@ from baton.clock import Clock
 from baton.config import KVTransferConfig
 from baton.errors import ConfigError
 from kv_transfer.pool import DeviceBlocks
-from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, TransportOffer
 from kv_transfer.transport.base import Bytes, PoolReader, TransportError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.nixl import NixlReader
-from kv_transfer.transport.nixl_agent import Memory, has_rdma, nixl_is_available
+from kv_transfer.transport.nixl_agent import NixlMemory, has_rdma, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader, host_id
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def make_readers(
 def _device_makers(blocks: DeviceBlocks, clock: Clock) -> dict[str, Callable[[], PoolReader]]:
     """The best first."""
     device = blocks.memory
-    memory = Memory(device.address, device.nbytes, "VRAM", device.driver.device)
+    memory = NixlMemory(device.address, device.nbytes, "VRAM", device.driver.device)
     return {
         CUDA_IPC: lambda: CudaIpcReader(device),
         NIXL: lambda: NixlReader(memory, clock, device.driver.make_current),
@@ -66,14 +66,14 @@ def _host_makers(
     """Likewise."""
     return {
         SHARED_MEMORY: lambda: SharedMemoryReader(blocks, memory),
-        NIXL: lambda: NixlReader(Memory.of(blocks), clock),
+        NIXL: lambda: NixlReader(NixlMemory.of(blocks), clock),
     }
 
 
-def make_reach(config: KVTransferConfig, readers: Sequence[PoolReader]) -> Reach:
+def make_offer(config: KVTransferConfig, readers: Sequence[PoolReader]) -> TransportOffer:
     names = [reader.name for reader in readers]
     if config.transport in ("auto", ZMQ_TCP):
         names.append(ZMQ_TCP)
     described = {reader.name: reader.describe() for reader in readers}
     pools = {name: description for name, description in described.items() if description is not None}
-    return Reach(host_id(), tuple(names), pools)
+    return TransportOffer(host_id(), tuple(names), pools)

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from kv_transfer.transport.base import ReadDone, Runs, TransportError
-from kv_transfer.transport.nixl_agent import Memory, NixlAgent, NixlError, has_rdma, load_nixl
+from kv_transfer.transport.nixl_agent import NixlAgent, NixlError, NixlMemory, has_rdma, load_nixl
 from kv_transfer.transport.nixl_description import Description, decode, encode, this_host
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ class NixlReader:
 
     name = "nixl"
 
-    def __init__(self, memory: Memory, clock: Clock, make_current: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, memory: NixlMemory, clock: Clock, make_current: Callable[[], None] = lambda: None
+    ) -> None:
         """TransportError if UCX cannot be set up here.
 
         `make_current` makes the device's context that of the calling thread, if the memory is on one: UCX makes calls
@@ -253,7 +255,7 @@ class NixlReader:
             self._reading = None
 
 
-def _new_agent(memory: Memory, *, has_progress_thread: bool) -> NixlAgent:
+def _new_agent(memory: NixlMemory, *, has_progress_thread: bool) -> NixlAgent:
     return _translated(lambda: NixlAgent(memory, has_progress_thread=has_progress_thread))
 
 

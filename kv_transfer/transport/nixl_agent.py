@@ -41,7 +41,7 @@ class NixlError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class NixlMemory:
     """A pool as the hardware sees it: a range of addresses in this process or on one of its devices."""
 
     address: int
@@ -51,7 +51,7 @@ class Memory:
     """CUDA's number of the device; 0 for DRAM."""
 
     @classmethod
-    def of(cls, pool: Bytes) -> "Memory":
+    def of(cls, pool: Bytes) -> "NixlMemory":
         """The bytes of an array, which must outlive every agent over them."""
         assert pool.flags.c_contiguous, "a pool is one run of bytes"
         assert pool.flags.writeable, "a pool is read into"
@@ -96,7 +96,7 @@ class NixlAgent:
     UCX's own environment variables (UCX_TLS, UCX_NET_DEVICES) win over both. UCX authenticates nobody.
     """
 
-    def __init__(self, memory: Memory, *, has_progress_thread: bool) -> None:
+    def __init__(self, memory: NixlMemory, *, has_progress_thread: bool) -> None:
         """NixlError if UCX cannot be set up. Peers that connect need the thread; our own reads do not."""
         self._nixl, _ = load_nixl()
         config = self._nixl.nixlAgentConfig()
@@ -132,7 +132,7 @@ class NixlAgent:
     def prepare(
         self,
         peer: str,
-        theirs: Memory,
+        theirs: NixlMemory,
         remote: npt.NDArray[np.int64],
         local: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
@@ -178,7 +178,7 @@ class NixlAgent:
 
     @staticmethod
     def _descriptors(
-        memory: Memory, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+        memory: NixlMemory, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint64]:
         rows = np.empty((len(offsets), 3), np.uint64)
         rows[:, 0] = offsets.astype(np.uint64) + np.uint64(memory.address)

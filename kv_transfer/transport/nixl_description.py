@@ -14,7 +14,7 @@ import xxhash
 from baton.errors import WireError
 from baton.messages.wire import Codec
 from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError
-from kv_transfer.transport.nixl_agent import Memory
+from kv_transfer.transport.nixl_agent import NixlMemory
 
 MAGIC = b"BATONIX1"
 """Ends in the version of the format."""
@@ -38,8 +38,8 @@ class Description:
     metadata: bytes
 
     @property
-    def memory(self) -> Memory:
-        return Memory(self.address, self.nbytes, "VRAM" if self.is_on_device else "DRAM", self.device)
+    def memory(self) -> NixlMemory:
+        return NixlMemory(self.address, self.nbytes, "VRAM" if self.is_on_device else "DRAM", self.device)
 
     def check_reachable(self, host: str, has_rdma: bool) -> None:
         """TransportError unless its memory can be read without its owner's help, from this host.

@@ -14,7 +14,7 @@ import zmq
 
 from baton.clock import Clock
 from baton.system.addresses import connect, listen
-from baton.system.curve import Doorkeeper, PlaneKeys, secure_client
+from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
 from baton.system.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
@@ -85,7 +85,7 @@ class ZmqChannel:
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER, MAX_HEADER_BYTES)  # consumers send no payload
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._doorkeeper = Doorkeeper("the KV plane", self._router, keys)
+        self._doorkeeper = PeerAuthenticator("the KV plane", self._router, keys)
         self.address = listen(self._router, bind_host, advertise_host)
         self._connections: dict[str, _Connection] = {}
         """By the peer's address; the one unused for longest comes first."""

@@ -48,7 +48,7 @@ from kv_transfer.protocol.messages import (
     Unreadable,
 )
 from kv_transfer.transport.base import Arrival
-from kv_transfer.transport.choice import make_reach, make_readers
+from kv_transfer.transport.choice import make_offer, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory, host_id
 from tests.factories.recording_channel import RecordingChannel
 from tests.factories.wire_values import hostile_frame, integer, kinds_of, maker
@@ -102,7 +102,7 @@ class EndpointUnderFire:
         transport = rng.choice(("auto", "zmq_tcp", "shared_memory"))
         config = CONFIG.with_values("test", transport=transport, checksum=rng.choice(("auto", "on", "off")))
         readers = make_readers(config, self._pool, memory, self._clock)
-        self._peer_reach = make_reach(
+        self._peer_reach = make_offer(
             config, make_readers(config, self._pool, self._peers_memory, self._clock)
         )
         self.endpoint = make_endpoint(
@@ -112,7 +112,7 @@ class EndpointUnderFire:
             KVBytes(self._pool, FINGERPRINT),
             self._channel,
             {reader.name: reader for reader in readers},
-            make_reach(config, readers),
+            make_offer(config, readers),
             Counter(dict.fromkeys(COUNTERS, 0)),
             self._clock,
         )

@@ -18,7 +18,7 @@ from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
 from kv_transfer.protocol.effects import Peer
-from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, Reach
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, TransportOffer
 from kv_transfer.transport.base import Arrival, Bytes, PoolReader
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
@@ -105,7 +105,7 @@ class Worker:
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
             pools = {name: reader.describe() or b"" for name, reader in readers.items()}
-            reach = Reach("host", fabric.transports, pools)
+            offer = TransportOffer("host", fabric.transports, pools)
             counters: Counter[str] = Counter()
             endpoint = make_endpoint(
                 CONFIG,
@@ -114,7 +114,7 @@ class Worker:
                 pool,
                 fabric.channel(address),
                 readers,
-                reach,
+                offer,
                 counters,
                 fabric.clock,
             )

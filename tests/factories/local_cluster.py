@@ -10,7 +10,7 @@ from typing import Any, Literal
 from baton.config import BatonConfig
 from cluster.processes.child_processes import WorkerProcess, child_processes
 from gateway import GatewayClient
-from gateway.client import Completion
+from gateway.client import GenerationEnd
 
 REST_TIMEOUT_S = 60.0
 
@@ -21,7 +21,7 @@ class Answer:
 
     token_ids: tuple[int, ...]
     text: str
-    completion: Completion
+    completion: GenerationEnd
 
 
 class LocalCluster:

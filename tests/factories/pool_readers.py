@@ -18,7 +18,7 @@ from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.nixl import NixlReader
-from kv_transfer.transport.nixl_agent import Memory, nixl_is_available
+from kv_transfer.transport.nixl_agent import NixlMemory, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.fake_cuda import FakeHost, UnhurriedDriver
 
@@ -132,7 +132,7 @@ IMPLEMENTATIONS = {
     ),
     "process_memory": Implementation(ProcessMemoryReader, Path("/proc/self/mem").exists, "no /proc"),
     "nixl": Implementation(
-        lambda pool: NixlReader(Memory.of(pool), SystemClock()),
+        lambda pool: NixlReader(NixlMemory.of(pool), SystemClock()),
         nixl_is_available,
         "pip install 'baton[nixl]'",
     ),

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
 
 @dataclass
-class Leg:
+class RankTransfer:
     """A request as the driver follows it."""
 
     request_id: str
@@ -48,7 +48,7 @@ class StepDriver:
         self.model = model
         self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
         self.runner = make_runner(model, self.pool)
-        self.legs: dict[str, Leg] = {}
+        self.legs: dict[str, RankTransfer] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
         self._finished: set[str] = set()
@@ -60,8 +60,8 @@ class StepDriver:
         prompt: Iterable[int],
         params: SamplingParams = GREEDY,
         stop_token_ids: Iterable[int] = (),
-    ) -> Leg:
-        leg = Leg(request_id, tuple(prompt), params, frozenset(stop_token_ids))
+    ) -> RankTransfer:
+        leg = RankTransfer(request_id, tuple(prompt), params, frozenset(stop_token_ids))
         self.legs[request_id] = leg
         return leg
 
@@ -142,7 +142,7 @@ class StepDriver:
             self.finish(leg.request_id)
         return {leg.request_id: leg.outputs for leg in legs}
 
-    def _grow(self, leg: Leg, n: int) -> tuple[int, ...]:
+    def _grow(self, leg: RankTransfer, n: int) -> tuple[int, ...]:
         needed = -(-(leg.num_computed + n) // self.pool.shape.block_size) - len(leg.block_ids)
         blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
         leg.block_ids.extend(blocks)

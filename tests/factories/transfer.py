@@ -12,9 +12,9 @@ from baton.request import FirstToken
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     Effect,
-    Leg,
     News,
     OpenPool,
+    RankTransfer,
     Send,
     SendPieces,
     Unwanted,
@@ -24,7 +24,7 @@ from kv_transfer.protocol.incoming import ConsumerIdentity, WantedPieces
 from kv_transfer.protocol.messages import ChecksumPolicy, Pieces, ToConsumer, ToProducer, TransferKey
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN, ProducerIdentity
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.protocol.transports import SENDS_BYTES, SHARED_MEMORY, ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import SENDS_BYTES, SHARED_MEMORY, ZMQ_TCP, TransportOffer
 
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 SHAPE = PieceShape(pieces_per_block=1, num_tokens=16, first_head=0, num_heads=2)
@@ -88,13 +88,13 @@ class Wire:
         self.consumer_counters: Counter[str] = Counter()
         transports = (SHARED_MEMORY, ZMQ_TCP) if transport == SHARED_MEMORY else (ZMQ_TCP,)
         identity = ProducerIdentity(
-            "p-1", FINGERPRINT, RankLayout(16), Reach("host", transports, {SHARED_MEMORY: b"pool"})
+            "p-1", FINGERPRINT, RankLayout(16), TransportOffer("host", transports, {SHARED_MEMORY: b"pool"})
         )
         self.producer = Producer(identity, LEASE_S, window_blocks * PIECE_NBYTES, self.producer_counters)
         self.consumer = Consumer(
             ConsumerIdentity(
                 consumer_fingerprint,
-                Reach("host", transports),
+                TransportOffer("host", transports),
                 checksums,
                 HEARTBEAT_S,
                 PEER_TIMEOUT_S,
@@ -107,7 +107,7 @@ class Wire:
         self.in_flight: deque[tuple[str, Frame]] = deque()
         self.sent: list[Frame] = []
         self.news: list[News] = []
-        self.unwanted: list[Leg] = []
+        self.unwanted: list[RankTransfer] = []
         self.opened_pools: list[OpenPool] = []
         self.reads: list[tuple[Pieces, WantedPieces]] = []
         self.reads_at_once = True
@@ -124,8 +124,8 @@ class Wire:
                     self._post(str(peer), Frame(source, header, contents if effect.has_payload else ()))
                 case OpenPool():
                     self.opened_pools.append(effect)
-                case Unwanted(leg):
-                    self.unwanted.append(leg)
+                case Unwanted(rank_transfer):
+                    self.unwanted.append(rank_transfer)
                 case news:
                     self.news.append(news)
 
@@ -164,27 +164,29 @@ class Wire:
     # the orders of both engines, for one prompt of whole blocks
 
     def begin_send(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
-        self.at_producer(self.producer.begin(Leg(request_id), key, num_tokens, SHAPE, PIECE_NBYTES))
+        self.at_producer(self.producer.begin(RankTransfer(request_id), key, num_tokens, SHAPE, PIECE_NBYTES))
 
     def ready(self, first_index: int, num_blocks: int, request_id: str = "r") -> None:
         """Blocks `first_index`... are computed; block i of the prompt lives in local block 100 + i."""
         block_ids = [100 + index for index in range(first_index, first_index + num_blocks)]
         for block_id in block_ids:
             self.source_blocks[block_id] = block_id * 1_000
-        self.at_producer(self.producer.blocks_ready(Leg(request_id), first_index, block_ids))
+        self.at_producer(self.producer.blocks_ready(RankTransfer(request_id), first_index, block_ids))
 
     def finish_send(self, request_id: str = "r") -> None:
-        self.at_producer(self.producer.finish(Leg(request_id), FIRST_TOKEN, self.clock.now()))
+        self.at_producer(self.producer.finish(RankTransfer(request_id), FIRST_TOKEN, self.clock.now()))
 
     def begin_load(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
         self.at_consumer(
-            self.consumer.begin(Leg(request_id), key, ADDRESS, num_tokens, SHAPE, self.clock.now())
+            self.consumer.begin(RankTransfer(request_id), key, ADDRESS, num_tokens, SHAPE, self.clock.now())
         )
 
     def load(self, first_block: int, num_blocks: int, request_id: str = "r") -> None:
         """Block i of the prompt goes to local block 200 + i."""
         block_ids = tuple(200 + index for index in range(first_block, first_block + num_blocks))
-        self.at_consumer(self.consumer.load(Leg(request_id), first_block * 16, block_ids, self.clock.now()))
+        self.at_consumer(
+            self.consumer.load(RankTransfer(request_id), first_block * 16, block_ids, self.clock.now())
+        )
 
     def finish_reads(self) -> None:
         """Every read under way copies what is in the producer's blocks now."""

@@ -21,7 +21,7 @@ from baton.errors import WorkerUnavailable
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
 from baton.request import RequestOutput
-from baton.system.curve import Doorkeeper, PlaneKeys, secure_client
+from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
@@ -30,7 +30,7 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from gateway.workers.fleet import Fleet
+from gateway.workers.connections import WorkerConnections
 from kv_transfer import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS
@@ -193,21 +193,21 @@ def test_a_frame_of_just_the_size_limit_passes_both_ways(keys: Keys) -> None:
     limit = 1000
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, zmq.Context() as theirs:
         router.setsockopt(zmq.MAXMSGSIZE, limit)
-        doorkeeper = Doorkeeper("a plane", router, keys)
+        authenticator = PeerAuthenticator("a plane", router, keys)
         port = router.bind_to_random_port("tcp://127.0.0.1")
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
-        doorkeeper.register(poller)
+        authenticator.register(poller)
 
         def received() -> list[bytes] | None:
             for _ in range(20):
                 ready = dict(poller.poll(100))
-                doorkeeper.attend(ready)
+                authenticator.attend(ready)
                 if router in ready:
                     return router.recv_multipart()
             return None
 
-        with closing(doorkeeper), theirs.socket(zmq.DEALER) as client:
+        with closing(authenticator), theirs.socket(zmq.DEALER) as client:
             client.setsockopt(zmq.LINGER, 0)
             client.setsockopt(zmq.MAXMSGSIZE, limit)
             secure_client(client, keys)
@@ -251,7 +251,7 @@ class Losses:
 async def join(gateway_keys: Keys, address: str, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
     """Adds the worker at this address to a fleet and waits for it; what the fleet was told to be lost."""
     losses = Losses()
-    fleet = Fleet(NETWORK, gateway_keys, losses)
+    fleet = WorkerConnections(NETWORK, gateway_keys, losses)
     try:
         fleet.add(endpoint_at(address))
         waiting = asyncio.create_task(fleet.wait_for("p0"))

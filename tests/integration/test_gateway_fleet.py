@@ -8,7 +8,7 @@ from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
-from gateway.workers.fleet import Fleet
+from gateway.workers.connections import WorkerConnections
 from tests.factories.gateway import NETWORK, ScriptedWorker, silent
 from tests.factories.security import KEYS
 
@@ -43,7 +43,7 @@ def nowhere() -> WorkerEndpoint:
 
 def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -> None:
     async def test() -> None:
-        fleet = Fleet(NETWORK, KEYS.request, Listener())
+        fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
         fleet.add(nowhere())
         first = fleet.client("w0")
         assert first is not None
@@ -59,7 +59,7 @@ def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -
 def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
     async def test() -> None:
         worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener(ValueError("choked"))
-        fleet = Fleet(NETWORK, KEYS.request, listener)
+        fleet = WorkerConnections(NETWORK, KEYS.request, listener)
         try:
             fleet.add(worker.endpoint)
             name, reason = await asyncio.wait_for(listener.losses.get(), 10)

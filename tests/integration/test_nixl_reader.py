@@ -11,7 +11,7 @@ import pytest
 from baton.clock import SystemClock
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.nixl import NixlReader
-from kv_transfer.transport.nixl_agent import Memory, has_rdma, nixl_is_available
+from kv_transfer.transport.nixl_agent import NixlMemory, has_rdma, nixl_is_available
 from kv_transfer.transport.nixl_description import decode, encode
 from tests.factories.pool_readers import Owner, finish, make_runs
 
@@ -24,7 +24,7 @@ WHOLE = make_runs((0, 0, NBYTES))
 @pytest.fixture
 def reader() -> Iterator[NixlReader]:
     pool = np.zeros(NBYTES, np.uint8)
-    reader = NixlReader(Memory.of(pool), SystemClock())
+    reader = NixlReader(NixlMemory.of(pool), SystemClock())
     yield reader
     reader.close()
 

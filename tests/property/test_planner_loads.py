@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.fleet import SlotState
 from baton.worker import WorkerRole
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
-from cluster.controller.planner import RoleChange, Scale
+from cluster.controller.planner import RoleChange, ScaleDecision
 from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}
@@ -44,7 +44,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
             low, high = config.worker_bounds(role)
             assert low <= fleet.count(role) <= high, moment.decision.sentence
         match moment.decision.change:
-            case Scale(role, count):
+            case ScaleDecision(role, count):
                 changed_at[role].append((moment.at, count))
             case RoleChange():
                 assert may_change_roles

@@ -62,7 +62,7 @@ class SimConnector:
     def attach(self, endpoint: TransferEndpoint, channel: SimChannel, counters: "Counter[str]") -> None:
         self.endpoint = endpoint
         self.counts = counters
-        self._leases = Leases(self._world, self._process, endpoint._giving._producer._lease_s)
+        self._leases = Leases(self._world, self._process, endpoint._producer_end._producer._lease_s)
         channel.take = self._on_arrival
 
     # the engine's calls, as worker/core.py makes them

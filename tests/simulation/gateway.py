@@ -21,7 +21,7 @@ from gateway.requests.journey import Errand, Journey
 from gateway.requests.waiting import Seat, WaitingRoom
 from gateway.routing.placement import NoRoom
 from gateway.routing.router import Router
-from gateway.workers.worker_list import Roster
+from gateway.workers.worker_list import WorkerList
 from tests.simulation.attempts import ClientRequest, End, brief
 from tests.simulation.scenario import Policy, RequestSpec
 from tests.simulation.worker import Worker
@@ -46,7 +46,7 @@ class SimGateway:
         self._policy = policy
         self._config = GatewayConfig(routing_policy="round_robin", placement_timeout_s=8.0)
         self.router = Router(self._config, b"prefixes of the simulation")
-        self._roster = Roster()
+        self._worker_list = WorkerList()
         max_queued = self._config.max_queued
         self._room = WaitingRoom[ClientRequest](max_queued, self._try_to_place, self._turn_away)
         self._is_sweep_due = False
@@ -70,14 +70,14 @@ class SimGateway:
     # what workers say: Listener
 
     def heard(self, status: WorkerStatus) -> None:
-        self._roster.heard(status)
+        self._worker_list.heard(status)
         if not self._knows_room:
             status = replace(status, kv_blocks=_PLENTY)
         self.router.heard(status)
         self._note_room()
 
     def gone(self, worker: str) -> None:
-        self._roster.gone(worker)
+        self._worker_list.gone(worker)
         self.router.gone(worker)
 
     def lost(self, worker: str, reason: str) -> None:
@@ -102,7 +102,7 @@ class SimGateway:
             cache_salt=spec.cache_salt,
             mode=spec.mode,
         )
-        journey = Journey(errand, self._policy, self._roster, self._world.now)
+        journey = Journey(errand, self._policy, self._worker_list, self._world.now)
         request = self.requests[spec.request_id] = ClientRequest(spec, self._world.now, journey)
         self.num_open += 1
         self._world.log(self.name, f"{spec.request_id} arrives", lambda: spec)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kv_transfer.consumer.endpoint import READ_TIMEOUT_S
-from kv_transfer.protocol.outgoing import State
+from kv_transfer.protocol.outgoing import OutgoingState
 from tests.simulation.attempts import End
 from tests.simulation.faults import Fleet
 from tests.simulation.gateway import SimGateway
@@ -131,9 +131,12 @@ class Invariants:
 
     def _check_standstill(self, producer: Worker) -> None:
         """No consumer keeps room for what a producer cannot compute while complete prompts there wait for room."""
-        now, transfers = self._world.now, producer.connector.endpoint._giving._producer._transfers.values()
+        now, transfers = (
+            self._world.now,
+            producer.connector.endpoint._producer_end._producer._transfers.values(),
+        )
         complete = [transfer for transfer in transfers if transfer.first_token is not None]
-        is_taken = any(transfer.state is State.STREAMING for transfer in complete)
+        is_taken = any(transfer.state is OutgoingState.STREAMING for transfer in complete)
         held = frozenset() if is_taken else frozenset(transfer.key.transfer_id for transfer in complete)
         before, since = self._standstills.get(producer.name, (frozenset(), now))
         if held != before:

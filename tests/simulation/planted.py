@@ -14,8 +14,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from baton.messages import session
-from baton.messages.request_plane import Heartbeat
+from baton.messages.request_plane import Heartbeat, session
 from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
@@ -25,9 +24,9 @@ from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Send
-from kv_transfer.protocol.incoming import Incoming
+from kv_transfer.protocol.incoming import IncomingTransfer
 from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
-from kv_transfer.protocol.outgoing import Outgoing
+from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
@@ -89,7 +88,7 @@ def complete_twice() -> Patch:
     """A load that has arrived is not forgotten."""
     original = Consumer._complete
 
-    def complete(self: Consumer, transfer: Incoming, now: float) -> list[Effect]:
+    def complete(self: Consumer, transfer: IncomingTransfer, now: float) -> list[Effect]:
         effects = original(self, transfer, now)
         if effects:
             self._transfers.add(transfer)
@@ -101,35 +100,35 @@ def complete_twice() -> Patch:
 
 
 def offer_withdrawn_blocks() -> Patch:
-    def withdraw(self: Outgoing) -> None:
+    def withdraw(self: OutgoingTransfer) -> None:
         self.version += 1
 
-    return patch.object(Outgoing, "withdraw", withdraw)
+    return patch.object(OutgoingTransfer, "withdraw", withdraw)
 
 
 def trust_acks_of_older_versions() -> Patch:
     original = Producer._on_ack
 
-    def on_ack(self: Producer, transfer: Outgoing, message: Ack) -> list[Effect]:
+    def on_ack(self: Producer, transfer: OutgoingTransfer, message: Ack) -> list[Effect]:
         return original(self, transfer, replace(message, version=transfer.version))
 
     return patch.object(Producer, "_on_ack", on_ack)
 
 
 def trust_opens_of_older_versions() -> Patch:
-    original = Outgoing.reopen
+    original = OutgoingTransfer.reopen
 
-    def reopen(self: Outgoing, message: Open, peer: Any, transport: str) -> None:
+    def reopen(self: OutgoingTransfer, message: Open, peer: Any, transport: str) -> None:
         versions = (self.version,) * len(message.received)
         original(self, replace(message, received_versions=versions), peer, transport)
 
-    return patch.object(Outgoing, "reopen", reopen)
+    return patch.object(OutgoingTransfer, "reopen", reopen)
 
 
 def say_end_before_the_last_ack() -> Patch:
     """Nobody knows yet whether the pool was read in time."""
 
-    def end(self: Producer, transfer: Outgoing) -> list[Effect]:
+    def end(self: Producer, transfer: OutgoingTransfer) -> list[Effect]:
         if transfer.first_token is None or transfer.is_end_sent:
             return []
         transfer.is_end_sent = True

@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 from gateway.requests.attempt import Attempt
-from kv_transfer.consumer.endpoint import TakingEnd
+from kv_transfer.consumer.endpoint import ConsumerEndpoint
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import Pieces
-from kv_transfer.protocol.outgoing import Outgoing, State
+from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from tests.simulation.planted import Patch, Plant, hunt
 
@@ -35,9 +35,9 @@ def go_on_without_any_leg() -> Patch:
 def count_what_never_began() -> Patch:
     """A doubled Release, which came after a late Hold, counted as another hand-over that was done."""
 
-    def count_end(self: Producer, transfer: Outgoing, counter: str, reason: str = "") -> None:
+    def count_end(self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
         transfer.end_reason = transfer.end_reason or reason
-        if transfer.state is not State.CANCELLED:
+        if transfer.state is not OutgoingState.CANCELLED:
             self._counters[counter] += 1
 
     return patch.object(Producer, "_count_end", count_end)
@@ -46,9 +46,9 @@ def count_what_never_began() -> Patch:
 def count_ends_twice() -> Patch:
     """A hand-over that was cancelled by the one end and then ended by the other counted twice."""
 
-    def count_end(self: Producer, transfer: Outgoing, counter: str, reason: str = "") -> None:
+    def count_end(self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
         transfer.end_reason = transfer.end_reason or reason
-        if transfer.leg is not None:
+        if transfer.rank_transfer is not None:
             self._counters[counter] += 1
 
     return patch.object(Producer, "_count_end", count_end)
@@ -56,10 +56,10 @@ def count_ends_twice() -> Patch:
 
 def ask_late_how_a_piece_came() -> Patch:
     """A read that ended after its transport had been given up ended the transfer thread."""
-    original = TakingEnd._arrived
+    original = ConsumerEndpoint._arrived
 
     def arrived(
-        self: TakingEnd,
+        self: ConsumerEndpoint,
         message: Pieces,
         wanted: WantedPieces,
         missing: Iterable[int],
@@ -68,7 +68,7 @@ def ask_late_how_a_piece_came() -> Patch:
     ) -> Any:
         return original(self, message, wanted, missing, self._consumer.transport_of(message.key), checksums)
 
-    return patch.object(TakingEnd, "_arrived", arrived)
+    return patch.object(ConsumerEndpoint, "_arrived", arrived)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
 from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import KVBytes
-from kv_transfer.protocol.transports import ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import ZMQ_TCP, TransportOffer
 from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
 from scheduler import RequestStatus, Scheduler
@@ -270,12 +270,12 @@ class Worker(Process):
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
             self.channel,
             self.readers,
-            Reach(spec.host, spec.transports, pools),
+            TransportOffer(spec.host, spec.transports, pools),
             counters,
             self.clock,
         )
         # Configuration counts in MiB, and a pool of this size would never fill a window.
-        endpoint._giving._producer._window._max_bytes = spec.window_bytes
+        endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
         self.connector.attach(endpoint, self.channel, counters)
 
 

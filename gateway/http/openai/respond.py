@@ -27,7 +27,7 @@ from gateway.requests.whole_answer import in_turns
 logger = logging.getLogger(__name__)
 
 
-class Answer(Protocol):
+class OpenAIAnswer(Protocol):
     """One of the API's two shapes."""
 
     def events(self, says_usage: bool) -> EventWriter:
@@ -51,7 +51,7 @@ class Generated(Response):
         dispatcher: Dispatcher,
         generations: Sequence[Generation],
         num_samples: int,
-        answer: Answer,
+        answer: OpenAIAnswer,
         stream_options: StreamOptions | None,
         names: Mapping[str, str],
     ) -> None:

@@ -28,11 +28,11 @@ from gateway.http.openai.description import ERRORS, TIMEOUT_HEADER, answers_of
 from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.http.openai.respond import Answer, Generated, in_terms_of
+from gateway.http.openai.respond import Generated, OpenAIAnswer, in_terms_of
 from gateway.http.strict_json import JsonRoute
 from gateway.http.trace_headers import trace_of
 from gateway.model import ServedModel
-from gateway.preprocess import Intake, Prompt, SamplingInRoom
+from gateway.preprocess import Preprocessor, Prompt, SamplingInRoom
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.run import Generation
 from gateway.requests.trace_context import TraceContext
@@ -52,7 +52,7 @@ TimeoutMs = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HttpCall:
     """What a request says of itself outside of its body."""
 
     request_id: str
@@ -85,14 +85,14 @@ class Call:
 class OpenAIRoutes:
     """What becomes of a body; one instance serves all calls."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> None:
+    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> None:
         self._dispatcher = dispatcher
-        self._intake = intake
+        self._preprocessor = preprocessor
         self._model = model
-        self._chat_tokens = ChatTokens(intake.pool.tokenizer)
-        self._completion_tokens = CompletionTokens(intake.pool.tokenizer)
+        self._chat_tokens = ChatTokens(preprocessor.pool.tokenizer)
+        self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
-    async def chat_completion(self, body: ChatCompletionRequest, call: Call) -> Generated:
+    async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> Generated:
         names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
         if body.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
@@ -101,7 +101,7 @@ class OpenAIRoutes:
         answer = ChatAnswer(head, len(generations), self._chat_tokens if body.logprobs else None)
         return self._generated(body, generations, answer, names)
 
-    async def completion(self, body: CompletionRequest, call: Call) -> Generated:
+    async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
         names = _client_names(body, "prompt")
         prompts = body.prompts
         generations = await self._generations(body, call, prompts, body.sampling, names)
@@ -119,7 +119,7 @@ class OpenAIRoutes:
     async def _generations(
         self,
         body: GenerationFields,
-        call: Call,
+        call: HttpCall,
         prompts: Sequence[Prompt],
         sampling: SamplingInRoom,
         names: dict[str, str],
@@ -130,7 +130,7 @@ class OpenAIRoutes:
         generations: list[Generation] = []
         for number, prompt in enumerate(prompts):
             try:
-                generation = await self._intake.generation(
+                generation = await self._preprocessor.generation(
                     prompt,
                     sampling,
                     request_id=call.request_id,
@@ -148,13 +148,13 @@ class OpenAIRoutes:
             if number:
                 own_id = f"{call.request_id}-p{number}"
                 generation = replace(generation, request_id=own_id, call_id=call.request_id)
-            generations += self._intake.samples(generation, body.num_samples, body.keep_special_tokens)
+            generations += self._preprocessor.samples(generation, body.num_samples, body.keep_special_tokens)
         if not body.stream:
             check_whole_answer(generations, names)
         # Later prompts were tokenised while the first ones had theirs.
         return [replace(generation, timeout_s=call.time_left_s) for generation in generations]
 
-    def _head(self, kind: str, call: Call) -> Head:
+    def _head(self, kind: str, call: HttpCall) -> Head:
         return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
 
     async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
@@ -162,19 +162,23 @@ class OpenAIRoutes:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._intake.pool.decode(prompt, not body.keep_special_tokens)
+        return await self._preprocessor.pool.decode(prompt, not body.keep_special_tokens)
 
     def _generated(
-        self, body: GenerationFields, generations: list[Generation], answer: Answer, names: dict[str, str]
+        self,
+        body: GenerationFields,
+        generations: list[Generation],
+        answer: OpenAIAnswer,
+        names: dict[str, str],
     ) -> Generated:
         options = (body.stream_options or StreamOptions()) if body.stream else None
         return Generated(self._dispatcher, generations, body.num_samples, answer, options, names)
 
 
-def openai_routes(dispatcher: Dispatcher, intake: Intake, model: ServedModel) -> APIRouter:
+def openai_routes(dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
     """Completions of both kinds, and what is served."""
     routes = APIRouter(route_class=JsonRoute)
-    api = OpenAIRoutes(dispatcher, intake, model)
+    api = OpenAIRoutes(dispatcher, preprocessor, model)
     card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)
 
     @routes.post(
@@ -186,7 +190,7 @@ def openai_routes(dispatcher: Dispatcher, intake: Intake, model: ServedModel) ->
     async def chat_completions(
         body: ChatCompletionRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> Response:
-        return await api.chat_completion(body, Call.of(request, body, "chat", timeout_ms))
+        return await api.chat_completion(body, HttpCall.of(request, body, "chat", timeout_ms))
 
     @routes.post(
         "/v1/completions",
@@ -197,7 +201,7 @@ def openai_routes(dispatcher: Dispatcher, intake: Intake, model: ServedModel) ->
     async def completions(
         body: CompletionRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> Response:
-        return await api.completion(body, Call.of(request, body, "completions", timeout_ms))
+        return await api.completion(body, HttpCall.of(request, body, "completions", timeout_ms))
 
     @routes.head("/v1/models", include_in_schema=False)
     @routes.get("/v1/models", summary="What is served here")

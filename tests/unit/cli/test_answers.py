@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from cli.commands.demo import show_timeline
-from cli.commands.generate import Answer, to_json
-from gateway.client import Completion
+from cli.commands.generate import GeneratedAnswer, to_json
+from gateway.client import GenerationEnd
 
 TIMING: dict[str, Any] = {
     "ttft_s": 0.125,
@@ -48,10 +48,10 @@ TIMING: dict[str, Any] = {
 }
 
 
-def answer(mode: str = "disaggregated", prefill: str = "p0") -> Answer:
+def answer(mode: str = "disaggregated", prefill: str = "p0") -> GeneratedAnswer:
     usage = {"prompt_tokens": 37, "completion_tokens": 4, "cached_tokens": 16}
     placement = {"mode": mode, "prefill": prefill, "decode": "d0", "attempts": 1}
-    return Answer("Hello!", (1, 2, 3, 4), Completion("stop", usage, TIMING, placement))
+    return GeneratedAnswer("Hello!", (1, 2, 3, 4), GenerationEnd("stop", usage, TIMING, placement))
 
 
 def shown(show_it: Any, *arguments: Any) -> str:

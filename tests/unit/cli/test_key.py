@@ -8,7 +8,7 @@ import pytest
 from baton.clock import VirtualClock
 from baton.config import GatewayConfig
 from cli.main import USAGE, main
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import Right
 
 
@@ -25,7 +25,7 @@ def test_what_it_prints_is_an_entry_of_the_key_file(
         assert keys[name] not in printed.out
         with file.open("a") as appended:
             appended.write(printed.out)
-    door = Doorkeeper(GatewayConfig(api_keys_file=str(file)), VirtualClock())
+    door = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
     callers = {name: door.caller_of([f"Bearer {key}"]) for name, key in keys.items()}
     rights = {name: {right for right in Right if caller.may(right)} for name, caller in callers.items()}
     assert rights == {"alice": {Right.GENERATE}, "ops": set(Right), "prometheus": {Right.OBSERVE}}

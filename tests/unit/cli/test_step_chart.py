@@ -16,7 +16,7 @@ from cli.trace_chart.words import explain, time_text, time_unit
 from tests.factories.scheduling import FakeRunner, make_request, make_scheduler
 from tests.factories.traces import CHUNKED, HANDED_OVER, PREEMPTED, make_header, make_step, make_trace
 from worker.step_trace import StepTrace, Trace, read_trace
-from worker.step_trace_writer import Standing, open_step_trace
+from worker.step_trace_writer import QueueSnapshot, open_step_trace
 
 
 def lines_of(chart: Chart, width: int = 100) -> list[str]:
@@ -342,7 +342,9 @@ def run_at_random(seed: int, folder: Path) -> Trace:
         num_free_blocks = scheduler.kv_block_counts().free
         writer.planned(
             plan,
-            Standing(loading=(), waiting=waiting, num_waiting=num_waiting, num_free_blocks=num_free_blocks),
+            QueueSnapshot(
+                loading=(), waiting=waiting, num_waiting=num_waiting, num_free_blocks=num_free_blocks
+            ),
         )
         clock.advance(rng.random() / 10)
         output = runner.execute(plan)

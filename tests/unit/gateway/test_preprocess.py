@@ -1,4 +1,4 @@
-"""Intake: every prompt and every token is held against the model, and what is wrong is named."""
+"""Preprocessor: every prompt and every token is held against the model, and what is wrong is named."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from baton.errors import DeadlinePassed, InvalidRequest
 from baton.sampling import SamplingParams
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
-from gateway.preprocess import Intake, Prompt
+from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.run import Generation
 from gateway.text import ChatMessage, Tokenizer
 from tests.factories.models import make_model_dir, make_tokenizer
@@ -24,28 +24,28 @@ MAX_MODEL_LEN = 100
 
 
 @pytest.fixture(scope="module")
-def intake(tmp_path_factory: pytest.TempPathFactory) -> Intake:
+def preprocessor(tmp_path_factory: pytest.TempPathFactory) -> Preprocessor:
     folder: Path = make_model_dir(tmp_path_factory.mktemp("model"))
     model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,))
     grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
-    return Intake(Tokenizer(folder), model, grammars)
+    return Preprocessor(Tokenizer(folder), model, grammars)
 
 
-def take_in(intake: Intake, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+def take_in(preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
     def sampling(room: int) -> SamplingParams:
         return params or SamplingParams(max_tokens=room)
 
-    return asyncio.run(intake.generation(prompt, sampling))
+    return asyncio.run(preprocessor.generation(prompt, sampling))
 
 
-def test_an_answer_may_fill_what_the_prompt_leaves(intake: Intake) -> None:
-    generation = take_in(intake, (5,) * 40)
+def test_an_answer_may_fill_what_the_prompt_leaves(preprocessor: Preprocessor) -> None:
+    generation = take_in(preprocessor, (5,) * 40)
     assert generation.prompt_token_ids == (5,) * 40
     assert generation.sampling_params.max_tokens == MAX_MODEL_LEN - 40
 
 
-def test_requests_without_a_name_get_one_each(intake: Intake) -> None:
-    assert take_in(intake, (5,)).request_id != take_in(intake, (5,)).request_id
+def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> None:
+    assert take_in(preprocessor, (5,)).request_id != take_in(preprocessor, (5,)).request_id
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_requests_without_a_name_get_one_each(intake: Intake) -> None:
     ],
 )
 def test_prompts_that_the_model_cannot_take(
-    intake: Intake, token_ids: tuple[int, ...], complaint: str
+    preprocessor: Preprocessor, token_ids: tuple[int, ...], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
-        take_in(intake, token_ids)
+        take_in(preprocessor, token_ids)
 
 
 @pytest.mark.parametrize(
@@ -71,43 +71,43 @@ def test_prompts_that_the_model_cannot_take(
     ],
 )
 def test_tokens_that_the_model_lacks_are_named_by_field(
-    intake: Intake, field: str, params: SamplingParams
+    preprocessor: Preprocessor, field: str, params: SamplingParams
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        take_in(intake, (5,), params)
+        take_in(preprocessor, (5,), params)
     assert caught.value.field == field
 
 
 def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_tokenising(
-    intake: Intake,
+    preprocessor: Preprocessor,
 ) -> None:
     with pytest.raises(InvalidRequest, match="leave no room"):
-        take_in(intake, "x" * MAX_MODEL_LEN)
+        take_in(preprocessor, "x" * MAX_MODEL_LEN)
     with pytest.raises(InvalidRequest, match="characters are more than the model can take"):
-        take_in(intake, "x" * 100 * MAX_MODEL_LEN)
+        take_in(preprocessor, "x" * 100 * MAX_MODEL_LEN)
 
 
-def test_a_deadline_counts_from_before_the_prompt_is_tokenised(intake: Intake) -> None:
+def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
     def slow(turns: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         time.sleep(0.2)
         return "hi"
 
     async def run() -> None:
-        with patch.object(intake.pool.tokenizer, "render_chat", slow):
-            generation = await intake.generation(
+        with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
+            generation = await preprocessor.generation(
                 [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
             )
             assert generation.timeout_s is not None
             assert 0.0 < generation.timeout_s <= 29.8
             with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-                await intake.generation(
+                await preprocessor.generation(
                     [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
                 )
 
     asyncio.run(run())
 
 
-def test_a_conversation_is_rendered_with_the_models_own_template(intake: Intake) -> None:
-    said = take_in(intake, [ChatMessage("user", "hi")]).prompt_token_ids
-    assert take_in(intake, "hi").prompt_token_ids[-1] in said
-    assert said != take_in(intake, [ChatMessage("system", "hi")]).prompt_token_ids
+def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:
+    said = take_in(preprocessor, [ChatMessage("user", "hi")]).prompt_token_ids
+    assert take_in(preprocessor, "hi").prompt_token_ids[-1] in said
+    assert said != take_in(preprocessor, [ChatMessage("system", "hi")]).prompt_token_ids

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Release
 from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
 from tests.factories.transfer import (
@@ -22,10 +22,10 @@ def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
     wire.ready(0, 1)
     wire.advance(LOAD_TIMEOUT_S)
     assert wire.news == [
-        Failed(Leg("r"), 16, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)
+        Failed(RankTransfer("r"), 16, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)
     ]
     wire.finish_send()
-    assert wire.news[1:] == [Freed(Leg("r"))]
+    assert wire.news[1:] == [Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -49,7 +49,7 @@ def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
     wire.advance(LEASE_S - 0.1)
     assert wire.news == []
     wire.advance(0.2)
-    assert wire.news == [Freed(Leg("r"))]
+    assert wire.news == [Freed(RankTransfer("r"))]
     assert wire.producer_counters["kv_lease_expiries"] == 1
     wire.assert_at_rest()
 
@@ -64,7 +64,7 @@ def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> N
     assert wire.news == []
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S)
-    assert wire.news == [Freed(Leg("r"))]
+    assert wire.news == [Freed(RankTransfer("r"))]
 
 
 def test_c38_one_long_lease_does_not_delay_another() -> None:
@@ -76,7 +76,7 @@ def test_c38_one_long_lease_does_not_delay_another() -> None:
     for _ in range(4):
         wire.advance(LEASE_S / 2)
         wire.at_producer(wire.producer.on_message(b"d", Hold(make_key("long")), wire.clock.now()))
-    assert wire.news == [Freed(Leg("short"))]
+    assert wire.news == [Freed(RankTransfer("short"))]
 
 
 @pytest.mark.parametrize("moment", ["queued", "loading", "complete"])
@@ -90,10 +90,10 @@ def test_c39_an_abort_on_the_decode_side_releases_the_producers_blocks_by_messag
         wire.load(0, 2)
     if moment == "complete":
         wire.deliver()
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    assert Freed(Leg("r")) in wire.news
-    assert (Quiesced(Leg("r")) in wire.news) == (moment != "queued")
+    assert Freed(RankTransfer("r")) in wire.news
+    assert (Quiesced(RankTransfer("r")) in wire.news) == (moment != "queued")
     wire.assert_at_rest()
 
 
@@ -101,13 +101,13 @@ def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
     wire = Wire()
     wire.begin_load(KEY, 16)
     wire.in_flight.clear()  # the Hold is lost, the Cancel is not
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
     wire.begin_send(KEY, 16)
     wire.ready(0, 1)
     wire.finish_send()
-    assert wire.unwanted == [Leg("r")]
-    assert wire.news == [Freed(Leg("r"))]
+    assert wire.unwanted == [RankTransfer("r")]
+    assert wire.news == [Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -119,12 +119,12 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
     if is_loading:
         wire.load(0, 1)
     wire.deliver()
-    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the request ended", True))
     wire.deliver()
     if not is_loading:
         wire.load(0, 1)
     assert [news for news in wire.news if isinstance(news, Failed)] == [
-        Failed(Leg("r"), 0, "the request ended", True)
+        Failed(RankTransfer("r"), 0, "the request ended", True)
     ]
     wire.deliver()
     wire.assert_at_rest()
@@ -133,11 +133,11 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
 def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
     wire = Wire()
     wire.begin_send(KEY, 16)
-    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the request ended", True))
     wire.begin_load(KEY, 16)
     wire.load(0, 1)
     wire.deliver()
-    assert Failed(Leg("r"), 0, "the request ended", True) in wire.news
+    assert Failed(RankTransfer("r"), 0, "the request ended", True) in wire.news
     wire.assert_at_rest()
 
 
@@ -179,10 +179,10 @@ def test_c39_a_prompt_whose_consumer_was_told_no_is_not_wanted_when_it_begins() 
     wire.begin_load(KEY, 48)
     wire.advance(MAX_EARLY_LEASES * LEASE_S)
     wire.begin_send(KEY, 48)
-    assert wire.unwanted == [Leg("r")]
+    assert wire.unwanted == [RankTransfer("r")]
     wire.ready(0, 3)
     wire.finish_send()
-    assert wire.news == [Freed(Leg("r"))]
+    assert wire.news == [Freed(RankTransfer("r"))]
     assert len(wire.producer) == 0
     wire.producer.check_integrity()
 
@@ -192,11 +192,11 @@ def test_c39_a_cancel_in_mid_prefill_is_news_for_the_producers_engine() -> None:
     start(wire, num_blocks=3)
     wire.ready(0, 1)
     wire.deliver()
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    assert wire.unwanted == [Leg("r")]
-    wire.at_producer(wire.producer.abort(Leg("r"), "unwanted", True))
-    assert wire.news == [Quiesced(Leg("r")), Freed(Leg("r"))]
+    assert wire.unwanted == [RankTransfer("r")]
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
+    assert wire.news == [Quiesced(RankTransfer("r")), Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -206,10 +206,10 @@ def test_c39_a_cancel_of_a_complete_prompt_only_frees() -> None:
     wire.begin_load(KEY, 16)
     wire.ready(0, 1)
     wire.finish_send()
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
     assert wire.unwanted == []
-    assert wire.news == [Freed(Leg("r"))]
+    assert wire.news == [Freed(RankTransfer("r"))]
 
 
 def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:
@@ -236,8 +236,8 @@ def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
     wire.ready(0, 3)
     wire.finish_send()
     wire.deliver()
-    assert {type(news) for news in wire.news if news.leg.request_id == "second"} == {Failed, Freed}
-    assert {type(news) for news in wire.news if news.leg.request_id == "r"} == {Received, Freed}
+    assert {type(news) for news in wire.news if news.rank_transfer.request_id == "second"} == {Failed, Freed}
+    assert {type(news) for news in wire.news if news.rank_transfer.request_id == "r"} == {Received, Freed}
     wire.assert_at_rest()
 
 
@@ -250,9 +250,9 @@ def num_ends(wire: Wire) -> dict[str, int]:
 def test_a_hand_over_that_both_ends_gave_up_counts_once() -> None:
     wire = Wire()
     start(wire)
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    wire.at_producer(wire.producer.abort(Leg("r"), "the client left", True))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the client left", True))
     assert num_ends(wire) == {"kv_sends_cancelled": 1}
 
 

@@ -189,7 +189,7 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.readers[1].num_failures = 1
-    ways = []
+    choices = []
     for number in range(4):
         name = f"r{number}"
         begin(prefill, decode, name, decode.blocks_for(NUM_TOKENS))
@@ -198,9 +198,9 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
         fabric.deliver()
         fabric.advance(1.0)
         [received] = decode.news().finished_recving
-        ways.append(received.transport)
+        choices.append(received.transport)
         assert decode.holds(NUM_TOKENS)
-    assert ways == [ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY, SHARED_MEMORY]
+    assert choices == [ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY, SHARED_MEMORY]
     assert fabric.readers[1].num_opened == 2
 
 
@@ -240,13 +240,13 @@ def test_c42_a_way_that_failed_is_tried_again_after_a_while_though_there_are_alw
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.readers[1].num_failures = 1
     begin(prefill, decode, "r0", decode.blocks_for(NUM_TOKENS))
-    ways: list[str] = []
+    choices: list[str] = []
     for number in range(20):  # one begins before the last one ends
         fabric.deliver()
         begin(prefill, decode, f"r{number + 1}", decode.blocks_for(NUM_TOKENS))
         fabric.deliver()
         give(prefill, f"r{number}")
         fabric.advance(RETRY_S / 10)
-        ways += [received.transport for received in decode.news().finished_recving]
-    assert ways == [ZMQ_TCP] * 11 + [SHARED_MEMORY] * 9
+        choices += [received.transport for received in decode.news().finished_recving]
+    assert choices == [ZMQ_TCP] * 11 + [SHARED_MEMORY] * 9
     assert fabric.readers[1].num_opened == 2

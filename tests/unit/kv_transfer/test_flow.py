@@ -1,6 +1,6 @@
 """Who is sent how much and when: windows, turns, and acknowledgements that cross an Open."""
 
-from kv_transfer.protocol.effects import Freed, Leg, Received
+from kv_transfer.protocol.effects import Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Hold, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY
 from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
@@ -14,7 +14,9 @@ def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> N
         key = make_key(name)
         wire.begin_send(key, 32, name)
         wire.begin_load(key, 32, name)
-        wire.at_consumer(wire.consumer.load(Leg(name), 0, (first_block, first_block + 1), wire.clock.now()))
+        wire.at_consumer(
+            wire.consumer.load(RankTransfer(name), 0, (first_block, first_block + 1), wire.clock.now())
+        )
         wire.deliver()
         wire.ready(0, 2, name)
         wire.deliver()
@@ -26,7 +28,7 @@ def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> N
     wire.reads_at_once = True
     wire.finish_reads()
     wire.deliver()
-    received = [news.leg.request_id for news in wire.news if isinstance(news, Received)]
+    received = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Received)]
     assert sorted(received) == ["a", "b"], "without waiting for another heartbeat"
     assert sum(isinstance(news, Freed) for news in wire.news) == 2
     wire.assert_at_rest()

@@ -34,7 +34,7 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     Unreadable,
 )
-from kv_transfer.protocol.transports import ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import ZMQ_TCP, TransportOffer
 from kv_transfer.transport.base import Arrival, Runs, TransportError
 from kv_transfer.transport.shared_memory import FORMAT, SharedMemory, SharedMemoryReader
 from kv_transfer.transport.zmq_tcp import ZmqChannel
@@ -49,8 +49,8 @@ OURS = TransferKey("t", 0, "us", "peer")
 
 def make_end(channel: RecordingChannel, clock: VirtualClock) -> TransferEndpoint:
     pool = KVBytes(np.zeros((8, BLOCK_NBYTES), np.uint8), FINGERPRINT)
-    reach, counters = Reach("host", (ZMQ_TCP,)), Counter(dict.fromkeys(COUNTERS, 0))
-    return make_endpoint(KVTransferConfig(), "us", FINGERPRINT, pool, channel, {}, reach, counters, clock)
+    offer, counters = TransportOffer("host", (ZMQ_TCP,)), Counter(dict.fromkeys(COUNTERS, 0))
+    return make_endpoint(KVTransferConfig(), "us", FINGERPRINT, pool, channel, {}, offer, counters, clock)
 
 
 def make_open(fingerprint: KVFingerprint = FINGERPRINT, transports: tuple[str, ...] = (ZMQ_TCP,)) -> Open:
@@ -114,7 +114,7 @@ def test_an_early_open_is_not_believed_to_have_received_anything() -> None:
     early = Open(OURS, FINGERPRINT, 16, 0, claims, claims, "host", (ZMQ_TCP,), ChecksumPolicy.OFF)
     for _ in range(2):
         end.take(Arrival(b"d", False, TO_PRODUCER.encode(early)))
-    kept = end._giving._producer._transfers[OURS].open
+    kept = end._producer_end._producer._transfers[OURS].open
     assert kept is not None
     assert kept.received == kept.received_versions == ()
 

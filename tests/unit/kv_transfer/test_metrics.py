@@ -64,7 +64,7 @@ def test_a_worker_counts_the_legs_of_all_its_ranks_together() -> None:
 
 
 def ends(worker: Worker) -> list[tuple[int, int, int]]:
-    """Legs with each peer that were done, that failed, and that were not needed."""
+    """Rank transfers with each peer that were done, that failed, and that were not needed."""
     return [(peer.done, peer.failed, peer.not_needed) for peer in worker.connector.peers()]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError
 from kv_transfer.transport import nixl_agent
 from kv_transfer.transport.base import MAX_DESCRIPTION_BYTES, TransportError
-from kv_transfer.transport.nixl_agent import Memory, load_nixl, nixl_is_available
+from kv_transfer.transport.nixl_agent import NixlMemory, load_nixl, nixl_is_available
 from kv_transfer.transport.nixl_description import Description, check_readable, decode, encode, this_host
 
 POOL = np.zeros(4096, np.uint8)
@@ -32,7 +32,7 @@ OURS = Description(
 
 def test_a_description_comes_back_as_it_was() -> None:
     assert decode(encode(OURS)) == OURS
-    assert OURS.memory == Memory.of(POOL)
+    assert OURS.memory == NixlMemory.of(POOL)
     assert replace(OURS, is_on_device=True, device=3).memory.kind == "VRAM"
 
 

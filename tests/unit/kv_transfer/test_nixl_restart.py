@@ -13,7 +13,7 @@ from baton.clock import VirtualClock
 from kv_transfer.transport import nixl, nixl_agent
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.nixl import CLOSE_WAIT_S, NixlReader
-from kv_transfer.transport.nixl_agent import Memory, NixlAgent, NixlError
+from kv_transfer.transport.nixl_agent import NixlAgent, NixlError, NixlMemory
 from tests.factories.pool_readers import make_runs
 
 NBYTES = 4096
@@ -100,7 +100,7 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def reader(ucx: Ucx, clock: VirtualClock) -> NixlReader:
     assert ucx.num_made == 0
-    return NixlReader(Memory.of(np.zeros(NBYTES, np.uint8)), clock)
+    return NixlReader(NixlMemory.of(np.zeros(NBYTES, np.uint8)), clock)
 
 
 def errors_of(reader: NixlReader) -> dict[int, str | None]:
@@ -208,7 +208,7 @@ def test_an_agent_that_cannot_give_memory_back_is_ended_all_the_same(monkeypatch
         DRAM_SEG=0,
     )
     monkeypatch.setattr(nixl_agent, "load_nixl", lambda: (library, "1.5.1"))
-    agent = NixlAgent(Memory.of(np.zeros(NBYTES, np.uint8)), has_progress_thread=False)
+    agent = NixlAgent(NixlMemory.of(np.zeros(NBYTES, np.uint8)), has_progress_thread=False)
     assert LibraryAgent.num_alive == 1
     agent.close()
     assert LibraryAgent.num_alive == 0
@@ -217,7 +217,7 @@ def test_an_agent_that_cannot_give_memory_back_is_ended_all_the_same(monkeypatch
 def test_reads_move_on_in_the_context_of_the_device(ucx: Ucx, clock: VirtualClock) -> None:
     """UCX calls CUDA on the thread that polls, and does not check that it has a context."""
     calls: list[int] = []
-    reader = NixlReader(Memory(1 << 40, NBYTES, "VRAM", 0), clock, lambda: calls.append(ucx.num_made))
+    reader = NixlReader(NixlMemory(1 << 40, NBYTES, "VRAM", 0), clock, lambda: calls.append(ucx.num_made))
     assert calls == [0], "before the first agent registers the memory"
     for use in (lambda: reader.open(reader.describe()).read(RUN), reader.poll):
         calls.clear()

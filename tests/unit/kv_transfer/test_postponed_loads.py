@@ -1,6 +1,6 @@
 """Loads that are put off: a producer that is stuck says so, the room is given back, and the load comes later."""
 
-from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Cancel, End, Hold, Opened, Pieces, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.transfer import (
@@ -35,7 +35,7 @@ def start_stuck(*, transport: str = ZMQ_TCP, window_blocks: int = 4) -> Wire:
 
 def postponed(num_valid_tokens: int) -> Failed:
     reason = "the prefill worker waits until others are loaded"
-    return Failed(Leg("r"), num_valid_tokens, reason, False, is_postponed=True)
+    return Failed(RankTransfer("r"), num_valid_tokens, reason, False, is_postponed=True)
 
 
 def test_c31_a_load_is_put_off_with_what_it_has_and_goes_on_when_the_prompt_is_complete() -> None:
@@ -49,7 +49,7 @@ def test_c31_a_load_is_put_off_with_what_it_has_and_goes_on_when_the_prompt_is_c
     wire.ready(1, 2)
     wire.finish_send()
     wire.deliver()
-    assert wire.news[1:] == [CanLoad(Leg("r"))]
+    assert wire.news[1:] == [CanLoad(RankTransfer("r"))]
     wire.load(1, 2)
     wire.deliver()
     assert [type(news) for news in wire.news[2:]] == [Received, Freed]
@@ -92,7 +92,7 @@ def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
     wire.finish_send()
     wire.tamper = lambda frame: [frame]
     wire.advance(HEARTBEAT_S)
-    assert wire.news[1:] == [CanLoad(Leg("r"))]
+    assert wire.news[1:] == [CanLoad(RankTransfer("r"))]
     wire.advance(5 * LEASE_S)  # it is said once, and the lease is kept meanwhile
     assert len(wire.news) == 2
 
@@ -130,11 +130,11 @@ def test_c32_an_abort_while_a_load_is_being_put_off() -> None:
     wire.deliver()
     starve(wire)
     wire.deliver()
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    assert wire.unwanted == [Leg("r")]
+    assert wire.unwanted == [RankTransfer("r")]
     wire.finish_reads()
-    assert wire.news == [Quiesced(Leg("r"))]
+    assert wire.news == [Quiesced(RankTransfer("r"))]
 
 
 def test_c39_an_abort_after_a_load_was_put_off_releases_the_producer_by_message() -> None:
@@ -142,9 +142,9 @@ def test_c39_an_abort_after_a_load_was_put_off_releases_the_producer_by_message(
     wire.deliver()
     starve(wire)
     wire.deliver()
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    assert wire.unwanted == [Leg("r")]
+    assert wire.unwanted == [RankTransfer("r")]
     assert wire.news == [postponed(16)]
     assert wire.consumer.next_deadline() is not None  # that of the other
     wire.consumer.check_integrity()
@@ -155,7 +155,7 @@ def test_c34_a_load_that_was_put_off_has_no_more_time_than_any_other() -> None:
     wire.deliver()
     starve(wire)
     wire.advance(LOAD_TIMEOUT_S)
-    assert wire.news == [postponed(16), CanLoad(Leg("r"))]
+    assert wire.news == [postponed(16), CanLoad(RankTransfer("r"))]
     assert sent(wire, Cancel)[-1].key == KEY
     wire.load(0, 3)
     assert isinstance(wire.news[-1], Failed)
@@ -168,11 +168,11 @@ def test_c40_a_prompt_that_ended_elsewhere_after_it_was_put_off() -> None:
     wire.deliver()
     starve(wire)
     wire.deliver()
-    wire.at_producer(wire.producer.abort(Leg("r"), "the request ended", True))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the request ended", True))
     wire.deliver()
-    assert wire.news == [postponed(16), Freed(Leg("r")), CanLoad(Leg("r"))]
+    assert wire.news == [postponed(16), Freed(RankTransfer("r")), CanLoad(RankTransfer("r"))]
     wire.load(0, 3)
-    assert wire.news[3:] == [Failed(Leg("r"), 0, "the request ended", True)]
+    assert wire.news[3:] == [Failed(RankTransfer("r"), 0, "the request ended", True)]
 
 
 def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
@@ -182,7 +182,7 @@ def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
     for _ in range(3):
         wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
     assert wire.news == [postponed(16)]
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
     assert wire.news == [postponed(16)]
 
@@ -207,7 +207,7 @@ def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() ->
     wire.deliver()
     starve(wire)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     starve(wire, is_starved=False)
     wire.ready(0, 3)
     wire.finish_send()
@@ -237,4 +237,4 @@ def test_c45_a_late_word_of_the_load_that_was_put_off_vouches_for_nothing_of_the
     wire.deliver()
     wire.finish_reads()
     wire.deliver()
-    assert any(isinstance(news, Received) and news.leg == Leg("r") for news in wire.news)
+    assert any(isinstance(news, Received) and news.rank_transfer == RankTransfer("r") for news in wire.news)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.effects import Failed, Freed, Leg, Received
+from kv_transfer.protocol.effects import Failed, Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Aborted, Cancel, End, Opened, Pieces, Refused, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
 from tests.factories.transfer import (
@@ -34,7 +34,10 @@ def test_blocks_leave_as_soon_as_they_are_computed() -> None:
     wire.ready(2, 1)
     wire.finish_send()
     wire.deliver()
-    assert wire.news == [Received(Leg("r"), FIRST_TOKEN, 3, ZMQ_TCP, 0.0, 0.0), Freed(Leg("r"))]
+    assert wire.news == [
+        Received(RankTransfer("r"), FIRST_TOKEN, 3, ZMQ_TCP, 0.0, 0.0),
+        Freed(RankTransfer("r")),
+    ]
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     wire.assert_at_rest()
 
@@ -79,7 +82,7 @@ def test_only_blocks_that_the_consumer_lacks_are_sent() -> None:
     wire.finish_send()
     wire.deliver()
     assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [2, 3]
-    assert wire.news[0] == Received(Leg("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
+    assert wire.news[0] == Received(RankTransfer("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
 
 
 def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_take_turns() -> None:
@@ -236,22 +239,22 @@ def test_on_a_bad_network_every_transfer_ends_on_both_sides_and_no_wrong_byte_is
         wire.begin_send(key, num_blocks * 16, f"r{i}")
         wire.begin_load(key, num_blocks * 16, f"r{i}")
         targets = tuple(200 + 10 * i + index for index in range(num_blocks))
-        wire.at_consumer(wire.consumer.load(Leg(f"r{i}"), 0, targets, wire.clock.now()))
+        wire.at_consumer(wire.consumer.load(RankTransfer(f"r{i}"), 0, targets, wire.clock.now()))
     for index in range(num_blocks):
         for i in range(num_transfers):
             wire.source_blocks[10 * i + index] = 1_000 * i + index
-            wire.at_producer(wire.producer.blocks_ready(Leg(f"r{i}"), index, [10 * i + index]))
+            wire.at_producer(wire.producer.blocks_ready(RankTransfer(f"r{i}"), index, [10 * i + index]))
         wire.advance(0.3)
     for i in range(num_transfers):
         wire.finish_send(f"r{i}")
     wire.advance(LOAD_TIMEOUT_S + LEASE_S + PEER_TIMEOUT_S)
     wire.assert_at_rest()
-    freed = [news.leg.request_id for news in wire.news if isinstance(news, Freed)]
-    ended = [news.leg.request_id for news in wire.news if isinstance(news, Received | Failed)]
+    freed = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Freed)]
+    ended = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Received | Failed)]
     assert sorted(freed) == sorted(ended) == [f"r{i}" for i in range(num_transfers)]
     for news in wire.news:
         if isinstance(news, Received):
-            i = int(news.leg.request_id[1:])
+            i = int(news.rank_transfer.request_id[1:])
             assert [wire.target_blocks[200 + 10 * i + n] for n in range(num_blocks)] == [
                 1_000 * i + n for n in range(num_blocks)
             ]
@@ -271,7 +274,7 @@ def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_a
     wire = Wire()
     wire.begin_send(KEY, 48)
     wire.ready(0, 2)
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.source_blocks.clear()  # they belong to other requests now
     wire.begin_load(KEY, 48)
     wire.load(0, 3)
@@ -290,7 +293,7 @@ def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.ready(0, 3)
     wire.finish_send()
     wire.deliver()
@@ -306,9 +309,9 @@ def test_c33_an_abort_that_crosses_the_end_of_its_load_is_ignored(is_complete: b
         wire.ready(0, 3)
         wire.finish_send()
     else:
-        wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
+        wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.deliver()
     before = list(wire.news)
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     assert wire.news == before
     wire.assert_at_rest()

@@ -3,9 +3,9 @@
 import pytest
 
 from kv_transfer.protocol.consumer import MAX_BAD_PIECES
-from kv_transfer.protocol.effects import Failed, Freed, Leg, Quiesced, Received
+from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, ChecksumPolicy, End, Open, Pieces
-from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, Reach
+from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, TransportOffer
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -57,7 +57,7 @@ def test_c46_what_is_read_while_a_preemption_takes_the_blocks_away_is_read_again
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.source_blocks.update({100: -1, 101: -1})  # another request's
     wire.finish_reads()
     wire.deliver()
@@ -79,7 +79,7 @@ def test_c46_after_a_preemption_only_what_was_acknowledged_in_time_is_believed(i
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.tamper = lambda frame: [frame]
     wire.advance(2 * HEARTBEAT_S)  # it says what it has, in its next Open
     assert sent(wire, Open)[-1].received == (0, 1)
@@ -98,14 +98,14 @@ def test_c32_a_load_is_over_only_when_nothing_is_being_read_any_more(how: str) -
     wire.ready(0, 2)
     wire.deliver()
     if how == "abort":
-        wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+        wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     elif how == "silence":
         wire.tamper = lambda frame: [] if frame.source == "producer" else [frame]
         wire.advance(PEER_TIMEOUT_S + 2 * HEARTBEAT_S)
     elif how == "deadline":
         wire.advance(LOAD_TIMEOUT_S)
     else:
-        wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
+        wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.deliver()
     assert not [news for news in wire.news if isinstance(news, Failed | Quiesced)]
     assert len(wire.consumer) == 1
@@ -121,10 +121,10 @@ def test_c33_an_abort_while_a_failed_load_drains_is_told_as_quiet() -> None:
     wire.ready(0, 1)
     wire.deliver()
     wire.advance(LOAD_TIMEOUT_S)
-    wire.at_consumer(wire.consumer.abort(Leg("r"), "the client left"))
+    wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.finish_reads()
     assert [news for news in wire.news if isinstance(news, Failed | Quiesced)] == [
-        Quiesced(Leg("r"), SHARED_MEMORY)
+        Quiesced(RankTransfer("r"), SHARED_MEMORY)
     ]
 
 
@@ -139,10 +139,12 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
-    wire.at_producer(wire.producer.abort(Leg("r"), "the prefill failed", False))
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.source_blocks.clear()
     wire.deliver()
-    assert wire.news[-1] == Failed(Leg("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY)
+    assert wire.news[-1] == Failed(
+        RankTransfer("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY
+    )
 
 
 def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None:
@@ -172,7 +174,7 @@ def test_c45_a_preemption_under_many_reads_is_no_broken_path() -> None:
     start(wire, num_blocks=num_blocks)
     wire.ready(0, num_blocks)
     wire.deliver()
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.source_blocks.update(dict.fromkeys(range(100, 100 + num_blocks), -1))
     wire.finish_reads()
     wire.reads_at_once = True
@@ -245,8 +247,10 @@ def test_the_consumers_best_way_that_the_producer_can_serve_is_taken(
     host: str, wanted: tuple[str, ...], chosen: str | None
 ) -> None:
     pools = {SHARED_MEMORY: b"memory", NIXL: b"agent"}
-    assert Reach("here", (SHARED_MEMORY, NIXL, ZMQ_TCP), pools).choose(host, wanted) == chosen
+    assert TransportOffer("here", (SHARED_MEMORY, NIXL, ZMQ_TCP), pools).choose(host, wanted) == chosen
 
 
 def test_a_pool_that_nobody_can_map_is_not_offered() -> None:
-    assert Reach("here", (SHARED_MEMORY, ZMQ_TCP)).choose("here", (SHARED_MEMORY, ZMQ_TCP)) == ZMQ_TCP
+    assert (
+        TransportOffer("here", (SHARED_MEMORY, ZMQ_TCP)).choose("here", (SHARED_MEMORY, ZMQ_TCP)) == ZMQ_TCP
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.protocol.effects import Failed, Leg, Received
+from kv_transfer.protocol.effects import Failed, RankTransfer, Received
 from tests.factories.transfer import HEARTBEAT_S, PEER_TIMEOUT_S, Frame, Wire, make_key, start
 
 
@@ -30,7 +30,7 @@ def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> No
     wire.begin_send(make_key("a"), 16, "a")
     wire.begin_load(make_key("a"), 16, "a")
     wire.deliver()
-    wire.at_producer(wire.producer.abort(Leg("a"), "the prefill failed", False))
+    wire.at_producer(wire.producer.abort(RankTransfer("a"), "the prefill failed", False))
     wire.deliver()  # the scheduler will learn of it when it has room for the request
     wire.advance(100.0)
     wire.tamper = mute_producer
@@ -39,11 +39,11 @@ def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> No
     wire.deliver()
     wire.advance(HEARTBEAT_S)
     wire.tamper = lambda frame: [frame]
-    wire.at_consumer(wire.consumer.load(Leg("b"), 0, (200,), wire.clock.now()))
+    wire.at_consumer(wire.consumer.load(RankTransfer("b"), 0, (200,), wire.clock.now()))
     wire.ready(0, 1, "b")
     wire.finish_send("b")
     wire.deliver()
-    assert any(isinstance(news, Received) and news.leg == Leg("b") for news in wire.news)
+    assert any(isinstance(news, Received) and news.rank_transfer == RankTransfer("b") for news in wire.news)
 
 
 def test_c34_time_in_which_the_consumer_itself_stood_still_is_nobodys_silence() -> None:

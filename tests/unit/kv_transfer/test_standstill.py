@@ -3,7 +3,7 @@
 import pytest
 
 from baton.system.standstill import Standstill
-from kv_transfer.protocol.effects import Failed, Freed, Leg, Received
+from kv_transfer.protocol.effects import Failed, Freed, RankTransfer, Received
 from kv_transfer.protocol.producer import MAX_EARLY_LEASES
 from kv_transfer.protocol.timers import Timers
 from tests.factories.transfer import HEARTBEAT_S, KEY, LEASE_S, LOAD_TIMEOUT_S, Frame, Wire, start
@@ -111,7 +111,7 @@ def test_c36_a_consumer_that_stood_still_learns_that_its_lease_is_over() -> None
     wire.load(0, 1)
     wire.deliver()
     assert isinstance(wire.news[-1], Failed)
-    assert wire.news[-1].leg == Leg("r")
+    assert wire.news[-1].rank_transfer == RankTransfer("r")
 
 
 def test_deadlines_are_put_off_by_standstills_and_by_nothing_else() -> None:

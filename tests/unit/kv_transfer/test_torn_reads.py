@@ -1,6 +1,6 @@
 """Reads of a pool whose blocks may be taken back meanwhile: without checksums, only the protocol can tell."""
 
-from kv_transfer.protocol.effects import Failed, Leg, Received
+from kv_transfer.protocol.effects import Failed, RankTransfer, Received
 from kv_transfer.protocol.messages import ChecksumPolicy
 from kv_transfer.protocol.transports import SHARED_MEMORY
 from tests.factories.transfer import HEARTBEAT_S, KEY, LOAD_TIMEOUT_S, Wire, start
@@ -29,7 +29,7 @@ def fail_read(wire: Wire, index: int) -> None:
 
 
 def preempt(wire: Wire, block_id: int) -> None:
-    wire.at_producer(wire.producer.withdraw(Leg("r")))
+    wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     wire.source_blocks[block_id] = FOREIGN
 
 

@@ -3,57 +3,59 @@
 import pytest
 
 from prefill_worker import PrefillWorker
-from worker.drain import ANSWER_TIMEOUT_S, LEGAL_MOVES, Leaving, Stage
+from worker.drain import ANSWER_TIMEOUT_S, LEGAL_MOVES, DrainStage, DrainState
 
 
-def leaving(is_for_good: bool = True) -> Leaving:
+def drain_state(is_for_good: bool = True) -> DrainState:
     """Begun at 100, with 5 s for requests and 10 s for leases."""
-    return Leaving(None if is_for_good else PrefillWorker(1), 100.0, 5.0, 10.0)
+    return DrainState(None if is_for_good else PrefillWorker(1), 100.0, 5.0, 10.0)
 
 
 @pytest.mark.parametrize("is_for_good", [True, False])
 def test_it_is_over_as_soon_as_nothing_is_left(is_for_good: bool) -> None:
-    way = leaving(is_for_good)
+    way = drain_state(is_for_good)
     assert way.look(101.0, has_left=False) is None
-    assert way.look(102.0, has_left=True) is Stage.OVER
+    assert way.look(102.0, has_left=True) is DrainStage.OVER
     assert way.is_clean
     assert way.look(103.0, has_left=True) is None, "it is over once"
 
 
 def test_requests_are_given_back_and_then_leases_may_end() -> None:
-    way = leaving()
+    way = drain_state()
     assert way.next_deadline() == 105.0
     assert way.look(104.9, has_left=False) is None
-    assert way.look(105.0, has_left=False) is Stage.ENDING
+    assert way.look(105.0, has_left=False) is DrainStage.ENDING
     assert way.next_deadline() == 115.0
     assert way.look(114.9, has_left=False) is None
-    assert way.look(115.0, has_left=False) is Stage.OVER
+    assert way.look(115.0, has_left=False) is DrainStage.OVER
     assert not way.is_clean
     assert way.next_deadline() is None
 
 
 def test_whoever_has_given_up_waiting_finds_the_role_unchanged() -> None:
     """The engine was busy with one step for longer than the whole change might take."""
-    way, late = leaving(is_for_good=False), 115.0 + ANSWER_TIMEOUT_S
-    assert way.look(late, has_left=True) is Stage.ENDING
-    assert way.look(late, has_left=True) is Stage.OVER
+    way, late = drain_state(is_for_good=False), 115.0 + ANSWER_TIMEOUT_S
+    assert way.look(late, has_left=True) is DrainStage.ENDING
+    assert way.look(late, has_left=True) is DrainStage.OVER
     assert not way.is_clean
-    drain = leaving(is_for_good=True)
-    assert drain.look(late, has_left=True) is Stage.OVER
+    drain = drain_state(is_for_good=True)
+    assert drain.look(late, has_left=True) is DrainStage.OVER
     assert drain.is_clean, "a drain takes nothing back"
 
 
 def test_the_more_urgent_of_two_drains_decides_for_both() -> None:
-    way, hasty = leaving(), Leaving(None, 101.0, 0.0, 10.0)
+    way, hasty = drain_state(), DrainState(None, 101.0, 0.0, 10.0)
     way.join(hasty)
-    assert way.look(101.0, has_left=False) is Stage.ENDING
+    assert way.look(101.0, has_left=False) is DrainStage.ENDING
     assert way.next_deadline() == 111.0
-    assert way.look(102.0, has_left=True) is Stage.OVER
+    assert way.look(102.0, has_left=True) is DrainStage.OVER
     way.settle()
     assert way.outcome.result(0)
     assert hasty.outcome.result(0)
 
 
 def test_every_stage_but_the_last_leads_to_the_end() -> None:
-    assert all(Stage.OVER in moves for stage, moves in LEGAL_MOVES.items() if stage is not Stage.OVER)
-    assert LEGAL_MOVES.keys() == set(Stage)
+    assert all(
+        DrainStage.OVER in moves for stage, moves in LEGAL_MOVES.items() if stage is not DrainStage.OVER
+    )
+    assert LEGAL_MOVES.keys() == set(DrainStage)

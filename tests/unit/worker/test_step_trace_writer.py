@@ -31,11 +31,11 @@ from tests.factories.scheduling import (
 )
 from tests.factories.traces import make_header
 from worker.step_trace import StepTrace, TraceEnd, encode_header, read_trace
-from worker.step_trace_writer import Standing, StepTraceWriter, open_step_trace
+from worker.step_trace_writer import QueueSnapshot, StepTraceWriter, open_step_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = make_header("d0")
-NOTHING = Standing(loading=(), waiting=(), num_waiting=0, num_free_blocks=9)
+NOTHING = QueueSnapshot(loading=(), waiting=(), num_waiting=0, num_free_blocks=9)
 PLENTY = 2**20
 
 
@@ -93,8 +93,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         engine.writer.close()
 
 
-def standing_of(scheduler: Scheduler) -> Standing:
-    return Standing(
+def standing_of(scheduler: Scheduler) -> QueueSnapshot:
+    return QueueSnapshot(
         loading=scheduler.loading_ids,
         waiting=scheduler.waiting_ids(4),
         num_waiting=scheduler.request_counts().waiting,

@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.fleet import SlotState
 from baton.worker import WorkerRole
 from cluster.controller.observation import Observation
-from cluster.controller.planner import Decision, Planner, Reason, RoleChange, Scale
+from cluster.controller.planner import Decision, Planner, Reason, RoleChange, ScaleDecision
 from tests.factories.observed_fleet import autoscaling_config, fleet, worker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -29,7 +29,7 @@ def look(
     return [(now, planner.observe(observation, now)) for now in times]
 
 
-def changes(looks: Sequence[tuple[float, Decision]]) -> list[tuple[float, Scale | RoleChange]]:
+def changes(looks: Sequence[tuple[float, Decision]]) -> list[tuple[float, ScaleDecision | RoleChange]]:
     return [(now, decision.change) for now, decision in looks if decision.change is not None]
 
 
@@ -38,7 +38,7 @@ def test_a_missed_target_must_last_before_a_role_grows() -> None:
     looks = look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
     assert [decision.reason for _, decision in looks] == [Reason.NOT_YET, Reason.NOT_YET, None]
     decision = looks[-1][1]
-    assert decision.change == Scale(D, 3)
+    assert decision.change == ScaleDecision(D, 3)
     assert decision.sentence == (
         "decode +1 (2 -> 3): inter-token latency p99 is 83 ms, above the target of 50 ms for 10 s"
     )
@@ -64,7 +64,7 @@ def test_each_signal_makes_its_own_role_grow(
 ) -> None:
     planner = make_planner(autoscaling_config())
     decision = look(planner, fleet(1, 1, busy=True, **observed), 0.0, 10.0)[-1][1]
-    assert decision.change == Scale(role, 2)
+    assert decision.change == ScaleDecision(role, 2)
     assert words in decision.sentence
 
 
@@ -82,7 +82,7 @@ def test_what_workers_say_of_themselves_makes_their_role_grow(
     other = D if role is P else P
     workers = (worker("w0", role, running=1, **status), worker("w1", other, running=1))
     decision = look(planner, Observation(workers=workers), 0.0, 10.0)[-1][1]
-    assert decision.change == Scale(role, 2)
+    assert decision.change == ScaleDecision(role, 2)
     assert words in decision.sentence
 
 
@@ -94,13 +94,13 @@ def test_a_target_that_is_none_is_not_watched() -> None:
 def test_a_role_that_is_far_off_gets_half_as_many_again() -> None:
     planner = make_planner(autoscaling_config(decode=3, max_decode=8))
     (first, *_) = changes(look(planner, fleet(1, 3, busy=True, itl_p99_s=0.11), 0.0, 10.0))
-    assert first[1] == Scale(D, 5)
+    assert first[1] == ScaleDecision(D, 5)
 
 
 def test_far_off_or_not_the_maximum_holds() -> None:
     planner = make_planner(autoscaling_config(decode=3, max_decode=4))
     (first, *_) = changes(look(planner, fleet(1, 3, busy=True, itl_p99_s=0.5), 0.0, 10.0))
-    assert first[1] == Scale(D, 4)
+    assert first[1] == ScaleDecision(D, 4)
     full = make_planner(autoscaling_config(decode=4, max_decode=4))
     looks = look(full, fleet(1, 4, busy=True, itl_p99_s=0.5), 0.0, 60.0)
     assert changes(looks) == []
@@ -132,7 +132,7 @@ def test_dead_workers_neither_serve_nor_come() -> None:
     seen = fleet(1, 1, busy=True, itl_p99_s=0.083)
     seen = replace(seen, workers=(*seen.workers, worker("w9", D, SlotState.CRASH_LOOP)))
     (first, *_) = changes(look(planner, seen, 0.0, 10.0))
-    assert first[1] == Scale(D, 3)
+    assert first[1] == ScaleDecision(D, 3)
 
 
 def test_a_dead_worker_may_come_back_so_it_counts_against_the_maximum() -> None:
@@ -163,7 +163,7 @@ def test_more_prefill_workers_do_not_help_prompts_that_wait_for_none() -> None:
 def test_an_idle_fleet_shrinks_to_its_minimum_and_no_further() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, fleet(1, 2), 0.0, 60.0)
-    assert changes(looks) == [(60.0, Scale(D, 1))]
+    assert changes(looks) == [(60.0, ScaleDecision(D, 1))]
     assert looks[-1][1].sentence == (
         "decode -1 (2 -> 1): all its targets were met with room to spare for 60 s, "
         "and 1 worker would decode 0 tokens/s"
@@ -194,7 +194,7 @@ def test_a_load_that_was_too_much_is_remembered_and_fades(running: int, hours: f
     look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 10.0)
     three = [worker("w0", P), *(worker(f"w{n}", D, running=running) for n in (1, 2, 3))]
     ((at, change), *_) = changes(look(planner, Observation(workers=tuple(three)), 15.0, 10_000.0))
-    assert change == Scale(D, 2)
+    assert change == ScaleDecision(D, 2)
     assert at == pytest.approx(max(75.0, 10.0 + hours * 3600.0), abs=5.0)
 
 
@@ -216,7 +216,7 @@ def test_a_slot_that_finds_no_node_is_given_up_when_nobody_misses_it() -> None:
     seen = fleet(1, 1)
     seen = replace(seen, workers=(*seen.workers, worker("w7", D, SlotState.PLACING)))
     looks = look(planner, seen, 0.0, 60.0)
-    assert changes(looks) == [(60.0, Scale(D, 1))]
+    assert changes(looks) == [(60.0, ScaleDecision(D, 1))]
     assert looks[-1][1].sentence.endswith("for 60 s without w7 (placing)")
 
 
@@ -251,14 +251,14 @@ def test_the_sentence_of_a_role_change_says_what_it_costs_the_other_role() -> No
 def test_a_role_that_can_spare_nobody_gives_nobody(prefill: int, busy: bool, config: dict[str, bool]) -> None:
     planner = make_planner(autoscaling_config(prefill=prefill, decode=2, **config))
     (first,) = changes(look(planner, fleet(prefill, 2, busy=busy, itl_p99_s=0.083), 0.0, 10.0))
-    assert first[1] == Scale(D, 3)
+    assert first[1] == ScaleDecision(D, 3)
 
 
 def test_a_worker_takes_the_place_of_one_that_no_node_has_room_for() -> None:
     planner = make_planner(autoscaling_config(prefill=2, decode=2, max_decode=3))
     busy = replace(fleet(2, 2, busy=True, itl_p99_s=0.083))
     placing = worker("w4", D, SlotState.PLACING)
-    assert changes(look(planner, busy, 0.0, 10.0)) == [(10.0, Scale(D, 3))]
+    assert changes(look(planner, busy, 0.0, 10.0)) == [(10.0, ScaleDecision(D, 3))]
     crowded = replace(busy, workers=(*busy.workers, placing))
     assert changes(look(planner, crowded, 15.0, 15.0)) == []
     idle_prefill = replace(fleet(2, 2, itl_p99_s=0.083))
@@ -272,14 +272,14 @@ def test_a_role_change_that_was_refused_is_not_asked_for_again_at_once() -> None
     (first,) = changes(look(planner, fleet(2, 2, itl_p99_s=0.083), 0.0, 10.0))
     planner.refused(first[1], 25.0)
     (second, *_) = changes(look(planner, fleet(2, 2, itl_p99_s=0.083), 30.0, 30.0))
-    assert second[1] == Scale(D, 3)
+    assert second[1] == ScaleDecision(D, 3)
 
 
 @pytest.mark.parametrize(("decode", "count"), [(0, 1), (6, 4)])
 def test_whatever_others_did_to_the_fleet_the_bounds_hold(decode: int, count: int) -> None:
     planner = make_planner(autoscaling_config())
     decision = planner.observe(fleet(1, decode), 0.0)
-    assert decision.change == Scale(D, count)
+    assert decision.change == ScaleDecision(D, count)
 
 
 def test_a_worker_that_leaves_during_a_rollout_is_not_replaced() -> None:

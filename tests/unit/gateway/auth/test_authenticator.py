@@ -1,4 +1,4 @@
-"""Doorkeeper: who comes in with which key, and what everybody else is told."""
+"""Authenticator: who comes in with which key, and what everybody else is told."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 from baton.clock import VirtualClock
 from baton.config import GatewayConfig
 from baton.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import hash_of, new_key
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, WATCHER, entry
@@ -22,7 +22,7 @@ def bearer(key: str) -> list[str]:
     return [f"Bearer {key}"]
 
 
-def admit(door: Doorkeeper, authorizations: Sequence[str], right: Right | None) -> Caller:
+def admit(door: Authenticator, authorizations: Sequence[str], right: Right | None) -> Caller:
     """As locks do it."""
     caller = door.caller_of(authorizations)
     door.admit(caller, right)
@@ -30,7 +30,7 @@ def admit(door: Doorkeeper, authorizations: Sequence[str], right: Right | None) 
 
 
 def test_keys_open_what_their_scopes_say() -> None:
-    door = Doorkeeper(WITH_KEYS, VirtualClock())
+    door = Authenticator(WITH_KEYS, VirtualClock())
     assert admit(door, bearer(ALICE), Right.GENERATE).name == "alice"
     assert admit(door, ["bearer   " + ALICE], None).name == "alice"  # RFC 7235: the scheme in any case
     assert admit(door, bearer(WATCHER), Right.OBSERVE).name == "watcher"
@@ -58,19 +58,19 @@ def test_keys_open_what_their_scopes_say() -> None:
 )
 def test_without_a_key_of_this_gateways_nobody_comes_in(shown: list[str]) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        admit(Doorkeeper(WITH_KEYS, VirtualClock()), shown, None)
+        admit(Authenticator(WITH_KEYS, VirtualClock()), shown, None)
     assert ALICE not in str(refused.value)
     assert "baton-wrong" not in str(refused.value)
 
 
 def test_on_loopback_without_keys_everybody_may_do_everything_whatever_key_they_show() -> None:
-    door = Doorkeeper(GatewayConfig(), VirtualClock())
+    door = Authenticator(GatewayConfig(), VirtualClock())
     assert admit(door, [], Right.ADMINISTER) is ANYBODY
     assert admit(door, bearer("EMPTY"), Right.ADMINISTER) is ANYBODY
 
 
 def test_anonymous_callers_beside_keys_may_only_generate() -> None:
-    door = Doorkeeper(GatewayConfig(api_keys=API_KEYS, allow_anonymous=True), VirtualClock())
+    door = Authenticator(GatewayConfig(api_keys=API_KEYS, allow_anonymous=True), VirtualClock())
     assert admit(door, [], Right.GENERATE).name == "anybody"
     for right in (Right.OBSERVE, Right.ADMINISTER):
         with pytest.raises(PermissionDenied, match=f"needs an API key with the scope '{right.value}'"):
@@ -80,7 +80,7 @@ def test_anonymous_callers_beside_keys_may_only_generate() -> None:
 
 
 def test_off_loopback_nobody_does_more_than_generate_without_a_key() -> None:
-    door = Doorkeeper(GatewayConfig(host="0.0.0.0", allow_anonymous=True), VirtualClock())
+    door = Authenticator(GatewayConfig(host="0.0.0.0", allow_anonymous=True), VirtualClock())
     assert admit(door, bearer("EMPTY"), Right.GENERATE).best_priority == 0
     for right in (Right.OBSERVE, Right.ADMINISTER):
         with pytest.raises(PermissionDenied, match=f"scope '{right.value}'"):
@@ -89,7 +89,7 @@ def test_off_loopback_nobody_does_more_than_generate_without_a_key() -> None:
 
 def test_only_what_generates_counts_against_a_rate() -> None:
     clock = VirtualClock()
-    door = Doorkeeper(GatewayConfig(api_keys=(entry("a", "k", requests_per_minute=1),)), clock)
+    door = Authenticator(GatewayConfig(api_keys=(entry("a", "k", requests_per_minute=1),)), clock)
     for _ in range(5):
         admit(door, bearer("k"), None)
     admit(door, bearer("k"), Right.GENERATE)
@@ -108,7 +108,7 @@ def test_a_key_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.yaml", VirtualClock()
     old, new = new_key(), new_key()
     write(path, old)
-    door = Doorkeeper(GatewayConfig(api_keys=API_KEYS, api_keys_file=str(path)), clock)
+    door = Authenticator(GatewayConfig(api_keys=API_KEYS, api_keys_file=str(path)), clock)
     assert admit(door, bearer(old), None).name == "n0"
     assert admit(door, bearer(ALICE), None).name == "alice"
     write(path, old, new)
@@ -125,7 +125,7 @@ def test_a_key_file_that_broke_changes_nothing_and_is_logged_without_its_content
 ) -> None:
     path, clock, key = tmp_path / "keys.yaml", VirtualClock(), new_key()
     write(path, key)
-    door = Doorkeeper(GatewayConfig(api_keys_file=str(path)), clock)
+    door = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
     for broken in (f"- {key}", f"- name: a\n  sha256: {key}\n", f'"{key}', f"{key}: [", "- name: a\n"):
         path.write_text(broken)
         clock.advance(1.0)
@@ -143,7 +143,7 @@ def test_with_an_empty_key_file_nobody_comes_in(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.touch()
     with pytest.raises(Unauthenticated):
-        admit(Doorkeeper(GatewayConfig(api_keys_file=str(path)), VirtualClock()), [], None)
+        admit(Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock()), [], None)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_key_file_that_cannot_be_used_is_named_and_its_secrets_are_not(
     path = tmp_path / "keys.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=complaint) as caught:
-        Doorkeeper(GatewayConfig(api_keys_file=str(path)), VirtualClock())
+        Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     assert f"gateway.api_keys_file {path}" in str(caught.value)
     assert "baton-secret" not in str(caught.value)
 
@@ -174,6 +174,6 @@ def test_a_key_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
     write(path, "k")
     path.chmod(0o646)
     with pytest.raises(ConfigError, match="others may write it"):
-        Doorkeeper(GatewayConfig(api_keys_file=str(path)), VirtualClock())
+        Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
-        Doorkeeper(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
+        Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())

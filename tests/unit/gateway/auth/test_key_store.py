@@ -1,4 +1,4 @@
-"""Keyring: keys are known by their hashes, and only whole."""
+"""KeyStore: keys are known by their hashes, and only whole."""
 
 import hashlib
 
@@ -7,13 +7,13 @@ import pytest
 from baton.config import ApiKey
 from baton.errors import ConfigError
 from gateway.auth.callers import Right
-from gateway.auth.key_store import Keyring, hash_of, new_key
+from gateway.auth.key_store import KeyStore, hash_of, new_key
 from tests.factories.api_keys import entry
 
 
 def test_a_key_finds_its_owner_and_nothing_else_does() -> None:
     key = new_key()
-    ring = Keyring([entry("alice", key), entry("bob", new_key())])
+    ring = KeyStore([entry("alice", key), entry("bob", new_key())])
     caller = ring.caller(key)
     assert caller is not None
     assert caller.name == "alice"
@@ -40,13 +40,13 @@ def test_keys_are_256_random_bits_and_hashed_as_others_would() -> None:
     ],
 )
 def test_scopes_grant_rights(scopes: list[str], rights: set[Right]) -> None:
-    caller = Keyring([entry("a", "k", scopes=scopes)]).caller("k")
+    caller = KeyStore([entry("a", "k", scopes=scopes)]).caller("k")
     assert caller is not None
     assert {right for right in Right if caller.may(right)} == rights
 
 
 def test_a_caller_may_have_two_keys_while_one_replaces_the_other() -> None:
-    ring = Keyring(
+    ring = KeyStore(
         [
             entry("alice", "old", max_concurrent=3),
             entry("alice", "new", max_concurrent=3, scopes=["generate"]),
@@ -64,4 +64,4 @@ def test_a_caller_may_have_two_keys_while_one_replaces_the_other() -> None:
 )
 def test_keys_that_contradict_each_other_are_refused(keys: list[ApiKey], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Keyring(keys)
+        KeyStore(keys)

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from baton.clock import SystemClock
 from baton.config import GatewayConfig
-from gateway.auth.authenticator import Doorkeeper
+from gateway.auth.authenticator import Authenticator
 from gateway.http.app import make_app
 
 
@@ -21,7 +21,7 @@ def test_a_bug_tells_the_client_nothing_and_the_log_everything(caplog: pytest.Lo
         raise RuntimeError("at 10.0.0.7 in /home/somebody")
 
     async def run() -> httpx2.Response:
-        app = make_app([routes], Doorkeeper(GatewayConfig(), SystemClock()), max_body_bytes=1000)
+        app = make_app([routes], Authenticator(GatewayConfig(), SystemClock()), max_body_bytes=1000)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.get("/broken")

@@ -18,14 +18,14 @@ from gateway.requests.journey import (
 )
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
-from gateway.workers.worker_list import Roster
+from gateway.workers.worker_list import WorkerList
 
 
 class Fleet:
     """A router and a roster that hear the same."""
 
     def __init__(self, *names: str) -> None:
-        self.roster, self.router = Roster(), Router(GatewayConfig(routing_policy="round_robin"), b"")
+        self.worker_list, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
         for name in names:
             self.hear(name)
 
@@ -34,11 +34,11 @@ class Fleet:
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
         status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
-        self.roster.heard(status)
+        self.worker_list.heard(status)
         self.router.heard(status)
 
     def lose(self, name: str) -> None:
-        self.roster.gone(name)
+        self.worker_list.gone(name)
         self.router.gone(name)
 
 
@@ -48,7 +48,7 @@ class Trip:
     def __init__(self, fleet: Fleet, policy: LoadFailurePolicy = "retry", mode: Mode | None = None) -> None:
         self.fleet = fleet
         errand = Errand(prompt_token_ids=(1, 2, 3), max_tokens=1_000, mode=mode, is_told_reasons=True)
-        self.journey = Journey(errand, policy, fleet.roster, 0.0)
+        self.journey = Journey(errand, policy, fleet.worker_list, 0.0)
         self.num_tokens = 0
 
     def begin(self, now: float = 0.0) -> Attempt:

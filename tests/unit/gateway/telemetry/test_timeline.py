@@ -3,7 +3,7 @@ from dataclasses import replace
 from benchmarks.metrics import record_of
 from gateway.requests.record import SeenAttempt
 from gateway.routing.placement import Mode, Placement
-from gateway.telemetry.timeline import Stage, stages_of
+from gateway.telemetry.timeline import TimelineStage, stages_of
 
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
 
@@ -30,5 +30,5 @@ def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> 
     assert latest.began_s < step.began_s < step.ended_s < latest.ended_s
 
 
-def _all(stage: Stage) -> list[Stage]:
+def _all(stage: TimelineStage) -> list[TimelineStage]:
     return [found for inner in stage.inside for found in (inner, *_all(inner))]

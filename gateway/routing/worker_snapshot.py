@@ -1,4 +1,4 @@
-"""WorkerStanding: how one worker stands now: what it said of itself last, and what this gateway has sent it since.
+"""WorkerSnapshot: how one worker stands now: what it said of itself last, and what this gateway has sent it since.
 
 A worker speaks twice a second, and others may send it requests too, so neither is the whole truth:
 
@@ -6,7 +6,7 @@ A worker speaks twice a second, and others may send it requests too, so neither 
     free as told   -   what legs will take that have none
                    +   what legs gave back that had some    blocks
 
-Legs have none yet if they were sent after its last word, or if it told of fewer requests with blocks than we have sent
+Requests have none yet if they were sent after its last word, or if it told of fewer requests with blocks than we sent
 it; then the youngest are those without. It errs towards too few: a prompt counts with all its blocks, even if it shares
 some with requests that run there, and a leg that ends gives back none that it may share: of its chain, neither what the
 worker had of it when it came, nor as much as any other leg found.
@@ -19,7 +19,7 @@ from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
 
 
-class WorkerStanding:
+class WorkerSnapshot:
     """Of one name. Costs of a look are attributes, up to date after each call."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class WorkerStanding:
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
         self._since_word: set[int] = set()
-        """Legs that it cannot have told of."""
+        """Requests that it cannot have reported."""
         self._num_given_back = 0
         self._num_told = 0
         self._num_own_tokens = 0

@@ -1,4 +1,4 @@
-"""Fleet: the workers a gateway is connected to, each to the end of its life."""
+"""WorkerConnections: the workers a gateway is connected to, each to the end of its life."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from gateway.workers.worker_client import WorkerClient, WorkerListener
 logger = logging.getLogger(__name__)
 
 
-class Fleet:
+class WorkerConnections:
     """Workers join by `add` and leave by `remove` or when their life ends; silence only keeps requests from them.
 
     The listener hears of each one, and of its end.
