@@ -1,4 +1,4 @@
-"""OutgoingTransfer: one rank transfer as its producer sees it, and the window of bytes that a peer's transfers share."""
+"""OutgoingTransfer: one rank transfer as its producer sees it, and the window of bytes that each peer may have."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator

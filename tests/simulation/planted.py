@@ -14,7 +14,8 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from baton.messages.request_plane import Heartbeat, session
+from baton.messages import session
+from baton.messages.request_plane import Heartbeat
 from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
