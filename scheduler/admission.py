@@ -52,7 +52,6 @@ class Admission:
         counters: Counter[str],
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
-        self._num_spare = int(config.watermark * kv.num_usable)
         self._order = order
         self._waiting = waiting
         self._to_load = WaitingQueue()
@@ -172,8 +171,7 @@ class Admission:
 
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
         """Starts a load, which takes neither budget nor slot yet."""
-        num_spare = self._num_watermark_blocks()
-        if self._kv.num_free <= num_spare:
+        if not self._kv.num_free:
             return Outcome.NO_ROOM  # at least one block has to be new: no need to look
         hits = self._kv.find_cached_prefix(request)
         num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
@@ -181,15 +179,10 @@ class Admission:
             return Outcome.UNKNOWN
         if not is_async:
             return self._admit(request, step, fit)
-        num_spare += self._num_reserved_blocks()
-        if not self._remote.start_load(request, hits, num_remote, num_spare):
+        if not self._remote.start_load(request, hits, num_remote, self._num_reserved_blocks()):
             return Outcome.NO_ROOM
         request.num_cached_tokens = self._count_hits(request, hits)
         return Outcome.DONE
-
-    def _num_watermark_blocks(self) -> int:
-        """Blocks that an admission has to leave free."""
-        return self._num_spare if self._running.requests else 0
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that half-prefilled running requests still need: a load has to leave them free too.
@@ -206,15 +199,14 @@ class Admission:
     def _admit(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
         if request.num_output_placeholders:
             return Outcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
-        num_spare = self._num_watermark_blocks()
-        if self._kv.num_free <= num_spare:
+        if not self._kv.num_free:
             return Outcome.NO_ROOM  # as above
         hits = self._kv.find_cached_prefix(request)
         num_computed_tokens = self._num_computed(request, hits)
         num_tokens = fit(request, num_computed_tokens, step)
         if num_tokens == 0:
             return Outcome.NO_ROOM
-        if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits, num_spare=num_spare):
+        if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits):
             return Outcome.NO_ROOM
         num_cached_tokens = self._count_hits(request, hits)
         if request.status is RequestStatus.WAITING:

@@ -127,12 +127,6 @@ class KVCache:
     def block_ids(self, request: Request) -> tuple[int, ...]:
         return request.block_table.block_ids if request.block_table else ()
 
-    def num_shared_blocks(self, request: Request) -> int:
-        """How many blocks, from the first on, other requests hold too."""
-        assert request.block_table is not None
-        blocks = request.block_table.blocks
-        return next((index for index, block in enumerate(blocks) if block.ref_count == 1), len(blocks))
-
     def withdraw_uncomputed(self, request: Request) -> None:
         """Nobody may hit the blocks that this step was to fill: the request drops out of it, before it is freed."""
         table = request.block_table

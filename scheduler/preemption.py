@@ -12,8 +12,6 @@ from scheduler.request import Request, RequestStatus
 from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
 
-DEFAULT_BLOCK_COST_TOKENS = 1.0
-
 
 class Preemption:
     """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back.
@@ -31,8 +29,6 @@ class Preemption:
         counters: Counter[str],
     ) -> None:
         self._mode = config.preemption
-        cost_tokens = config.swap_block_cost_tokens
-        self._block_cost_tokens = cost_tokens if cost_tokens is not None else DEFAULT_BLOCK_COST_TOKENS
         self._order = order
         self._waiting = waiting
         self._kv = kv
@@ -45,7 +41,7 @@ class Preemption:
         """In mid-step: `victim` runs no more, and what it was to compute in this step is withdrawn."""
         step.preempt(victim)
         self._kv.withdraw_uncomputed(victim)
-        if self._pays_to_swap(victim):
+        if self._can_swap(victim):
             num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
             copies = self._swap.swap_out(victim, self._kv.block_ids(victim)[:num_blocks])
             step.swap_out += copies
@@ -73,10 +69,8 @@ class Preemption:
                 self._swap.discard(request)
                 request.num_computed_tokens = 0
 
-    def _pays_to_swap(self, victim: Request) -> bool:
-        """`auto` weighs the tokens to compute anew, without those that others keep in the cache, against the copies."""
-        num_tokens = victim.num_computed_tokens
-        num_blocks = self._kv.num_blocks_for(num_tokens)
+    def _can_swap(self, victim: Request) -> bool:
+        num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
         if self._mode == "recompute" or not 0 < num_blocks <= self._swap.num_free:
             return False
         if victim.num_output_placeholders:
@@ -84,10 +78,7 @@ class Preemption:
                 return False  # its token will be refused, and so its last position has to be computed again
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
                 return False  # a token under way will end it
-        if self._mode == "swap":
-            return True
-        num_kept = self._kv.num_shared_blocks(victim) * self._kv.block_size
-        return num_tokens - num_kept > num_blocks * self._block_cost_tokens
+        return True
 
     def _put_back(self, victim: Request, num_kept_tokens: int) -> None:
         self._take_blocks(victim, num_kept_tokens)

@@ -30,15 +30,11 @@ class SchedulerConfig(Section):
     batching: Literal["unified", "prefill_first"] = "unified"
     """`prefill_first`: a step holds whole prompts only or decodes only, and prompts go first (the classical two-phase
     scheduler). It never splits a prompt, so one request is limited to `max_num_batched_tokens`."""
-    preemption: Literal["recompute", "swap", "auto"] = "recompute"
+    preemption: Literal["recompute", "swap"] = "recompute"
     """What becomes of a victim's KV when blocks run out: computed anew, or copied to host memory and back, while that
-    has room; `auto` takes what costs less for each victim."""
-    swap_block_cost_tokens: float | None = Field(None, ge=0.0)
-    """With `auto`: tokens the device could compute in the time of copying one block out and in again; None: one."""
+    has room."""
     num_swap_blocks: int | None = Field(None, ge=1)
-    """Blocks in host memory for `swap` and `auto`; None: as many as `engine.swap_space_mib` holds."""
-    watermark: float = Field(0.0, ge=0.0, lt=1.0)
-    """Share of the blocks that admissions leave free while requests run, so that these need not be preempted soon."""
+    """Blocks in host memory for `swap`; None: as many as `engine.swap_space_mib` holds."""
     block_size: int = Field(16, ge=1)
     """Tokens in one KV block. On a GPU, unless set: 64."""
     num_blocks: int | None = Field(None, ge=2)
@@ -61,13 +57,8 @@ class SchedulerConfig(Section):
             raise ValueError(
                 f"priority_ageing_s ({self.priority_ageing_s}) needs policy 'priority', not '{self.policy}'"
             )
-        if self.preemption != "auto" and self.swap_block_cost_tokens is not None:
-            raise ValueError(
-                f"swap_block_cost_tokens ({self.swap_block_cost_tokens}) needs preemption 'auto', not "
-                f"'{self.preemption}'"
-            )
         if self.preemption == "recompute" and self.num_swap_blocks:
             raise ValueError(
-                f"num_swap_blocks ({self.num_swap_blocks}) needs preemption 'swap' or 'auto', not 'recompute'"
+                f"num_swap_blocks ({self.num_swap_blocks}) needs preemption 'swap', not 'recompute'"
             )
         return self

@@ -40,7 +40,7 @@ TEXTS = [
 ]
 TINY_LENGTHS = [5, 17, 28, 20]
 BUDGETS = [1, 7, 33, 512]
-PREEMPTIONS = ["recompute", "swap", "auto"]
+PREEMPTIONS = ["recompute", "swap"]
 
 
 Answers = dict[tuple[int, ...], list[int]]
@@ -156,10 +156,10 @@ def test_the_two_phase_scheduler_gives_the_same_tokens(tiny: Subject, policy: st
     "settings",
     [
         {"max_num_batched_tokens": 33, "preemption": "recompute", "async_scheduling": False},
-        {"max_num_batched_tokens": 512, "preemption": "auto"},
+        {"max_num_batched_tokens": 512, "preemption": "swap"},
         {**TWO_PHASE, "preemption": "swap", "policy": "priority"},
     ],
-    ids=["33-sync", "512-auto", "two-phase-swap"],
+    ids=["33-sync", "512-swap", "two-phase-swap"],
 )
 def test_the_real_model_gives_the_same_tokens_too(real: Subject, settings: dict[str, Any]) -> None:
     check(real, **settings)

@@ -31,8 +31,7 @@ ORDERS: list[dict[str, object]] = [
 PREEMPTIONS: list[dict[str, object]] = [
     {"preemption": "recompute"},
     {"preemption": "swap", "num_swap_blocks": 6},
-    {"preemption": "auto", "num_swap_blocks": 6},
-    {"preemption": "auto", "num_swap_blocks": 30, "swap_block_cost_tokens": 8.0},
+    {"preemption": "swap", "num_swap_blocks": 6},
 ]
 GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no", "[0-9]+")]
 
@@ -53,7 +52,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 7, 40, 200]),
         threshold=st.sampled_from([0, 9, 50]),
-        watermark=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
         is_caching=st.booleans(),
         num_ahead=st.integers(0, 2),
     )

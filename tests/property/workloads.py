@@ -72,7 +72,7 @@ def make_workload(seed: int) -> Workload:
 
 
 def make_settings(rng: random.Random) -> dict[str, Any]:
-    preemption = rng.choice(["recompute", "swap", "auto"])
+    preemption = rng.choice(["recompute", "swap"])
     policy = rng.choice(["fcfs", "priority"])
     return {
         "num_blocks": rng.choice([12, 16, 40]),
@@ -84,7 +84,6 @@ def make_settings(rng: random.Random) -> dict[str, Any]:
         "priority_ageing_s": rng.choice([0.0, 2.0]) if policy == "priority" else 0.0,
         "preemption": preemption,
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 8, 40]),
-        "watermark": rng.choice([0.0, 0.0, 0.1]),
     }
 
 

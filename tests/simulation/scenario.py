@@ -196,7 +196,7 @@ def _workers(
 
 def _scheduler(rng: random.Random, block_size: int, is_tight: bool, *, is_prefill: bool) -> SchedulerConfig:
     """A pool that holds one request of full length, and not many more."""
-    preemption = rng.choice(["recompute", "recompute", "swap", "auto"])
+    preemption = rng.choice(["recompute", "recompute", "swap", "swap"])
     policy = rng.choice(["fcfs", "priority"])
     values: dict[str, Any] = {
         "num_blocks": 1 + rng.choice([1, 1, 2, 4]) * (MAX_MODEL_LEN // block_size) + rng.randrange(3),
@@ -209,7 +209,7 @@ def _scheduler(rng: random.Random, block_size: int, is_tight: bool, *, is_prefil
         "policy": policy,
         "preemption": preemption,
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 12]),
-        "watermark": rng.choice([0.0, 0.0, 0.1]),
+        "long_prefill_token_threshold": rng.choice([0, 0, 4]),
     }
     if is_tight and not is_prefill and rng.random() < 0.3:  # room for every load at once
         values |= {"num_blocks": 2 + 4 * (MAX_MODEL_LEN // block_size), "max_num_seqs": 8}

@@ -91,24 +91,3 @@ def test_among_equals_those_who_never_get_on_are_spared() -> None:
 def test_ageing_without_priorities_would_do_nothing_and_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"priority_ageing_s \(5.0\) needs policy 'priority'"):
         make_config(priority_ageing_s=5.0)
-
-
-def test_a_watermark_keeps_blocks_for_those_who_run() -> None:
-    driver = Driver(make_scheduler(num_blocks=11, watermark=0.2))
-    first, second = make_request(63, max_tokens=40), make_request(63, max_tokens=1)
-    driver.add(first, second)
-    plan = driver.step()
-    assert list(plan.num_scheduled_tokens) == [first.request_id, second.request_id], "two of ten are left"
-    driver.run_to_end()
-    driver.add(big := make_request(159, max_tokens=1))
-    assert list(driver.step().num_scheduled_tokens) == [big.request_id], "nobody runs who could need them"
-
-
-def test_a_watermark_makes_an_admission_wait_that_would_fit() -> None:
-    driver = Driver(make_scheduler(num_blocks=11, watermark=0.3))
-    first, second = make_request(63, max_tokens=2), make_request(63, max_tokens=1)
-    driver.add(first, second)
-    assert list(driver.step().num_scheduled_tokens) == [first.request_id], (
-        "four of the six free would leave two"
-    )
-    driver.run_to_end()

@@ -71,32 +71,6 @@ def test_c20_a_full_host_pool_means_recompute() -> None:
     assert "swap_preemptions" not in driver.scheduler.counters()
 
 
-@pytest.mark.parametrize(("cost", "is_swapped"), [(0.0, True), (15.0, True), (20.0, False)])
-def test_c20_auto_swaps_where_computing_anew_would_cost_more(cost: float, is_swapped: bool) -> None:
-    driver = make_driver(preemption="auto", swap_block_cost_tokens=cost)
-    driver.add(make_request(32, max_tokens=3), make_request(31, max_tokens=20))
-    assert bool(run_until_preemption(driver).swap_out) == is_swapped
-    driver.run_to_end()
-
-
-@pytest.mark.parametrize(("cost", "is_swapped"), [(3.0, True), (5.0, False)])
-def test_c20_auto_counts_what_others_keep_in_the_cache_as_free_to_compute(
-    cost: float, is_swapped: bool
-) -> None:
-    driver = make_driver(preemption="auto", num_blocks=7, swap_block_cost_tokens=cost)
-    prompt = [5] * 48
-    old, young = (make_request(prompt=[*prompt, i], max_tokens=40) for i in range(2))
-    driver.add(old)
-    driver.step()
-    driver.add(young)
-    plan = run_until_preemption(driver)
-    assert plan.preempted_req_ids == {young.request_id}
-    assert len(plan.swap_out) == (4 if is_swapped else 0), (
-        "16 tokens of its own against copies of four blocks"
-    )
-    driver.run_to_end()
-
-
 def test_c20_an_abort_gives_the_host_blocks_back() -> None:
     driver = make_driver()
     old, young = make_request(32, max_tokens=9), make_request(31, max_tokens=20)
