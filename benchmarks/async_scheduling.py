@@ -44,7 +44,7 @@ from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.loop import EngineLoop
+from worker.loop import CommandQueue, EngineLoop
 
 BATCHES = (1, 8, 32)
 DEVICE_BATCHES = (32, 256)
@@ -97,7 +97,7 @@ class Engine:
         self, runner: Runner, pool_shape: KVBlockShape, num_blocks: int, max_model_len: int, *, is_async: bool
     ) -> None:
         """`runner` computes in a pool of `num_blocks` blocks of `pool_shape`; here only its bytes' number matters."""
-        clock = SystemClock()
+        clock, commands = SystemClock(), CommandQueue()
         self._times: list[float] = []
         self._done = threading.Event()
         self._num_batch = self._num_missing = 0
@@ -109,7 +109,7 @@ class Engine:
             clock,
             np.zeros((num_blocks, pool_shape.size_bytes), np.uint8),
             KVFingerprint(1, "benchmark", "uint8", "", 1, 1, 1, BLOCK_SIZE, 1),
-            on_news=lambda: self._loop.wake(),
+            on_news=commands.wake,
         )
         config = SchedulerConfig(
             max_num_seqs=max(BATCHES + DEVICE_BATCHES),
@@ -127,7 +127,9 @@ class Engine:
             (),
             clock,
         )
-        self._loop = EngineLoop(core, DecodeWorker(config.max_num_seqs), self, clock, lease_s=0.0)
+        self._loop = EngineLoop(
+            core, DecodeWorker(config.max_num_seqs), self, clock, lease_s=0.0, commands=commands
+        )
         self._connector.start()
         self._loop.start()
 

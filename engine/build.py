@@ -1,6 +1,4 @@
-"""build_rank: one tensor-parallel rank of a worker, its part of the model, its KV pool and its connector, from the
-configuration; knows no process and no other rank.
-"""
+"""DeviceEngine: one device's part of a worker: model, KV pool, pipeline and connector; knows no other rank."""
 
 import os
 from collections.abc import Callable
@@ -17,12 +15,12 @@ from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, reckon
 from engine.collectives import Collectives
 from engine.device import rank_device
+from engine.fail_stop import FailStop, StepRunner
 from engine.gpu.fail_settled import FailSettled
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
-from engine.ranks.fail_stop import FailStop, StepRunner
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
 from kv_transfer import CudaMemory, KVConnectorWorker, SharedMemory
@@ -32,8 +30,8 @@ OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class RankParts:
-    """What every rank of a worker has."""
+class DeviceEngine:
+    """One rank's device, with all that it needs."""
 
     config: BatonConfig
     model: LoadedModel
@@ -104,7 +102,7 @@ class RankParts:
         return runner if self.model.collectives.size == 1 else FailStop(runner)
 
 
-def build_rank(
+def build_device_engine(
     config: BatonConfig,
     kv_keys: PlaneKeys | None,
     model_path: Path,
@@ -113,7 +111,7 @@ def build_rank(
     clock: Clock,
     on_news: Callable[[], None],
     on_progress: OnProgress,
-) -> RankParts:
+) -> DeviceEngine:
     """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError for what cannot be served.
 
     `incarnation` is the worker's; `on_news` is called from the transfer thread. The collectives need not be connected.
@@ -149,7 +147,7 @@ def build_rank(
         memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,
     )
-    return RankParts(config, model, capacity, pool, memory, connector, on_progress)
+    return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress)
 
 
 def _begin_with(device: torch.device) -> int:

@@ -4,7 +4,7 @@ request plane thread   frames <-> messages, heartbeats            worker/request
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
-With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/start.py.
+With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/executor.py.
 """
 
 import logging
@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,12 @@ from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.device import device_memory
+from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
-from engine.ranks.start import start_ranks
 from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
-from worker.loop import EngineLoop, EngineSnapshot
+from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
 from worker.request_plane import RequestServer
 from worker.role import Role
@@ -50,8 +50,19 @@ def log_progress(progress: StartProgress) -> None:
         logger.info("%s: %d of %d", progress.what, progress.done, progress.count)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Everything that a started worker runs."""
+
+    executor: Executor
+    core: EngineCore
+    loop: EngineLoop
+    server: RequestServer
+    metrics: MetricsServer | None
+
+
 class EngineHost:
-    """One worker process. Every start is a new incarnation; nothing of an old one is ever taken up again."""
+    """One worker process. Every start is a new incarnation, which shares nothing with an earlier one."""
 
     def __init__(
         self,
@@ -68,101 +79,103 @@ class EngineHost:
         self._keys = keys
         self._model_path = model_path
         self._role = role
-        """What it starts as; the loop knows what it is."""
+        """The role it starts in; the loop knows the present one."""
         self._roles = {each.kind: each for each in (role, *other_roles)}
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._clock = SystemClock()
-        self._metrics_server: MetricsServer | None = None
+        self._started: _Parts | None = None
         self._metrics: WorkerMetrics | None = None
 
     def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
         """Loads the model, binds both planes to free ports and begins to serve; blocks until it does.
 
-        `on_progress` hears, on this thread, of whatever takes long.
+        `on_progress` is called on this thread for whatever takes long.
         """
-        self._ranks = start_ranks(
+        commands = CommandQueue()
+        executor = start_executor(
             self._config,
             self._config.num_ranks(self._role.kind),
             self._keys.kv,
             self._model_path,
             self._incarnation,
             self._clock,
-            on_news=lambda: self._loop.wake(),
+            on_news=commands.wake,
             on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
         )
         try:
-            return self._serve()
+            metrics, metrics_address = self._open_metrics()
         except BaseException:
-            if self._metrics_server is not None:
-                self._metrics_server.stop()
-            self._ranks.stop()
+            executor.stop()
             raise
-
-    def _serve(self) -> WorkerEndpoint:
-        self._server = RequestServer(
-            self._config.network,
-            self._keys.request,
-            self._incarnation,
-            self.status,
-            self._clock,
-        )
-        lease_s = self._config.kv_transfer.lease_s
-        metrics_address = self._open_metrics()
-        core = self._make_core()
-        self._steps = core.steps
-        self._loop = EngineLoop(core, self._role, self._server, self._clock, lease_s)
-        self._ranks.start()
-        self._loop.start()
-        self._server.start(self._loop)
-        if self._metrics_server is not None:
-            self._metrics_server.start()
+        try:
+            parts = self._started = self._compose(executor, commands, metrics)
+            self._begin(parts)
+        except BaseException:
+            if metrics is not None:
+                metrics.stop()
+            executor.stop()
+            raise
         return WorkerEndpoint(
             self._ref,
             self._role.kind,
-            self._server.address,
+            parts.server.address,
             socket.gethostname(),
             os.getpid(),
             metrics_address,
         )
 
-    def _open_metrics(self) -> str:
-        """Where they will be read; empty if nowhere."""
-        network = self._config.network
-        if network.metrics_port is None:
-            return ""
-        listener, address = listen_tcp(
-            network.bind_host, network.advertise_host, network.metrics_port, "network.metrics_port"
-        )
-        self._metrics_server = MetricsServer(listener, self._render_metrics)
-        return address
-
-    def _render_metrics(self, accept: str) -> tuple[bytes, str]:
-        from worker.metrics import WorkerMetrics  # its library takes long to import, and nobody may ever ask
-
-        if self._metrics is None:
-            device = self._ranks.parts.model.device
-            self._metrics = WorkerMetrics(self.status, self._steps, partial(device_memory, device))
-        return self._metrics.render(accept)
-
-    def _make_core(self) -> EngineCore:
-        """Scheduler and grammars around the ranks."""
-        model, config = self._ranks.parts.model, self._ranks.scheduler_config
-        grammars = GrammarCompiler(
-            self._model_path, model.vocab_size, model.eos_token_ids, on_news=lambda: self._loop.wake()
-        )
-        return EngineCore(
+    def _compose(self, executor: Executor, commands: CommandQueue, metrics: MetricsServer | None) -> _Parts:
+        """The whole worker on one screen: request plane > loop > core > scheduler, pipeline, connector, grammars."""
+        model, config = executor.device_engine.model, executor.scheduler_config
+        grammars = GrammarCompiler(self._model_path, model.vocab_size, model.eos_token_ids, commands.wake)
+        core = EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size), self._keys.prefix),
-            self._ranks.make_pipeline(grammars),
-            self._ranks.connector,
+            executor.make_pipeline(grammars),
+            executor.connector,
             grammars,
             model.eos_token_ids,
             self._clock,
             self._open_trace(config),
         )
+        network = self._config.network
+        server = RequestServer(network, self._keys.request, self._incarnation, self.status, self._clock)
+        lease_s = self._config.kv_transfer.lease_s
+        loop = EngineLoop(core, self._role, server, self._clock, lease_s, commands)
+        return _Parts(executor, core, loop, server, metrics)
+
+    def _begin(self, parts: _Parts) -> None:
+        parts.executor.start()
+        parts.loop.start()
+        parts.server.start(parts.loop)
+        if parts.metrics is not None:
+            parts.metrics.start()
+
+    @property
+    def _parts(self) -> _Parts:
+        assert self._started is not None, "the worker was not started"
+        return self._started
+
+    def _open_metrics(self) -> tuple[MetricsServer | None, str]:
+        """The server and its address; None and "" without `network.metrics_port`."""
+        network = self._config.network
+        if network.metrics_port is None:
+            return None, ""
+        listener, address = listen_tcp(
+            network.bind_host, network.advertise_host, network.metrics_port, "network.metrics_port"
+        )
+        return MetricsServer(listener, self._render_metrics), address
+
+    def _render_metrics(self, accept: str) -> tuple[bytes, str]:
+        from worker.metrics import WorkerMetrics  # its library takes long to import, and often no one asks
+
+        if self._metrics is None:
+            device = self._parts.executor.device_engine.model.device
+            self._metrics = WorkerMetrics(self.status, self._parts.core.steps, partial(device_memory, device))
+        return self._metrics.render(accept)
 
     def _open_trace(self, config: SchedulerConfig) -> StepTraceWriter | None:
-        """The file that this life of the worker writes its steps to, if it is to write any."""
+        """The file that this incarnation writes its steps to, if `engine.trace_dir` is set."""
         engine = self._config.engine
         if engine.trace_dir is None:
             return None
@@ -180,13 +193,16 @@ class EngineHost:
 
     def status(self) -> WorkerStatus:
         """How the engine stood after its last step; from any thread, at any time after `start`."""
-        snapshot = self._loop.snapshot
-        if not self._loop.is_alive:
-            state = WorkerState.STOPPED if self._loop.failure is None else WorkerState.DEAD
+        snapshot = self._parts.loop.snapshot
+        if not self._parts.loop.is_alive:
+            state = WorkerState.STOPPED if self._parts.loop.failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
         # The planes' counters are read anew: an idle engine takes no snapshots, and strangers may knock all the same.
-        planes = {**self._ranks.connector.counters(), "request_denied_peers": self._server.num_denied}
+        planes = {
+            **self._parts.executor.connector.counters(),
+            "request_denied_peers": self._parts.server.num_denied,
+        }
         return WorkerStatus(
             self._ref,
             snapshot.role,
@@ -194,8 +210,8 @@ class EngineHost:
             snapshot.kv_blocks,
             snapshot.requests,
             {**snapshot.counters, **planes},
-            self._ranks.connector.peers(),
-            "" if self._loop.failure is None else str(self._loop.failure),
+            self._parts.executor.connector.peers(),
+            "" if self._parts.loop.failure is None else str(self._parts.loop.failure),
             self._load(snapshot),
         )
 
@@ -211,7 +227,7 @@ class EngineHost:
 
         FleetError while the worker changes its role.
         """
-        return self._loop.drain(timeout_s)
+        return self._parts.loop.drain(timeout_s)
 
     def set_role(self, role: WorkerRole, timeout_s: float) -> None:
         """Leaves the present role as `drain` does, then serves in the other one, with weights and prefix cache as they
@@ -219,7 +235,7 @@ class EngineHost:
 
         FleetError says what was in the way, and not whose; then it serves in its old role.
         """
-        if self._loop.is_settled_as(role):
+        if self._parts.loop.is_settled_as(role):
             return
         if role not in self._roles:
             raise FleetError(f"it was not built to become a {role.value} worker")
@@ -229,21 +245,23 @@ class EngineHost:
                 f"it has {ours} tensor-parallel ranks, and {role.value} workers have {theirs} "
                 "(cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel); a worker keeps its ranks for life"
             )
-        self._loop.set_role(self._roles[role], timeout_s)
+        self._parts.loop.set_role(self._roles[role], timeout_s)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Calls it, on some thread, once the worker has ended by itself or was stopped; `status` says which."""
-        self._loop.when_ended(callback)
+        self._parts.loop.when_ended(callback)
 
     def stop(self) -> None:
         """Ends all threads and closes all ports; gateways are told. Drain first, or what is running is lost."""
-        if self._metrics_server is not None:
-            self._metrics_server.stop()
-        self._loop.stop()
-        self._server.stop()
-        self._ranks.stop()
+        parts = self._parts
+        if parts.metrics is not None:
+            parts.metrics.stop()
+        parts.loop.stop()
+        parts.server.stop()
+        parts.executor.stop()
 
     @property
     def _ref(self) -> WorkerRef:
-        block_size = self._ranks.scheduler_config.block_size
-        return WorkerRef(self._name, self._incarnation, self._ranks.kv_addresses, block_size)
+        executor = self._parts.executor
+        block_size = executor.scheduler_config.block_size
+        return WorkerRef(self._name, self._incarnation, executor.kv_addresses, block_size)

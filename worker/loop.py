@@ -62,16 +62,32 @@ class Outbox(Protocol):
 Command = Callable[[], None]
 
 
+class CommandQueue(queue.SimpleQueue[Command]):
+    """What an engine's thread does between two steps; from any thread. Made before the engine, whose parts wake it."""
+
+    def wake(self) -> None:
+        """There is news from outside, such as a transfer that ended."""
+        self.put(lambda: None)
+
+
 class EngineLoop:
     """Public methods may be called from any thread; what they ask for happens on the engine's own, between steps."""
 
-    def __init__(self, core: EngineCore, role: Role, outbox: Outbox, clock: Clock, lease_s: float) -> None:
-        """`lease_s`: what transfers and leases get to end when no request is left."""
+    def __init__(
+        self,
+        core: EngineCore,
+        role: Role,
+        outbox: Outbox,
+        clock: Clock,
+        lease_s: float,
+        commands: CommandQueue,
+    ) -> None:
+        """`lease_s`: how long transfers and leases may take to end when no request is left."""
         self._core = core
         self._role = role
         self._outbox = outbox
         self._clock = clock
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands = commands
         self._clients: dict[str, set[str]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._kv_followers: set[str] = set()
@@ -107,10 +123,6 @@ class EngineLoop:
     def fail(self, error: BaseException) -> None:
         """Something that the engine cannot go on without has ended."""
         self._commands.put(lambda: _raise(error))
-
-    def wake(self) -> None:
-        """There is news from outside, such as a transfer that ended."""
-        self._commands.put(lambda: None)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests for good. Running ones have `timeout_s` to end; what is left then is given back, and

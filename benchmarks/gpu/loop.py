@@ -28,7 +28,7 @@ from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.loop import EngineLoop
+from worker.loop import CommandQueue, EngineLoop
 
 PATIENCE_S = 300.0
 NOBODY = WorkerRef("nobody", "life", ("tcp://127.0.0.1:1",), 1)
@@ -100,7 +100,9 @@ class LoopedEngine:
             (),
             clock,
         )
-        self._loop = EngineLoop(self._core, DecodeWorker(1_000_000), self, clock, lease_s=0.0)
+        self._loop = EngineLoop(
+            self._core, DecodeWorker(1_000_000), self, clock, lease_s=0.0, commands=CommandQueue()
+        )
 
     def __enter__(self) -> "LoopedEngine":
         self._loop.start()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
+from engine.fail_stop import StepRunner
 from engine.pipeline import DeviceLostError, Launched
-from engine.ranks.fail_stop import StepRunner
 
 T = TypeVar("T")
 

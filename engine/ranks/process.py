@@ -29,7 +29,7 @@ from baton.errors import BatonError, WireError
 from baton.step import SchedulerOutput
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
-from engine.build import build_rank
+from engine.build import build_device_engine
 from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
 from engine.pipeline import Pipeline
@@ -96,7 +96,7 @@ class Build(Protocol):
 def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
     """The real one. Rank 0 alone samples and knows grammars."""
     path = Path(setup.model_path)
-    parts = build_rank(
+    parts = build_device_engine(
         config,
         setup.kv_keys,
         path,

@@ -1,15 +1,4 @@
-"""Consumer: every leg this rank takes, as one sans-IO state machine; knows no socket, thread or clock.
-
-    HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
-       |                         |
-       |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad pieces --> DRAINING --> (gone: Failed)
-       |  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
-       v                         +-- the producer is stuck --------------------------> DRAINING --> HOLDING
-     LOST -------- load --------------------------------------------------------------> (gone: Failed)
-
-HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
-may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
-LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+"""Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
 A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
 this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
@@ -95,9 +84,8 @@ class Consumer:
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
             return []
-        transfer = IncomingTransfer(
-            key, rank_transfer, address, num_tokens, shape, self._identity.offer.transports
-        )
+        transports = self._identity.offer.transports
+        transfer = IncomingTransfer(key, rank_transfer, address, num_tokens, shape, transports)
         self._transfers.add(transfer)
         self._transfers.bind(transfer)
         self._silence.begin(key, now)
@@ -134,7 +122,7 @@ class Consumer:
             has_failed = not (failed.is_cancelled or failed.is_postponed)
             transfer.outcome = Quiesced(rank_transfer, failed.transport, has_failed=has_failed)
             return [told] if failed.is_postponed else []
-        if transfer.state is not IncomingState.LOADING:
+        if not transfer.is_loading:
             self._forget(transfer)
             return [told]
         self._counters["kv_loads_aborted"] += 1
@@ -143,14 +131,14 @@ class Consumer:
     def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
         """The load has failed on another leg: so it fails here too, unless it is over."""
         transfer = self._transfers.of(rank_transfer)
-        if transfer is None or transfer.state is not IncomingState.LOADING:
+        if transfer is None or not transfer.is_loading:
             return []
         return self._lose(transfer, Loss(reason, is_cancelled))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
         """The load was put off on another leg: here too, unless it is over."""
         transfer = self._transfers.of(rank_transfer)
-        if transfer is None or transfer.state is not IncomingState.LOADING:
+        if transfer is None or not transfer.is_loading:
             return []
         return self._postpone(transfer, reason, now)
 
@@ -183,13 +171,10 @@ class Consumer:
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
         loss = Loss(reason, is_producers_word=True)
-        rank_transfers = [transfer for transfer in self._transfers.values() if transfer.address == address]
-        live = [
-            transfer
-            for transfer in rank_transfers
-            if transfer.state in (IncomingState.HOLDING, IncomingState.LOADING)
-        ]
-        return [effect for transfer in live for effect in self._lose(transfer, loss)]
+        live = (IncomingState.HOLDING, IncomingState.LOADING)
+        transfers = [known for known in self._transfers.values() if known.address == address]
+        lost = [transfer for transfer in transfers if transfer.state in live]
+        return [effect for transfer in lost for effect in self._lose(transfer, loss)]
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
@@ -197,7 +182,7 @@ class Consumer:
         The others are late, doubled, foreign, or were announced before the way to read them was agreed upon.
         """
         transfer = self._transfers.get(message.key)
-        if transfer is None or transfer.state is not IncomingState.LOADING or transfer.transport is None:
+        if transfer is None or not transfer.is_loading or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
         self._silence.heard(message.key, now)
@@ -262,7 +247,7 @@ class Consumer:
             return []
         self._counters["kv_unreachable_pools"] += 1
         self._choices.has_failed(key.producer, key.producer_rank, transport, now)
-        if transfer.state is not IncomingState.LOADING or transfer.transport != transport:
+        if not transfer.is_loading or transfer.transport != transport:
             return []  # it is over, or it was told so before
         transfer.transport = None
         if not self._ways_to(transfer, now):
@@ -321,11 +306,11 @@ class Consumer:
         return [Send(transfer.address, transfer.ask(self._identity, self._ways_to(transfer, now)))]
 
     def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
-        if message.is_stuck and transfer.state is IncomingState.LOADING:
+        if message.is_stuck and transfer.is_loading:
             return self._postpone(transfer, "the prefill worker waits until others are loaded", now)
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
-        if transfer.state is not IncomingState.LOADING or message.transport is None:
+        if not transfer.is_loading or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
         if message.transport not in self._ways_to(transfer, now):
             return []  # the answer to an older Open
@@ -335,7 +320,7 @@ class Consumer:
         return [OpenPool(transfer.key, message.transport, message.pool)]
 
     def _on_end(self, transfer: IncomingTransfer, message: End, now: float) -> list[Effect]:
-        if transfer.state is not IncomingState.LOADING:
+        if not transfer.is_loading:
             self._counters["kv_late_messages"] += 1
             return []
         if message.num_pieces != transfer.first_piece + transfer.num_pieces:

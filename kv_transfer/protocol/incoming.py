@@ -1,4 +1,16 @@
-"""IncomingTransfer: one rank transfer as its consumer sees it, and who the consumer is; see consumer.py."""
+"""IncomingTransfer: one rank transfer as its consumer sees it, and who the consumer is; see consumer.py.
+
+    HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
+       |                         |
+       |  Refused, Aborted,      +-- Refused, Aborted, silence, deadline, bad pieces --> DRAINING --> (gone: Failed)
+       |  silence                +-- abort ------------------------------------------> DRAINING --> (gone: Quiesced)
+       v                         +-- the producer is stuck --------------------------> DRAINING --> HOLDING
+     LOST -------- load --------------------------------------------------------------> (gone: Failed)
+
+HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
+may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
+LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -172,6 +184,10 @@ class IncomingTransfer:
         for index in verified.keys() & wanted:  # an older version is about to be overwritten
             del verified[index]
         return WantedPieces(positions, wanted, self.piece_ids(wanted))
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state is IncomingState.LOADING
 
     @property
     def is_complete(self) -> bool:

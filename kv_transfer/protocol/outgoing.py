@@ -1,4 +1,15 @@
-"""OutgoingTransfer: one rank transfer as its producer sees it, and the window of bytes that each peer may have."""
+"""OutgoingTransfer: one rank transfer as its producer sees it, and the window of bytes that each peer may have.
+
+    EARLY ----- begin -----> PREPARING ----- Open -----> STREAMING ----- Release, lease over -----> (gone, blocks freed)
+      |                          |                           |
+      +--------------------------+----- Cancel, refused -----+--> CANCELLED -- finish, abort --> (gone, blocks freed)
+
+    STREAMING -- the consumer gave its room back --> PREPARING
+
+EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
+they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
+wants no more, and our own engine is told.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -83,6 +94,10 @@ class OutgoingTransfer:
     def move_to(self, state: OutgoingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.state is OutgoingState.CANCELLED
 
     @property
     def has_payload(self) -> bool:

@@ -1,14 +1,4 @@
-"""Producer: every leg this rank gives, as one sans-IO state machine; knows no socket, thread or clock.
-
-    EARLY ----- begin -----> PREPARING ----- Open -----> STREAMING ----- Release, lease over -----> (gone, blocks freed)
-      |                          |                           |
-      +--------------------------+----- Cancel, refused -----+--> CANCELLED -- finish, abort --> (gone, blocks freed)
-
-    STREAMING -- the consumer gave its room back --> PREPARING
-
-EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
-they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
-wants no more, and our own engine is told.
+"""Producer: every rank transfer that this rank sends, as one sans-IO state machine; see outgoing.py for its states.
 
 A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
 being computed, the request's own deadline applies. EARLY lasts one lease after the last sign of life, and
@@ -118,7 +108,7 @@ class Producer:
         transfer.shape, transfer.piece_nbytes = shape, piece_nbytes
         self._transfers.bind(transfer)
         self._counters["kv_sends_started"] += 1
-        if transfer.state is OutgoingState.CANCELLED:  # before our engine knew of it
+        if transfer.is_cancelled:  # before our engine knew of it
             self._counters["kv_sends_cancelled"] += 1
             return [Unwanted(rank_transfer)]
         if transfer.state is OutgoingState.PREPARING and transfer.open is not None:
@@ -130,7 +120,7 @@ class Producer:
     ) -> list[Effect]:
         """These blocks are computed and will not change until `Freed`."""
         transfer = self._transfers.of(rank_transfer)
-        if transfer is None or transfer.state is OutgoingState.CANCELLED:
+        if transfer is None or transfer.is_cancelled:
             return []
         transfer.blocks_ready(first_block, block_ids)
         return self._pump(transfer)
@@ -149,7 +139,7 @@ class Producer:
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
-        if transfer.state is OutgoingState.CANCELLED:
+        if transfer.is_cancelled:
             return self._forget(transfer)
         self._standstill.look(now)
         transfer.first_token, transfer.finished_at = first_token, now
@@ -165,7 +155,7 @@ class Producer:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
         told: list[Effect] = []
         farewell = Aborted(transfer.key, reason, is_cancelled)
-        if transfer.peer and transfer.state is not OutgoingState.CANCELLED:
+        if transfer.peer and not transfer.is_cancelled:
             told = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
         transfer.is_needed = transfer.is_needed and not is_cancelled
@@ -187,7 +177,7 @@ class Producer:
             self._leases.set(key, now + self._lease_s)
         elif transfer.state is OutgoingState.EARLY:
             self._leases.set(key, now + min(self._lease_s, transfer.early_until - running))
-        if transfer.state is OutgoingState.CANCELLED:
+        if transfer.is_cancelled:
             self._counters["kv_late_messages"] += 1
             return []
         match message:
@@ -241,7 +231,7 @@ class Producer:
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
-        num_open = sum(transfer.state is not OutgoingState.CANCELLED for transfer in known)
+        num_open = sum(not transfer.is_cancelled for transfer in known)
         assert self._counters["kv_sends_started"] == num_ended + num_open, (
             f"{num_open} open: {self._counters}"
         )
@@ -373,7 +363,7 @@ class Producer:
     def _count_end(self, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
         """Once: not what was counted as cancelled before, and not what our engine never began."""
         transfer.end_reason = transfer.end_reason or reason
-        if transfer.rank_transfer is not None and transfer.state is not OutgoingState.CANCELLED:
+        if transfer.rank_transfer is not None and not transfer.is_cancelled:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer) -> list[Effect]:

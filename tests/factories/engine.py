@@ -22,7 +22,7 @@ from tests.factories.scheduling import EOS, FakeRunner, make_config
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.kv_events import KVChange
-from worker.loop import EngineLoop, EngineSnapshot
+from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
 from worker.role import Role
 from worker.step_trace_writer import StepTraceWriter
 
@@ -115,7 +115,10 @@ class RunningLoop:
         self.kv_changes: queue.Queue[tuple[tuple[str, ...], KVChange]] = queue.Queue()
         self.beats: queue.Queue[EngineSnapshot] = queue.Queue()
         """How the engine stood when it asked for a heartbeat."""
-        self.loop = EngineLoop(core or make_core(), role or DecodeWorker(100), self, SystemClock(), lease_s)
+        self.commands = CommandQueue()
+        self.loop = EngineLoop(
+            core or make_core(), role or DecodeWorker(100), self, SystemClock(), lease_s, self.commands
+        )
 
     def __enter__(self) -> "RunningLoop":
         self.loop.start()

@@ -16,9 +16,9 @@ from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from engine.collectives import Collectives
+from engine.fail_stop import FailStop
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
 from engine.ranks import entry as rank_start
-from engine.ranks.fail_stop import FailStop
 from engine.ranks.messages import Setup
 from engine.ranks.process import Rank
 from engine.ranks.process import main as serve

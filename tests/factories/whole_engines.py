@@ -11,8 +11,8 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
+from engine.executor import start_executor
 from engine.grammars.compiler import GrammarCompiler
-from engine.ranks.start import start_ranks
 from scheduler import Scheduler
 from tests.factories.security import KEYS
 from worker.core import ClientOutputs, EngineCore
@@ -59,7 +59,7 @@ class WholeEngine:
             }
         )
         incarnation = f"{name}-life"
-        self.ranks = start_ranks(
+        self.executor = start_executor(
             config,
             num_ranks,
             KEYS.kv,
@@ -69,20 +69,20 @@ class WholeEngine:
             on_news=news.set,
             on_progress=lambda _what, _done, _count: None,
         )
-        model, scheduler_config = self.ranks.parts.model, self.ranks.scheduler_config
+        model, scheduler_config = self.executor.device_engine.model, self.executor.scheduler_config
         self.model = model
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set)
         self.scheduler = Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size))
         self.core = EngineCore(
             self.scheduler,
-            self.ranks.make_pipeline(grammars),
-            self.ranks.connector,
+            self.executor.make_pipeline(grammars),
+            self.executor.connector,
             grammars,
             model.eos_token_ids,
             SystemClock(),
         )
-        self.ranks.start()
-        self.ref = WorkerRef(name, incarnation, self.ranks.kv_addresses, scheduler_config.block_size)
+        self.executor.start()
+        self.ref = WorkerRef(name, incarnation, self.executor.kv_addresses, scheduler_config.block_size)
         self.told: dict[str, Told] = {}
 
     def add(self, request: EngineRequest) -> None:
@@ -101,7 +101,7 @@ class WholeEngine:
 
     def stop(self) -> None:
         self.core.close()
-        self.ranks.stop()
+        self.executor.stop()
 
 
 class EnginesOf:

@@ -51,7 +51,7 @@ def running_worker(
         SystemClock(),
         np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
         FINGERPRINT,
-        on_news=lambda: loops[0].loop.wake(),
+        on_news=lambda: loops[0].commands.wake(),
     )
     loops.append(RunningLoop(make_core(runner, connector), role))
     loops[0].ref = WorkerRef(life, life, (connector.kv_address,), 16)

@@ -19,9 +19,9 @@ from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
 from engine.ranks.entry import EXIT_ALONE
+from engine.ranks.executor import RankProcesses
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
-from engine.ranks.start import OtherRanks
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.connector.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
 from tests.factories.engine import RunningLoop, make_core
@@ -46,7 +46,7 @@ BLOCK_SIZE = 16
 class RunningRanks:
     """Rank 0 in this process, the others in their own."""
 
-    def __init__(self, others: OtherRanks, folder: Path, woken: threading.Event) -> None:
+    def __init__(self, others: RankProcesses, folder: Path, woken: threading.Event) -> None:
         self.woken = woken
         self.others = others
         self._folder = folder
@@ -85,10 +85,10 @@ class RunningRanks:
 @contextmanager
 def starting(
     folder: Path, num_ranks: int, on_news: Callable[[], None] = lambda: None, **config: Any
-) -> Iterator[OtherRanks]:
+) -> Iterator[RankProcesses]:
     """Other ranks that were told to load; none is left behind."""
     values = {"engine": {"rank_timeout_s": 20.0}, **config}
-    others = OtherRanks(
+    others = RankProcesses(
         BatonConfig.from_mapping(values), num_ranks, None, folder, "life", on_news, module=FAKE_RANK
     )
     children = [child for child in psutil.Process().children() if FAKE_RANK in child.cmdline()]
@@ -156,12 +156,13 @@ def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp
 def test_a_rank_that_is_killed_ends_the_worker_also_when_it_is_idle(tmp_path: Path) -> None:
     with running(tmp_path, num_ranks=3) as ranks:
         assert ranks.compute(1) == 3
-        loop = RunningLoop(make_core(connector=ranks.connector)).loop
+        running_loop = RunningLoop(make_core(connector=ranks.connector))
+        loop = running_loop.loop
         loop.start()
         victim = rank_pids(os.getpid())[1]
         os.kill(victim, signal.SIGKILL)
         assert ranks.woken.wait(SOON_S)
-        loop.wake()  # what the host's `on_news` does
+        running_loop.commands.wake()  # what the host's `on_news` does
         loop.join(SOON_S)
         assert str(loop.failure) == f"rank 2 (pid {victim}) was killed by SIGKILL"
 

@@ -186,7 +186,7 @@ def test_a_change_that_comes_to_nothing_leaves_the_worker_as_it_was(
             await under_test.set_role(WorkerRole.PREFILL, 1.0)
             await under_test.ask("leg", producer_of="t1")
             await listener.end_of("leg")
-            monkeypatch.setattr(under_test.host._loop, "_lease_s", 0.2)
+            monkeypatch.setattr(under_test.host._parts.loop, "_lease_s", 0.2)
             with pytest.raises(FleetError, match=r"^it did not become .* 7 blocks are leased"):
                 await under_test.set_role(WorkerRole.DECODE, 0.1)
             await listener.until(WorkerRole.PREFILL, WorkerState.READY)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
+from engine.fail_stop import FailStop
 from engine.pipeline import Launched
-from engine.ranks.fail_stop import FailStop
 from tests.factories.fake_rank import make_plan
 
 

@@ -98,7 +98,7 @@ def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
     host.start()
     assert host.status().kv_peers == ()
     counts = KVPeerCounts(TransferRole.CONSUMER, "p0", "zmq_tcp", 1, 0, 0, 10, 0.0, 0.0, 0.0)
-    monkeypatch.setattr(host._ranks.connector, "peers", lambda: (counts,))
+    monkeypatch.setattr(host._parts.executor.connector, "peers", lambda: (counts,))
     assert host.status().kv_peers == (counts,)
     host.stop()
 

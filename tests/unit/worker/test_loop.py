@@ -226,7 +226,7 @@ def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
         until_draining(running)
         assert not any(drain.done() for drain in drains)
         connector.news.append(KVConnectorOutput(finished_sending=("p",)))
-        running.loop.wake()
+        running.commands.wake()
         assert [drain.result(5) for drain in drains] == [True, True]
 
 
@@ -286,7 +286,7 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
             with pytest.raises(FleetError, match="it is about to become a decode worker"):
                 call()
         connector.news.append(KVConnectorOutput(finished_sending=("p",)))
-        running.loop.wake()
+        running.commands.wake()
         change.result(5)
         assert running.loop.drain(5.0)
         with pytest.raises(FleetError, match="it is draining"):

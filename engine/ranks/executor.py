@@ -1,4 +1,4 @@
-"""start_ranks: a worker's tensor-parallel ranks, of which this process is the first, as one pipeline and one connector.
+"""RankedExecutor: a worker's tensor-parallel ranks as one pipeline and one connector; this process is rank 0.
 
 process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
 process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
@@ -13,8 +13,8 @@ from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.system.curve import PlaneKeys
-from engine.build import OnProgress, RankParts, build_rank
-from engine.collectives import Collectives, SingleRank, TorchCollectives
+from engine.build import DeviceEngine, OnProgress, build_device_engine
+from engine.collectives import TorchCollectives
 from engine.connector import ConnectorWorker
 from engine.device import rank_device
 from engine.grammars.compiler import GrammarCompiler
@@ -25,7 +25,7 @@ from engine.ranks.remote import RankedPipeline, RemoteConnector
 from kv_transfer import RankConnector, RankedConnector
 
 
-class OtherRanks:
+class RankProcesses:
     """Ranks 1 and up, and what all ranks have in common."""
 
     def __init__(
@@ -100,47 +100,32 @@ class OtherRanks:
         self._group.stop()
 
 
-class Ranks:
-    """All ranks of a worker: they have loaded and are connected. `make_pipeline` and `start` follow."""
+class RankedExecutor:
+    """Satisfies `engine.executor.Executor` with this process, rank 0, and the processes of the other ranks."""
 
-    def __init__(self, parts: RankParts, others: OtherRanks | None = None) -> None:
-        """`parts` are this process's."""
-        self.parts = parts
+    def __init__(self, own: DeviceEngine, others: RankProcesses) -> None:
+        self.device_engine = own
         self._others = others
         self._is_started = False
-        self.kv_addresses: tuple[str, ...] = (parts.connector.kv_address,)
-        """Where the KV plane of each rank listens."""
-        self.connector: ConnectorWorker = parts.connector
-        """Of all ranks."""
-        self.scheduler_config = parts.scheduler_config
-        """The worker's: with as many blocks as the rank that has fewest."""
-        if others is not None:
-            loaded = others.join(parts.model.digest)
-            self.kv_addresses += tuple(facts.kv_address for facts in loaded)
-            num_blocks = min([parts.num_blocks, *(facts.num_blocks for facts in loaded)])
-            self.scheduler_config = parts.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
-            self.connector = others.connector(parts.connector, self.scheduler_config.block_size)
+        loaded = others.join(own.model.digest)
+        self.kv_addresses = (own.connector.kv_address, *(facts.kv_address for facts in loaded))
+        num_blocks = min([own.num_blocks, *(facts.num_blocks for facts in loaded)])
+        self.scheduler_config = own.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
+        self.connector: ConnectorWorker = others.connector(own.connector, self.scheduler_config.block_size)
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        """Where the worker's steps are computed, on every rank."""
-        if self._others is None:
-            return self.parts.make_pipeline(grammars)
-        return self._others.pipeline(lambda: self.parts.make_pipeline(grammars))
+        return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
-        """Begins to move KV, and to tell of news; blocks until every rank is ready. Raises as `start_ranks`."""
         self._is_started = True
-        self.parts.connector.start()
-        if self._others is not None:
-            self._others.serve()
+        self.device_engine.connector.start()
+        self._others.serve()
 
     def stop(self) -> None:
-        """Ends what `start` began, and the other processes, if there are any."""
         if self._is_started:
-            self.parts.connector.shutdown()
-        if self._others is not None:
-            self._others.stop()
-        self.parts.free()
+            self.device_engine.connector.shutdown()
+        self._others.stop()
+        self.device_engine.free()
 
 
 def start_ranks(
@@ -152,21 +137,14 @@ def start_ranks(
     clock: Clock,
     on_news: Callable[[], None],
     on_progress: OnProgress,
-) -> Ranks:
-    """Loads the model on every rank, in parallel; blocks until all of them are there.
-
-    ConfigError, ModelError or ClusterError if they cannot be; no process is left then. `on_news` is called from any
-    thread, after `Ranks.start`; `on_progress` hears how far rank 0 is.
-    """
-
-    def build(collectives: Collectives) -> RankParts:
-        return build_rank(config, kv_keys, model_path, incarnation, collectives, clock, on_news, on_progress)
-
-    if num_ranks == 1:
-        return Ranks(build(SingleRank()))
-    others = OtherRanks(config, num_ranks, kv_keys, model_path, incarnation, on_news)
+) -> RankedExecutor:
+    """See `engine.executor.start_executor`; `num_ranks` > 1."""
+    others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_news)
     try:
-        return Ranks(build(others.collectives), others)
+        own = build_device_engine(
+            config, kv_keys, model_path, incarnation, others.collectives, clock, on_news, on_progress
+        )
+        return RankedExecutor(own, others)
     except BaseException:
         others.stop()
         raise
