@@ -1,8 +1,5 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
-this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
-
 Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
 is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live leg is counted.
 """
@@ -66,9 +63,7 @@ class Consumer:
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
 
-    # orders of this worker's engine
-
-    def begin(
+        def begin(
         self,
         rank_transfer: RankTransfer,
         key: TransferKey,

@@ -10,6 +10,9 @@
 HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
 may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
 LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+
+A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
+this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
 """
 
 from dataclasses import dataclass, field

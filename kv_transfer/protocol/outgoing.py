@@ -9,6 +9,9 @@
 EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
 they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
 wants no more, and our own engine is told.
+
+Where our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Those
+who have room for prompts that are not complete are told that we are stuck, and give it back (decision 0011).
 """
 
 from collections import Counter, deque

@@ -5,9 +5,6 @@ being computed, the request's own deadline applies. EARLY lasts one lease after 
 MAX_EARLY_LEASES at most. How a leg ended is remembered for a while, and told to a consumer that asks late, and to our
 engine if it does. What comes for another incarnation is refused.
 
-Where our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Those
-who have room for prompts that are not complete are told that we are stuck, and give it back (decision 0011).
-
 Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
 reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
 offered anew, as another version. And the End, on which the consumer relies, waits for its last acknowledgement.
