@@ -63,7 +63,7 @@ class Consumer:
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
 
-        def begin(
+    def begin(
         self,
         rank_transfer: RankTransfer,
         key: TransferKey,
