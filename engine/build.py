@@ -1,5 +1,6 @@
 """DeviceEngine: one device's part of a worker: model, KV pool, pipeline and connector; knows no other rank."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,17 @@ from engine.collectives import Collectives
 from engine.device import rank_device
 from engine.fail_stop import FailStop, StepRunner
 from engine.gpu.fail_settled import FailSettled
+from engine.gpu.memory import OutOfGpuMemory
+from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
-from kv_transfer import CudaMemory, KVConnectorWorker, SharedMemory
+from kv_transfer import CudaMemory, CudaOutOfMemory, KVConnectorWorker, SharedMemory
+
+logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
 """What is being done, how much of it is, of how much in all."""
@@ -119,20 +124,23 @@ def build_device_engine(
     keep_freed_memory()
     torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
     device = rank_device(config.engine, collectives.rank)
-    free_at_start = _begin_with(device)
-    model = load_model(
-        config.model,
-        model_path,
-        device,
-        kv_cache_dtype=config.engine.kv_cache_dtype,
-        collectives=collectives,
-        on_progress=lambda done, count: on_progress("loading weights", done, count),
+    _begin_with(device)
+    wait = make_memory_wait(device, clock)
+    model = wait.until_it_fits(
+        lambda: load_model(
+            config.model,
+            model_path,
+            device,
+            kv_cache_dtype=config.engine.kv_cache_dtype,
+            collectives=collectives,
+            on_progress=lambda done, count: on_progress("loading weights", done, count),
+        )
     )
-    capacity = reckon(config, model, free_at_start)
+    capacity = wait.until_it_fits(lambda: reckon(config, model))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape = model.kv_block_shape(capacity.scheduler_config.block_size)
-    memory = _take_memory(num_blocks * shape.size_bytes, device)
+    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device))
     pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
     connector = KVConnectorWorker(
         config.kv_transfer,
@@ -150,22 +158,26 @@ def build_device_engine(
     return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress)
 
 
-def _begin_with(device: torch.device) -> int:
-    """Makes it the one that this process computes on: bytes of its memory that are free now, if it is a GPU."""
-    if device.type == "cpu":
-        return 0
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize()  # the context is there, so that it is not taken for a weight
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
+def _begin_with(device: torch.device) -> None:
+    """Makes it the one that this process computes on, if it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize()  # the context is there, so that it is not taken for activations
 
 
 def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:
-    """For the pool. Of the host's memory it asks first what there is: Linux would rather end a process than refuse."""
-    free = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if num_bytes > free:
-        raise ConfigError(
-            f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
-            "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
-        )
-    return SharedMemory(num_bytes) if device.type == "cpu" else CudaMemory(num_bytes, device.index)
+    """For the pool. Of the host's memory it asks first what there is: Linux would rather end a process than refuse.
+
+    ConfigError if there is not so much, on a GPU OutOfGpuMemory.
+    """
+    is_on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
+    try:
+        if num_bytes <= free:
+            return CudaMemory(num_bytes, device.index) if is_on_gpu else SharedMemory(num_bytes)
+    except CudaOutOfMemory:
+        logger.info("%d bytes are free, but not at one place", free)
+    raise (OutOfGpuMemory if is_on_gpu else ConfigError)(
+        f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
+        "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
+    )

@@ -1,5 +1,6 @@
 """What a rank has room for: fills in the scheduler's section with what only the model and the device know."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from engine.step_limits import StepLimits
 
 if TYPE_CHECKING:
     from engine.gpu.measure import Measured
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
@@ -29,11 +32,10 @@ class Capacity:
     """What the rank has buffers for; the scheduler may ask for less."""
 
 
-def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capacity:
-    """ConfigError names the key that asks for more than there is.
+def reckon(config: BatonConfig, model: LoadedModel) -> Capacity:
+    """ConfigError names the key that asks for more than there is; OutOfGpuMemory, which is one, may pass.
 
-    On a GPU the largest step is run to see what it takes, unless nobody asks; `free_at_start` is what was free of its
-    memory before the model was loaded.
+    On a GPU the largest step is run to see what it takes, unless nobody asks.
     """
     asked = with_defaults_of(model.device, config.scheduler)
     max_model_len = _max_model_len(asked, model)
@@ -46,13 +48,18 @@ def reckon(config: BatonConfig, model: LoadedModel, free_at_start: int) -> Capac
     wants_chunk = is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set
     wants_memory = asked.num_blocks is None and config.engine.kv_cache_memory_mib is None
     if model.device.type == "cuda" and (wants_chunk or wants_memory):
-        measured = _measure(config, asked, model, max_model_len, free_at_start)
-        if wants_chunk:
+        measured = _measure(config, asked, model, max_model_len, wants_chunk=wants_chunk)
+        if measured.chunk is not None:
             # A step of decodes alone must not be cut for that.
             wanted = max(measured.chunk, asked.max_num_seqs)
-            values["max_num_batched_tokens"] = min(wanted, asked.max_num_batched_tokens)
+            chosen = min(wanted, asked.max_num_batched_tokens)
+            logger.info(
+                "scheduler.max_num_batched_tokens is %d; to set it would keep it from start to start", chosen
+            )
+            values["max_num_batched_tokens"] = chosen
         if wants_memory:
             size_bytes = model.kv_block_shape(asked.block_size).size_bytes
+            logger.info("GPU memory: %s", measured.memory.arithmetic())
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
     values["num_blocks"] = values["num_blocks"] or _num_blocks(config, asked.block_size, model)
     return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
@@ -67,7 +74,7 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 
 
 def _measure(
-    config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, free_at_start: int
+    config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, *, wants_chunk: bool
 ) -> "Measured":
     from engine.gpu.measure import measure  # Triton need not be there where no GPU is
 
@@ -77,9 +84,9 @@ def _measure(
         model,
         asked.block_size,
         limits,
-        free_at_start,
         engine.gpu_memory_utilization,
         uses_graphs=engine.cuda_graphs,
+        wants_chunk=wants_chunk,
     )
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.errors import ConfigError
 from baton.kv import PROTOCOL_VERSION, KVFingerprint
-from kv_transfer import CudaMemory, DeviceBlocks
+from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
 
 LAYOUT = "LKHTD"
 NULL_BLOCK = 0
@@ -177,13 +178,13 @@ device that works by itself: queues it."""
 
 
 class HostBlocks:
-    """Blocks of host memory for the KV of preempted requests; pinned where the pool is on a GPU."""
+    """Blocks of host memory for the KV of preempted requests, freed with this; pinned where the pool is on a GPU."""
 
     def __init__(self, num_blocks: int, pool: KVPool, copy: CopyBlocks = copy_one_by_one) -> None:
-        is_pinned = pool.blocks_NLKHTD.device.type == "cuda"
+        """ConfigError if there is not so much host memory that can be pinned."""
         self._pool_NB = pool.blocks_NLKHTD.view(pool.num_blocks, -1).view(torch.uint8)
-        num_bytes = self._pool_NB.shape[1]
-        self._host_MB = torch.empty((num_blocks, num_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        num_bytes = num_blocks * pool.shape.size_bytes
+        self._host_MB = host_memory(num_bytes, self._pool_NB.device).view(num_blocks, pool.shape.size_bytes)
         self._copy = copy
 
     def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
@@ -192,3 +193,16 @@ class HostBlocks:
             self._copy(self._pool_NB, self._host_MB, swap_out)
         if swap_in:
             self._copy(self._host_MB, self._pool_NB, swap_in)
+
+
+def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes] that copies of the device go to and come from."""
+    if device.type == "cpu" or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        return torch.from_numpy(pinned_array(num_bytes, device.index))
+    except CudaOutOfMemory as error:
+        raise ConfigError(
+            f"{num_bytes / 2**20:,.0f} MiB of host memory for swapping cannot be pinned: {error}; ask for less with "
+            "engine.swap_space_mib or scheduler.num_swap_blocks"
+        ) from error

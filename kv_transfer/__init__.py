@@ -6,16 +6,19 @@ What is handed over is called a prompt here, although after a move it has what o
 from kv_transfer.connector.commands import KVConnectorMetadata
 from kv_transfer.connector.ranks import RankConnector, RankedConnector
 from kv_transfer.connector.worker import KVConnectorWorker
-from kv_transfer.cuda.memory import CudaMemory
+from kv_transfer.cuda.driver import CudaOutOfMemory
+from kv_transfer.cuda.memory import CudaMemory, pinned_array
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport.shared_memory import SharedMemory
 
 __all__ = [
     "CudaMemory",
+    "CudaOutOfMemory",
     "DeviceBlocks",
     "KVConnectorMetadata",
     "KVConnectorWorker",
     "RankConnector",
     "RankedConnector",
     "SharedMemory",
+    "pinned_array",
 ]

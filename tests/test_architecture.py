@@ -30,12 +30,14 @@ DOORS = {
     "gateway": {"Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"},
     "kv_transfer": {
         "CudaMemory",
+        "CudaOutOfMemory",
         "DeviceBlocks",
         "KVConnectorMetadata",
         "KVConnectorWorker",
         "RankConnector",
         "RankedConnector",
         "SharedMemory",
+        "pinned_array",
     },
     "prefill_worker": {"KVProducerScheduler", "PrefillWorker"},
     "scheduler": {

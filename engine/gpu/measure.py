@@ -4,17 +4,22 @@ Runs before there is a KV pool, and leaves nothing behind but compiled kernels, 
 """
 
 import gc
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 
 from engine.gpu.device_parts import DeviceParts, make_device_parts
-from engine.gpu.graphs import CudaGraphs, decode_sizes, mixed_sizes
+from engine.gpu.graphs import CudaGraphs, Recorder, decode_sizes, mixed_sizes
 from engine.gpu.memory import DeviceMemory
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
+
+logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
 """Of each kind: the largest, whose memory all share, and the next, for what each costs besides."""
@@ -31,39 +36,40 @@ class Measured:
     """One rank's GPU."""
 
     memory: DeviceMemory
-    chunk: int
-    """Prompt tokens a step that are enough to keep it busy; no more than the largest step that was asked for."""
+    chunk: int | None
+    """Prompt tokens a step that are enough to keep it busy; no more than the largest step that was asked for. None:
+    nobody wanted to know."""
 
 
 def measure(
     model: LoadedModel,
     block_size: int,
     limits: StepLimits,
-    free_at_start: int,
     utilization: float,
     *,
     uses_graphs: bool,
+    wants_chunk: bool,
 ) -> Measured:
-    """`free_at_start`: before the model was loaded. The model's collectives need not be connected."""
+    """The model's collectives need not be connected."""
     device = model.device
     _, total = torch.cuda.mem_get_info(device)
     free_loaded = free_memory(device)
+    weights = torch.cuda.memory_reserved(device)
     with model.collectives.silent():
         pool = KVPool(2, model.kv_block_shape(block_size), device)
         parts = make_device_parts(model, pool, limits)
         parts.rehearse()
-        chunk = _choose_chunk(parts, limits)
-        torch.cuda.synchronize(device)
-        free_rehearsed, _ = torch.cuda.mem_get_info(device)
-        graphs = _graphs_bytes(parts, limits, device) if uses_graphs else 0
+        chunk = chosen_chunk(limits, partial(_throughput, parts)) if wants_chunk else None
+        free_rehearsed = _free_now(device)
+        graphs = graphs_bytes(parts, CudaGraphs(), lambda: _free_now(device)) if uses_graphs else 0
     if model.collectives.size > 1:
         graphs += COLLECTIVES_BYTES
     del parts, pool
     free_memory(device)
     memory = DeviceMemory(
         total=total,
-        used_by_others=total - free_at_start,
-        weights=free_at_start - free_loaded,
+        used_by_others=total - free_loaded - weights,
+        weights=weights,
         activations=free_loaded - free_rehearsed,
         graphs=graphs,
         utilization=utilization,
@@ -76,8 +82,30 @@ def free_memory(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
+    return _free_now(device)
+
+
+def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], int]) -> int:
+    """What all graphs will take; `free_now` says how many bytes are free of the device.
+
+    Of each kind the largest and the next are recorded, and kept until all are measured: the next shares the memory of
+    the largest, and what it takes besides is taken for what every other one of its kind will.
+    """
+    limits, total = parts.limits, 0
+    for sizes, has_chunks in (
+        (mixed_sizes(limits.max_num_batched_tokens), True),
+        (decode_sizes(limits.max_num_seqs), False),
+    ):
+        free = [free_now()]
+        parts.forward.record(
+            sizes[-NUM_MEASURED_GRAPHS:],
+            recorder,
+            lambda _, free=free: free.append(free_now()),  # type: ignore[misc]
+            has_chunks=has_chunks,
+        )
+        taken = [max(0, before - after) for before, after in pairwise(free)]
+        total += sum(taken) + (len(sizes) - len(taken)) * taken[-1]
+    return total
 
 
 def smallest_enough(throughputs: Sequence[tuple[int, float]]) -> int:
@@ -86,10 +114,24 @@ def smallest_enough(throughputs: Sequence[tuple[int, float]]) -> int:
     return min(chunk for chunk, throughput in throughputs if throughput >= ENOUGH * best)
 
 
-def _choose_chunk(parts: DeviceParts, limits: StepLimits) -> int:
+def chosen_chunk(limits: StepLimits, throughput: Callable[[int], float]) -> int:
+    """The smallest that is enough; `throughput` times one of so many tokens, in tokens a second.
+
+    Times vary, and so may the choice between two starts: the log says by what it was made.
+    """
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
     chunks = [chunk for chunk in CHUNKS if chunk < most]
-    return smallest_enough([(chunk, _throughput(parts, chunk)) for chunk in (*chunks, most)])
+    throughputs = [(chunk, throughput(chunk)) for chunk in (*chunks, most)]
+    chosen = smallest_enough(throughputs)
+    found = ", ".join(f"{chunk}: {rate:,.0f}" for chunk, rate in throughputs)
+    logger.info("chunks of %d tokens keep the GPU busy (tokens/s by chunk: %s)", chosen, found)
+    return chosen
+
+
+def _free_now(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def _throughput(parts: DeviceParts, chunk: int) -> float:
@@ -103,20 +145,3 @@ def _throughput(parts: DeviceParts, chunk: int) -> float:
         end.synchronize()
         times_ms.append(begin.elapsed_time(end))
     return chunk / sorted(times_ms[1:])[NUM_TIMED // 2] * 1e3
-
-
-def _graphs_bytes(parts: DeviceParts, limits: StepLimits, device: torch.device) -> int:
-    """Both kinds share their memory: what the largest of each take, and for every other what the last one took."""
-    decodes, mixed = decode_sizes(limits.max_num_seqs), mixed_sizes(limits.max_num_batched_tokens)
-    recorder = CudaGraphs()
-    taken = []
-    for size, has_chunks in [
-        *((size, True) for size in mixed[::-1][:NUM_MEASURED_GRAPHS]),
-        *((size, False) for size in decodes[::-1][:NUM_MEASURED_GRAPHS]),
-    ]:
-        before, _ = torch.cuda.mem_get_info(device)
-        parts.forward.record([size], recorder, has_chunks=has_chunks)
-        torch.cuda.synchronize(device)
-        after, _ = torch.cuda.mem_get_info(device)
-        taken.append(max(0, before - after))
-    return sum(taken) + (len(decodes) + len(mixed) - len(taken)) * taken[-1]

@@ -7,16 +7,20 @@ from baton.errors import ConfigError
 GIB = 2**30
 
 
+class OutOfGpuMemory(ConfigError):
+    """A GPU has less left than is asked for; perhaps only for now, as others may have it (memory_wait.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes of one GPU, as measured while a worker starts."""
 
     total: int
     used_by_others: int
-    """Before this worker took anything: other processes, and the driver."""
+    """Of other processes, of the driver, and of this one's context."""
     weights: int
     activations: int
-    """The most that a step takes, over what is there between steps; CUDA's context included."""
+    """The most that a step takes, over what is there between steps; kernels included."""
     graphs: int
     utilization: float
     """Share of the total that this worker, and what was there before, may fill."""
@@ -28,11 +32,11 @@ class DeviceMemory:
         return budget - self.used_by_others - self.weights - self.activations - self.graphs
 
     def num_blocks(self, block_bytes: int, min_tokens: int, block_size: int) -> int:
-        """Blocks that fit, the null block included. ConfigError if they do not hold a request of `min_tokens`."""
+        """Blocks that fit, the null block included. OutOfGpuMemory if they hold no request of `min_tokens`."""
         num_blocks = max(0, self.for_kv) // block_bytes
         needed = -(-min_tokens // block_size) + 1
         if num_blocks < needed:
-            raise ConfigError(
+            raise OutOfGpuMemory(
                 f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} "
                 f"blocks of {block_bytes / 2**20:.2f} MiB = {needed * block_bytes / GIB:.2f} GiB. Lower "
                 "scheduler.max_model_len or scheduler.max_num_batched_tokens, raise engine.gpu_memory_utilization, or "

@@ -1,7 +1,7 @@
 """TransferAgent: the thread on which a rank's hand-overs happen; knows no protocol.
 
-Orders come in through a queue, news go out through another. Asleep, it wakes for an order, a message or a deadline, and
-for nothing else.
+Orders come in through a queue, news go out through another. Asleep, it wakes for an order, a message, a deadline, or
+the end of a process whose pool is open, and for nothing else.
 """
 
 import logging
@@ -36,7 +36,8 @@ class TransferAgent:
         self._orders: queue.SimpleQueue[tuple[Sequence[Order], threading.Event]] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
         self._wakeup = WakeUp()
-        self._channel.wake_on(self._wakeup)
+        self._channel.wake_on(self._wakeup.fileno())
+        self._channel.wake_on(endpoint.fileno())
         self._is_stopping = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)

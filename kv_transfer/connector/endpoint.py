@@ -115,6 +115,10 @@ class TransferEndpoint:
         if num_bad.bit_count() == 1:
             logger.warning("dropped a message on the KV plane, the %d. so far: %s", num_bad, error)
 
+    def fileno(self) -> int:
+        """Readable while `on_time` has something to do before `next_deadline`."""
+        return self._consumer_end.fileno()
+
     def on_time(self) -> None:
         """Does what is due. To be called after every wake-up, and at `next_deadline`."""
         self._producer_end.on_time()

@@ -120,6 +120,10 @@ class ConsumerEndpoint:
         why = f"we and the prefill worker cannot read each other: {reason}"
         self._do(self._consumer.on_other_language(peer, why))
 
+    def fileno(self) -> int:
+        """Readable while `on_time` has something to do at once."""
+        return self._pools.fileno()
+
     def on_time(self) -> None:
         now = self._clock.now()
         late = list(self._read_ends.pop_due(now))
@@ -130,6 +134,7 @@ class ConsumerEndpoint:
             if name in self._reads:
                 self._unread(self._reads.pop(name), f"no word of its end for {READ_TIMEOUT_S:g} s")
         self._do(self._consumer.on_time(now))
+        self._pools.close_orphaned(self._is_read)
         self._pools.close_unused(self._consumer.knows)
 
     def poll(self) -> None:
@@ -281,6 +286,9 @@ class ConsumerEndpoint:
         self._pools.mark_failed(read.pool)
         key, transport, now = read.message.key, read.pool[2], self._clock.now()
         self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
+
+    def _is_read(self, pool: PoolKey) -> bool:
+        return any(read.pool == pool for read in self._reads.values())
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from kv_transfer.process_exits import ProcessExits
 from kv_transfer.transport.base import (
     MAX_DESCRIPTION_BYTES,
     PoolReader,
@@ -17,7 +18,7 @@ from kv_transfer.transport.base import (
 logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""A pool that no hand-over comes from is let go after this long; it may belong to a process that is dead."""
+"""A pool that no hand-over comes from is let go after this long; its process may have ended without our knowing."""
 
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
@@ -27,17 +28,30 @@ PoolKey = tuple[str, int, str]
 class _OpenPool:
     pool: RemotePool
     used_at: float
+    watch: int | None
+    """Of the process that it belongs to."""
     has_failed: bool = False
-    """A read of it failed; it is opened anew before it is read for another hand-over."""
+    """A read of it failed, or its process has ended: it is opened anew before it is read for another hand-over."""
 
 
 class RemotePools:
-    """Owns the readers: `close` ends them."""
+    """Owns the readers: `close` ends them.
+
+    A pool that is open keeps its memory from being used again, though its process ends. So pools of processes that have
+    ended are let go at once: the process that takes such a one's place has little room before.
+    """
 
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:
         self._readers = readers
         self._clock = clock
+        self._exits = ProcessExits()
         self._open: dict[PoolKey, _OpenPool] = {}
+        self._orphaned: set[PoolKey] = set()
+        """Open pools of processes that have ended."""
+
+    def fileno(self) -> int:
+        """Readable while `close_orphaned` has something to do."""
+        return self._exits.fileno()
 
     def open(self, key: PoolKey, description: bytes) -> None:
         """Gets ready to read; nothing happens if it is so already, unless a read of that pool has failed meanwhile.
@@ -49,7 +63,8 @@ class RemotePools:
         if len(description) > MAX_DESCRIPTION_BYTES:
             raise TransportError(f"a pool's description of {len(description)} bytes")
         self.close_one(key)
-        self._open[key] = _OpenPool(self._readers[key[2]].open(description), self._clock.now())
+        pool = self._readers[key[2]].open(description)
+        self._open[key] = _OpenPool(pool, self._clock.now(), self._watch(pool))
 
     def read(self, key: PoolKey, runs: Runs) -> int:
         """Begins a read; see RemotePool. TransportError if the pool is not open."""
@@ -78,6 +93,18 @@ class RemotePools:
     def poll_interval_s(self, transport: str) -> float | None:
         return self._readers[transport].poll_interval_s
 
+    def close_orphaned(self, is_read: Callable[[PoolKey], bool]) -> None:
+        """Lets go what belongs to processes that have ended, but for pools that `is_read`: those another time."""
+        if ended := set(self._exits.take()):
+            orphaned = {key for key, pool in self._open.items() if pool.watch in ended}
+            for key in orphaned:
+                self._open[key].has_failed = True
+            self._orphaned |= orphaned
+        for key in sorted(self._orphaned):
+            if not is_read(key):
+                logger.info("rank %d of %s has ended: its pool is let go (%s)", key[1], key[0], key[2])
+                self._close(key)
+
     def close_unused(self, is_needed: Callable[[str], bool]) -> None:
         """Lets go what no hand-over has come from for a while; `is_needed` says whether any producer may still give."""
         now = self._clock.now()
@@ -101,13 +128,27 @@ class RemotePools:
                 reader.close()
             except TransportError as error:
                 logger.warning("closing %s: %s", transport, error)
+        self._exits.close()
 
     def next_deadline(self) -> float | None:
         """When `close_unused` has something to do at the latest."""
         return min((pool.used_at + IDLE_S for pool in self._open.values()), default=None)
 
-    def _close(self, key: PoolKey) -> None:
+    def _watch(self, pool: RemotePool) -> int | None:
+        if pool.owner_pid is None:
+            return None
         try:
-            self._open.pop(key).pool.close()
+            return self._exits.watch(pool.owner_pid)
+        except ProcessLookupError as error:
+            pool.close()
+            raise TransportError(f"process {pool.owner_pid} has ended") from error
+
+    def _close(self, key: PoolKey) -> None:
+        pool = self._open.pop(key)
+        self._orphaned.discard(key)
+        if pool.watch is not None:
+            self._exits.drop(pool.watch)
+        try:
+            pool.pool.close()
         except TransportError as error:
             logger.warning("closing a pool: %s", error)

@@ -19,6 +19,7 @@ from typing import Any
 from kv_transfer.transport.base import TransportError
 
 LIBRARY = "libcuda.so.1"
+OUT_OF_MEMORY = 2
 NOT_READY = 600
 LAZY_PEER_ACCESS = 1
 NON_BLOCKING_STREAM = 1
@@ -34,6 +35,10 @@ Address = int
 
 class CudaError(TransportError):
     """The CUDA driver refused a call, or is not there."""
+
+
+class CudaOutOfMemory(CudaError):
+    """The device, or the host where memory of it was asked for, has not got so much."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -94,7 +99,7 @@ class CudaDriver:
         self._do("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
 
     def allocate(self, num_bytes: int) -> Address:
-        """Zeros."""
+        """Zeros. CudaOutOfMemory if there are not so many."""
         address = ctypes.c_uint64()
         self._in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._in_context("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
@@ -240,4 +245,5 @@ def _check(library: Any, status: int, name: str) -> None:
         return
     text = ctypes.c_char_p()
     library.cuGetErrorString(status, ctypes.byref(text))
-    raise CudaError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+    kind = CudaOutOfMemory if status == OUT_OF_MEMORY else CudaError
+    raise kind(f"{name}: {(text.value or b'unknown error').decode()} ({status})")

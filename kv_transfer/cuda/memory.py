@@ -1,13 +1,15 @@
-"""Memory that a CUDA device copies from and to: CudaMemory on the device, PinnedBuffer on the host."""
+"""Memory that a CUDA device copies from and to: CudaMemory on the device, PinnedBuffer and pinned_array on the host."""
 
 import ctypes
+import weakref
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from kv_transfer.cuda.copies import CopyDriver
 from kv_transfer.cuda.driver import Address, CudaDriver
-from kv_transfer.transport.base import Bytes
+from kv_transfer.transport.base import Bytes, TransportError
 
 
 class Driver(CopyDriver, Protocol):
@@ -41,7 +43,7 @@ class CudaMemory:
     """
 
     def __init__(self, num_bytes: int, device: int, driver: Driver | None = None) -> None:
-        """CudaError if the device has not got so much."""
+        """CudaOutOfMemory if the device has not got so much."""
         self.driver: Driver = driver if driver is not None else CudaDriver(device)
         self.nbytes = num_bytes
         self.address = self.driver.allocate(num_bytes)
@@ -63,8 +65,33 @@ class PinnedBuffer:
         self._driver = driver
         self.nbytes = num_bytes
         self.address = driver.allocate_host(num_bytes)
-        self.array: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.address))
+        self.array = _array_at(self.address, num_bytes)
 
     def free(self) -> None:
         """Nothing may use `array` any more, nor any copy be under way."""
         self._driver.free_host(self.address)
+
+
+def pinned_array(num_bytes: int, device: int, driver: Driver | None = None) -> Bytes:
+    """uint8 [num_bytes] of the host that a device reads and writes by itself: whole pages, not zeroed.
+
+    It is given back with the last array or tensor over it; no copy may be under way then. What PyTorch pins is rounded
+    up to a power of two, which may be nearly twice as much.
+
+    CudaOutOfMemory if the host has not got so much to lock.
+    """
+    driver = driver if driver is not None else CudaDriver(device)
+    address = driver.allocate_host(num_bytes)
+    array = _array_at(address, num_bytes)
+    # When the process ends, the system takes it.
+    weakref.finalize(array, _free_host, driver, address).atexit = False
+    return array
+
+
+def _array_at(address: Address, num_bytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def _free_host(driver: Driver, address: Address) -> None:
+    with suppress(TransportError):  # a context that is lost has taken it along
+        driver.free_host(address)

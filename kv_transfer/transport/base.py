@@ -98,6 +98,14 @@ class ReadDone:
 class RemotePool(Protocol):
     """A peer's pool, ready to be read."""
 
+    @property
+    def owner_pid(self) -> int | None:
+        """The process of this host whose memory is kept from the system while this is open, although the process ends.
+
+        None: nothing is kept. It is that process' own word, and so may be wrong.
+        """
+        ...
+
     def read(self, runs: Runs) -> int:
         """Begins to copy; returns the read's number, which `PoolReader.poll` names when it is over.
 

@@ -44,16 +44,16 @@ class CudaIpcReader:
         return description
 
     def open(self, description: bytes) -> "CudaPool":
-        handle, num_bytes = _parse(description)
+        pid, handle, num_bytes = _parse(description)
         if handle == self._handle:  # a process cannot open what it shares itself
-            return CudaPool(self, self._memory.address, num_bytes, lambda: None)
+            return CudaPool(self, None, self._memory.address, num_bytes, lambda: None)
         address = self._driver.open(handle)
         try:
             self._check_size(address, num_bytes)
         except TransportError:
             self._driver.close(address)
             raise
-        return CudaPool(self, address, num_bytes, lambda: self._driver.close(address))
+        return CudaPool(self, pid, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
         """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those are over."""
@@ -118,11 +118,17 @@ class CudaIpcReader:
 
 
 class CudaPool:
-    """Another process's device memory, mapped."""
+    """Another process's device memory, mapped. Its device may not use it otherwise before this is closed."""
 
     def __init__(
-        self, reader: CudaIpcReader, address: Address, num_bytes: int, unmap: Callable[[], None]
+        self,
+        reader: CudaIpcReader,
+        owner_pid: int | None,
+        address: Address,
+        num_bytes: int,
+        unmap: Callable[[], None],
     ) -> None:
+        self.owner_pid = owner_pid
         self._reader = reader
         self._address = address
         self._num_bytes = num_bytes
@@ -140,8 +146,8 @@ class CudaPool:
             unmap()
 
 
-def _parse(description: bytes) -> tuple[bytes, int]:
-    """The handle, and the size of what it stands for."""
+def _parse(description: bytes) -> tuple[int, bytes, int]:
+    """Process id, handle, and the size of what it stands for."""
     try:
         parts = unpack(description)
     except WireError as error:
@@ -149,4 +155,4 @@ def _parse(description: bytes) -> tuple[bytes, int]:
     is_valid = isinstance(parts, list) and [type(part) for part in parts] == [int, int, bytes, int]
     if not is_valid or parts[0] != FORMAT or len(parts[2]) != HANDLE_BYTES or parts[3] < 0:
         raise TransportError("not a description of device memory")
-    return parts[2], parts[3]
+    return parts[1], parts[2], parts[3]

@@ -42,6 +42,9 @@ CLOSE_WAIT_S = 0.1
 class NixlPool:
     """A peer's pool; after the first read that fails it is only to be closed."""
 
+    owner_pid = None
+    """What of a peer's memory is mapped, and for how long, is UCX's matter, and outlasts `close`."""
+
     def __init__(self, reader: "NixlReader", description: Description) -> None:
         self.description = description
         self.failure: str | None = None

@@ -82,7 +82,8 @@ class SharedMemoryReader:
                 raise TransportError(f"process {pid} is not the one that shared its memory")
             if fcntl.fcntl(ours, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TransportError(f"the memory of process {pid} may shrink")
-            return MappedPool(self, np.frombuffer(mmap.mmap(ours, num_bytes, prot=mmap.PROT_READ), np.uint8))
+            mapped = np.frombuffer(mmap.mmap(ours, num_bytes, prot=mmap.PROT_READ), np.uint8)
+            return MappedPool(self, pid, mapped)
         except (OSError, ValueError) as error:
             raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
         finally:
@@ -114,7 +115,8 @@ class SharedMemoryReader:
 class MappedPool:
     """Another process's pool in our address space."""
 
-    def __init__(self, reader: SharedMemoryReader, source: Bytes) -> None:
+    def __init__(self, reader: SharedMemoryReader, owner_pid: int, source: Bytes) -> None:
+        self.owner_pid = owner_pid
         self._reader = reader
         self._source: Bytes | None = source
 

@@ -15,7 +15,6 @@ import zmq
 from baton.clock import Clock
 from baton.system.addresses import connect, listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
-from baton.system.wakeup import WakeUp
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
@@ -107,9 +106,9 @@ class ZmqChannel:
         """Connections of others that ended, whoever ended them; from any thread."""
         return self._doorkeeper.num_disconnections
 
-    def wake_on(self, wakeup: WakeUp) -> None:
-        """`wait` also returns when `wakeup` is set."""
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+    def wake_on(self, fd: int) -> None:
+        """`wait` also returns while `fd` is readable."""
+        self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
         """Sleeps until something arrives or the time is over, seldom less, then yields what has arrived."""

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_transfer.cuda.driver import HANDLE_BYTES, CudaError
+from kv_transfer.cuda.driver import HANDLE_BYTES, CudaError, CudaOutOfMemory
 
 FIRST_ADDRESS = 1 << 40
 
@@ -34,6 +34,8 @@ class FakeHost:
     next_address: int = FIRST_ADDRESS
     pinned: dict[int, "ctypes.Array[ctypes.c_uint8]"] = field(default_factory=dict)
     """Memory of the host that devices reach, by its address."""
+    pinned_room: int | None = None
+    """How many bytes may be pinned in all; one more is refused."""
 
     def allocate(self, num_bytes: int) -> int:
         address, self.next_address = self.next_address, self.next_address + num_bytes + 4096
@@ -82,6 +84,9 @@ class FakeDriver:
         del self.host.memories[address]
 
     def allocate_host(self, num_bytes: int) -> int:
+        room = self.host.pinned_room
+        if room is not None and sum(map(len, self.host.pinned.values())) + num_bytes > room:
+            raise CudaOutOfMemory("cuMemHostAlloc: out of memory (2)")
         buffer = (ctypes.c_uint8 * num_bytes)()
         address = ctypes.addressof(buffer)
         self.host.pinned[address] = buffer

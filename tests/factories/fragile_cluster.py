@@ -165,10 +165,8 @@ def unrest(description: dict[str, Any]) -> list[str]:
 
 
 @asynccontextmanager
-async def fragile_cluster(
-    config: BatonConfig, model_path: Path, *options: str
-) -> AsyncIterator[FragileCluster]:
-    """`cluster.prefill` + `cluster.decode` processes; `options` are those of warm_worker.py."""
+async def fragile_cluster(config: BatonConfig, model_path: Path) -> AsyncIterator[FragileCluster]:
+    """`cluster.prefill` + `cluster.decode` processes; see warm_worker.py."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         values = config.model_dump()
@@ -180,7 +178,7 @@ async def fragile_cluster(
         gateway = make_gateway(config, KEYS, model_path, Tokenizer(model_path))
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
-            cluster = FragileCluster(config, gateway, client, [*command, *options], folder)
+            cluster = FragileCluster(config, gateway, client, command, folder)
             try:
                 await cluster.begin()
                 yield cluster

@@ -30,6 +30,8 @@ READ_TIMEOUT_S = 30.0
 class ProcessMemoryPool:
     """RemotePool over /proc: copies at once."""
 
+    owner_pid = None
+
     def __init__(self, reader: "ProcessMemoryReader", pid: int, address: int, nbytes: int) -> None:
         self._reader, self._address, self._nbytes = reader, address, nbytes
         try:

@@ -1,6 +1,6 @@
 """A real worker for tests that break it: warm before it is needed, on given ports if asked, and open to questions.
 
-    python -m tests.factories.warm_worker --config FILE [--pool-idle-s S]
+    python -m tests.factories.warm_worker --config FILE
 
 One line of JSON each way: it says "warm" once everything is imported; is told `{"role", "name", "ports"}`, starts, and
 says its endpoint; from then on it answers every line with how it stands. It ends when its stdin does.
@@ -20,7 +20,6 @@ import zmq
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
-from kv_transfer.consumer import remote_pools
 from tests.factories.security import KEYS
 from worker.host import EngineHost
 from worker.process import build_worker
@@ -30,10 +29,8 @@ from worker.ready_line import endpoint_to_json
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--pool-idle-s", type=float, default=remote_pools.IDLE_S)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    remote_pools.IDLE_S = options.pool_idle_s
     config = BatonConfig.from_yaml(options.config)
     say("warm")
     if not (line := sys.stdin.readline()):

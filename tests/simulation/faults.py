@@ -81,13 +81,17 @@ class Fleet:
         worker = self.workers[fault.worker]
         if worker.is_dead:
             return
-        worker.is_dead = True
+        self._end(worker)
         noticed_s = self._world.between(0.0, self._peer_timeout_s)
         self._later(
             min(noticed_s, fault.duration_s),
             lambda: self._at_gateways(lambda links: links.lose(fault.worker, "killed")),
         )
         self._later(fault.duration_s, lambda: self._start(self._specs[fault.worker]))
+
+    def _end(self, worker: Worker) -> None:
+        worker.is_dead, worker.died_at = True, self._world.now
+        self._site.pools.tell_of_the_end_of(worker)
 
     def _drain(self, fault: Fault) -> None:
         """It takes nothing new, gives back what has not ended in time, and is restarted, or takes requests again."""
@@ -108,7 +112,7 @@ class Fleet:
             self._at_gateways(lambda links: links.hear(worker))
         elif worker.paused_until <= self._world.now:
             self._world.counts["fault restarted"] += 1
-            worker.is_dead = True
+            self._end(worker)
             self._start(self._specs[worker.name])
 
     def _part(self, fault: Fault) -> None:

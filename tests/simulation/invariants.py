@@ -33,6 +33,7 @@ class Invariants:
         self._unread_since: dict[tuple[str, str], float] = {}
         """Since when nobody keeps a lease alive any more."""
         self._is_crowded = scenario.is_crowded
+        self._tells_of_ends = scenario.tells_of_ends
         self._standstills: dict[str, tuple[frozenset[str], float]] = {}
         """By prefill worker, the complete prompts that nobody takes, and since when they are these."""
         self._dead_after = scenario.gateway_dies_at
@@ -54,6 +55,8 @@ class Invariants:
                 _check_scheduler(worker, is_dear=worker.num_turns % TURNS_PER_DEAR_CHECK == 0)
             if is_dear:
                 self._check_transfers(worker)
+            if is_dear and self._tells_of_ends:
+                self._check_maps(worker)
             if is_dear and self._dead_after is not None:
                 self._check_nothing_is_for_the_dead(worker)
             if is_dear and self._is_crowded and not worker.is_decode:
@@ -105,6 +108,15 @@ class Invariants:
             raise Violation("integrity of transfers", f"{worker.incarnation}: {error}") from error
         for request_id in worker.connector.holds:
             self._check_hold(worker, request_id)
+
+    def _check_maps(self, worker: Worker) -> None:
+        """Nobody keeps the memory of the dead, but for reads that may still be under way."""
+        for pool in (pool for reader in worker.readers.values() for pool in reader.mapped):
+            read_s = READ_TIMEOUT_S if pool.under_way else 0.0
+            noticed_by = pool.owner.died_at + read_s + worker.paused_s + SLACK_S
+            if pool.owner.is_dead and self._world.now > noticed_by:
+                left = f"{worker.incarnation} maps {pool.owner.incarnation}"
+                raise Violation("the dead keep no memory", f"{left}, dead since {pool.owner.died_at:.3f} s")
 
     def _check_hold(self, worker: Worker, request_id: str) -> None:
         """Nothing is held for longer than its cause lasts, and what may pass until that is noticed."""

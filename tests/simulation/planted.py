@@ -22,7 +22,7 @@ from baton.system.standstill import Standstill
 from gateway.requests.attempt import Attempt, legs
 from kv_transfer.connector.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
-from kv_transfer.consumer.remote_pools import PoolKey
+from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import Effect, Send
 from kv_transfer.protocol.incoming import IncomingTransfer
@@ -105,6 +105,11 @@ def offer_withdrawn_blocks() -> Patch:
         self.version += 1
 
     return patch.object(OutgoingTransfer, "withdraw", withdraw)
+
+
+def keep_the_pools_of_the_dead() -> Patch:
+    """Until nothing has come from them for a while."""
+    return patch.object(RemotePools, "close_orphaned", lambda _self, _is_read: None)
 
 
 def trust_acks_of_older_versions() -> Patch:
@@ -282,6 +287,7 @@ PLANTED: dict[str, Plant] = {
         count_legs_of_ended_attempts,
         work_on_for_a_gateway_that_died,
         count_a_standstill_as_silence,
+        keep_the_pools_of_the_dead,
     )
 }
 

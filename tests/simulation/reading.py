@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kv_transfer.process_exits import ProcessExits
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 from tests.simulation.world import Process, World
 
@@ -33,7 +34,59 @@ class SharedPools:
 
     world: World
     faults: ReadFaults
+    tells_of_ends: bool
+    """Who watches a process hears of its end."""
     pools: dict[bytes, tuple[Process, Bytes]] = field(default_factory=dict)
+    owners: list[Process] = field(default_factory=list)
+    """By the ids that they have as processes."""
+    watchers: list["SimExits"] = field(default_factory=list)
+
+    def add(self, description: bytes, owner: Process, pool: Bytes) -> None:
+        self.pools[description] = (owner, pool)
+        if owner not in self.owners:
+            self.owners.append(owner)
+
+    def tell_of_the_end_of(self, owner: Process) -> None:
+        """As the kernel does, whoever watches it."""
+        for watcher in self.watchers:
+            watcher.tell_of(owner)
+
+
+class SimExits(ProcessExits):
+    """Of the processes of a world, which are all in one."""
+
+    def __init__(self, pools: SharedPools, wake_up: Callable[[], None]) -> None:
+        """`wake_up` has `take` called."""
+        super().__init__()
+        self._pools = pools
+        self._wake_up = wake_up
+        self._watched: dict[int, Process] = {}
+        self._ended: list[int] = []
+        self._num_watches = 0
+        pools.watchers.append(self)
+
+    def watch(self, pid: int) -> int | None:
+        if not self._pools.tells_of_ends:
+            return None
+        process = self._pools.owners[pid]
+        if process.is_dead:
+            raise ProcessLookupError
+        self._num_watches += 1
+        self._watched[self._num_watches] = process
+        return self._num_watches
+
+    def tell_of(self, process: Process) -> None:
+        """It has ended."""
+        self._ended += [watch for watch, watched in self._watched.items() if watched is process]
+        if self._ended:
+            self._wake_up()
+
+    def take(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drop(self, watch: int) -> None:
+        del self._watched[watch]
 
 
 class SimReader:
@@ -64,7 +117,7 @@ class SimReader:
         """Peers' pools that are open."""
         self._description = f"{name} {incarnation}".encode()
         self._done: list[ReadDone] = []
-        pools.pools[self._description] = (process, self.pool)
+        pools.add(self._description, process, self.pool)
 
     def describe(self) -> bytes | None:
         return self._description
@@ -77,7 +130,7 @@ class SimReader:
         if not world.is_calm and world.chance(self.pools.faults.refusal):
             world.counts["fault pool out of reach"] += 1
             raise TransportError("the pool cannot be opened")
-        pool = SimPool(self, owner[1])
+        pool = SimPool(self, owner[1], self.pools.owners.index(owner[0]))
         self.mapped.append(pool)
         return pool
 
@@ -105,6 +158,7 @@ class SimPool:
 
     reader: SimReader
     source: Bytes
+    owner_pid: int
     is_open: bool = True
     under_way: dict[int, Runs] = field(default_factory=dict)
 
@@ -134,6 +188,10 @@ class SimPool:
             world.after(half_s, lambda: self._copy(number, slice(None, None, 2)))
         world.after(duration_s, lambda: self._end(number))
         return number
+
+    @property
+    def owner(self) -> Process:
+        return self.reader.pools.owners[self.owner_pid]
 
     def close(self) -> None:
         """Ends what is under way: nothing of it is written any more."""

@@ -51,7 +51,8 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
 
 
 def _play(scenario: Scenario, world: World) -> None:
-    site = Site(world, scenario, Network(world, scenario.network), SharedPools(world, scenario.read_faults))
+    pools = SharedPools(world, scenario.read_faults, scenario.tells_of_ends)
+    site = Site(world, scenario, Network(world, scenario.network), pools)
     names = ["gateway", "second gateway"][: scenario.num_gateways]
     knows_room = not scenario.is_crowded or len(names) > 1
     gateways = [SimGateway(world, scenario.policy, name=name, knows_room=knows_room) for name in names]

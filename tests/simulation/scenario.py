@@ -82,6 +82,8 @@ class Scenario:
     num_gateways: int = 1
     gateway_dies_at: float | None = None
     """The last one does."""
+    tells_of_ends: bool = True
+    """The kernel tells who watches it when a process has ended; else its pools are open until they are idle."""
 
     @property
     def is_checked(self) -> bool:
@@ -93,9 +95,11 @@ class Scenario:
 def make_scenario(seed: int) -> Scenario:
     """One seed in five has two gateways, and in half of these one dies in the midst of it.
 
-    Drawn apart from the rest, so that seeds of one gateway are what they would be if there were none of two.
+    In half of all seeds the kernel tells of no process that it has ended. Both are drawn apart from the rest, so that
+    seeds of one gateway are what they would be if there were none of two.
     """
-    scenario = _with_one_gateway(seed)
+    tells_of_ends = random.Random(f"kernel of {seed}").random() < 0.5
+    scenario = replace(_with_one_gateway(seed), tells_of_ends=tells_of_ends)
     if seed % TWO_GATEWAYS_EVERY != 3:
         return scenario
     rng = random.Random(f"gateways of {seed}")

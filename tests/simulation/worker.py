@@ -29,7 +29,7 @@ from scheduler import RequestStatus, Scheduler
 from tests.simulation.connector import SimConnector
 from tests.simulation.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
 from tests.simulation.network import Network, SimChannel
-from tests.simulation.reading import SharedPools, SimReader
+from tests.simulation.reading import SharedPools, SimExits, SimReader
 from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
 from tests.simulation.world import Process, World
 from worker.core import ClientOutputs, EngineCore
@@ -276,6 +276,7 @@ class Worker(Process):
         )
         # Configuration counts in MiB, and a pool of this size would never fill a window.
         endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
+        endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
         self.connector.attach(endpoint, self.channel, counters)
 
 

@@ -34,6 +34,8 @@ class Process:
 
     incarnation = ""
     is_dead = False
+    died_at = 0.0
+    """If it is dead."""
     paused_until = 0.0
     paused_s = 0.0
     """In all."""

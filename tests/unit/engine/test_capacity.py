@@ -1,6 +1,7 @@
 """What a rank has room for: what was asked, what the device wants, what the model allows."""
 
 import json
+import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine import capacity
 from engine.capacity import reckon, with_defaults_of
+from engine.gpu.memory import GIB, DeviceMemory
 from engine.loading.loader import LoadedModel, load_model
 from tests.factories.models import make_model_dir
 
@@ -27,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def reckoned(model: LoadedModel, **sections: dict[str, Any]) -> SchedulerConfig:
-    return reckon(BatonConfig.from_mapping(sections), model, free_at_start=0).scheduler_config
+    return reckon(BatonConfig.from_mapping(sections), model).scheduler_config
 
 
 def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel) -> None:
@@ -69,13 +71,49 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
 
 @pytest.mark.parametrize(("chunk", "budget"), [(512, 1024), (2048, 2048), (8192, 8192)])
 def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, chunk: int, budget: int
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    chunk: int,
+    budget: int,
 ) -> None:
-    monkeypatch.setattr(capacity, "_measure", lambda *_: SimpleNamespace(chunk=chunk))
+    monkeypatch.setattr(
+        capacity, "_measure", lambda *_, wants_chunk: SimpleNamespace(chunk=chunk if wants_chunk else None)
+    )
     asked = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 1024, "num_blocks": 9}})
-    reckoned = reckon(asked, replace(model, device=CUDA), free_at_start=0)
+    with caplog.at_level(logging.INFO):
+        reckoned = reckon(asked, replace(model, device=CUDA))
     assert reckoned.scheduler_config.max_num_batched_tokens == budget
+    assert f"scheduler.max_num_batched_tokens is {budget};" in caplog.text, "what to set, to have it again"
     assert reckoned.max_num_batched_tokens == 8192
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 700},
+        {"max_num_batched_tokens": 512},
+        {"enable_chunked_prefill": False},
+        {"batching": "prefill_first"},
+    ],
+    ids=str,
+)
+def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Also where memory is measured, as here. To set the default is to set it."""
+    wanted: list[bool] = []
+
+    def measured(*_: object, wants_chunk: bool) -> SimpleNamespace:
+        wanted.append(wants_chunk)
+        memory = DeviceMemory(80 * GIB, GIB, GIB, GIB, GIB, 0.9)
+        return SimpleNamespace(memory=memory, chunk=2048 if wants_chunk else None)
+
+    monkeypatch.setattr(capacity, "_measure", measured)
+    asked = BatonConfig.from_mapping({"scheduler": settings | {"max_num_seqs": 8}})
+    config = reckon(asked, replace(model, device=CUDA)).scheduler_config
+    assert wanted == [False]
+    assert config.max_num_batched_tokens == settings.get("max_num_batched_tokens", 8192)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_cache import KVBlockShape, KVPool
-from kv_transfer import CudaMemory
+from baton.errors import ConfigError
+from engine import kv_cache
+from engine.kv_cache import HostBlocks, KVBlockShape, KVPool, host_memory
+from kv_transfer import CudaMemory, pinned_array
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.kv_blocks import block_array
 
@@ -94,3 +96,30 @@ def test_a_fingerprint_counts_the_heads_of_all_ranks() -> None:
     quarter = KVPool(3, KVBlockShape(3, 2, 4, 8, torch.float32), CPU).fingerprint("digest", num_ranks=4)
     assert (quarter.num_kv_heads, quarter.num_ranks) == (8, 4)
     assert whole.differences(quarter) == []
+
+
+def test_host_memory_for_a_gpu_is_pinned_just_as_much_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would pin the next power of two: of 9 GiB, 16."""
+    host = FakeHost(pinned_room=5000)
+    monkeypatch.setattr(kv_cache, "pinned_array", lambda size, _: pinned_array(size, 0, FakeDriver(host)))
+    memory = host_memory(3000, torch.device("cuda", 0))
+    assert (memory.dtype, memory.shape) == (torch.uint8, (3000,))
+    assert [len(buffer) for buffer in host.pinned.values()] == [3000]
+    with pytest.raises(ConfigError, match=r"cannot be pinned: .*out of memory.* engine.swap_space_mib"):
+        host_memory(3 * 2**20, torch.device("cuda", 0))
+    assert host_memory(0, torch.device("cuda", 0)).numel() == 0
+    assert host_memory(7, CPU).shape == (7,)
+    assert len(host.pinned) == 1
+
+
+def test_blocks_come_back_from_host_memory_as_they_went() -> None:
+    pool = KVPool(4, SHAPE, CPU)
+    pool.blocks_NLKHTD[1:3].normal_()
+    before = pool.blocks_NLKHTD.clone()
+    host_blocks = HostBlocks(2, pool)
+    host_blocks.swap(((1, 1), (2, 0)), ())
+    pool.blocks_NLKHTD.zero_()
+    host_blocks.swap((), ((1, 3), (0, 1)))
+    assert torch.equal(pool.blocks_NLKHTD[3], before[1])
+    assert torch.equal(pool.blocks_NLKHTD[1], before[2])
+    assert not pool.blocks_NLKHTD[2].any()

@@ -27,6 +27,10 @@ class FragilePool:
         self._reader = reader
         self._has_failed = False
 
+    @property
+    def owner_pid(self) -> int | None:
+        return self._pool.owner_pid
+
     def read(self, runs: Runs) -> int:
         if self._has_failed:
             raise TransportError("the connection broke before")

@@ -1,0 +1,86 @@
+"""MemoryWait: patience with memory of a GPU that others have, as a killed worker has until its process is gone."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from baton.clock import Clock
+from baton.errors import ConfigError
+from engine.gpu.memory import GIB, OutOfGpuMemory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LIMIT_S = 60.0
+"""In all. Longer than a consumer has a dead producer's pool open where no kernel tells it of the end."""
+RETRY_S = 1.0
+UNOWNED_BYTES = 2 * GIB
+"""Up to so much is the driver's, and this process' own beside its tensors: nobody will give it back."""
+
+
+class MemoryWait:
+    """Tries again what found too little memory, while others have some. Of one worker's start; its limit is for all."""
+
+    def __init__(
+        self,
+        used_by_others: Callable[[], int],
+        release: Callable[[], None],
+        clock: Clock,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`used_by_others` says how many bytes this process does not know of; `release` gives back what it does not
+        use."""
+        self._used_by_others = used_by_others
+        self._release = release
+        self._clock = clock
+        self._sleep = sleep
+        self._began_at: float | None = None
+
+    def until_it_fits(self, take: Callable[[], T]) -> T:
+        """What `take` gives. It may be called many times, and leaves nothing behind where it raises.
+
+        ConfigError or torch.OutOfMemoryError if it found too little, at once if nobody else has any, else at the limit.
+        """
+        while True:
+            try:
+                return take()
+            except (OutOfGpuMemory, torch.OutOfMemoryError) as error:
+                if not self._is_worth_waiting():
+                    if isinstance(error, OutOfGpuMemory):
+                        raise ConfigError(str(error)) from error
+                    raise
+            # The error is forgotten by now, and with it the frames that had what was taken until it was too much.
+            self._sleep(RETRY_S)
+            self._release()
+
+    def _is_worth_waiting(self) -> bool:
+        used, now = self._used_by_others(), self._clock.now()
+        if used <= UNOWNED_BYTES:
+            return False
+        if self._began_at is None:
+            self._began_at = now
+            logger.warning(
+                "waiting up to %g s: %.1f GiB of the GPU are in use by others", LIMIT_S, used / GIB
+            )
+        return now < self._began_at + LIMIT_S
+
+
+def make_memory_wait(device: torch.device, clock: Clock) -> MemoryWait:
+    """On a CPU nothing is waited for."""
+    if device.type == "cpu":
+        return MemoryWait(lambda: 0, lambda: None, clock)
+
+    def used_by_others() -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+    def release() -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    return MemoryWait(used_by_others, release, clock)

@@ -1,0 +1,277 @@
+"""Pools of processes that end: let go at once, since as long as one is open its memory is nobody else's."""
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from baton.clock import VirtualClock
+from baton.kv import KVTransferParams, TransferRole
+from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
+from kv_transfer.process_exits import ProcessExits
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
+from kv_transfer.transport.base import TransportError
+from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
+from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.pool_readers import Owner, make_runs
+
+NUM_TOKENS = 64
+
+
+class Mortal:
+    """A process that does nothing, and dies when it is to."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(["sleep", "300"])
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        """It is gone when this returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+
+@pytest.fixture
+def mortals() -> Iterator[list[Mortal]]:
+    """Two of them."""
+    mortals = [Mortal(), Mortal()]
+    yield mortals
+    for mortal in mortals:
+        mortal.kill()
+
+
+@contextmanager
+def pids(mortals: list[Mortal]) -> Iterator[None]:
+    """Pools that are described meanwhile belong to these processes, one to each."""
+    with patch("os.getpid", side_effect=[mortal.pid for mortal in mortals]):
+        yield
+
+
+def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
+    """The decode worker has asked for a prompt, and the prefill worker has computed it."""
+    to_decode = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
+    to_prefill = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
+    prefill.order(BeginSend(request_id, to_decode, NUM_TOKENS))
+    decode.order(BeginLoad(request_id, to_prefill, NUM_TOKENS))
+    decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
+    fabric.deliver()
+    prefill.compute(NUM_TOKENS)
+    blocks = prefill.blocks_for(NUM_TOKENS)
+    prefill.save(SendBlocks(request_id, 0, blocks))
+    prefill.order(FinishSend(request_id, len(blocks), (), TOKEN))
+    fabric.deliver()
+
+
+def test_a_dead_producers_device_memory_is_unmapped_at_once(mortals: list[Mortal]) -> None:
+    fabric = Fabric(CUDA_IPC)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    decode = fabric.add("d0")
+    hand_over(fabric, prefill, decode, "r")
+    fabric.advance(1.0)
+    assert len(fabric.drivers[1].opened) == 1, "it is open for the next hand-over"
+    mortals[0].kill()
+    fabric.advance(0.0)
+    assert fabric.drivers[1].opened == []
+    fabric.assert_at_rest()
+
+
+def test_reads_under_way_end_before_their_pool_is_unmapped(mortals: list[Mortal]) -> None:
+    fabric = Fabric(CUDA_IPC)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    decode = fabric.add("d0")
+    driver = fabric.drivers[1]
+    driver.is_slow = True
+    hand_over(fabric, prefill, decode, "r")
+    fabric.advance(0.01)
+    assert driver.queued, "nothing is read"
+    mortals[0].kill()
+    fabric.advance(0.01)
+    assert driver.queued
+    assert len(driver.opened) == 1, "a copy was under way"
+    driver.run()
+    fabric.advance(0.01)
+    assert driver.opened == []
+
+
+def test_only_the_rank_that_died_is_let_go(mortals: list[Mortal]) -> None:
+    fabric = Fabric(CUDA_IPC)
+    with pids(mortals):
+        prefill = fabric.add("p0", num_ranks=2)
+    decode = fabric.add("d0")
+    hand_over(fabric, prefill, decode, "r")
+    fabric.advance(1.0)
+    driver = fabric.drivers[2]
+    first, second = driver.opened
+    mortals[0].kill()
+    fabric.advance(0.0)
+    assert driver.opened == [second] != [first]
+    mortals[1].kill()
+    fabric.advance(0.0)
+    assert driver.opened == []
+
+
+def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list[Mortal]) -> None:
+    """Pieces may lie unread in a socket when their sender dies. Here it goes on to speak, and so is heard by TCP."""
+    fabric = Fabric(CUDA_IPC, ZMQ_TCP)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    decode = fabric.add("d0")
+    begin = [
+        KVTransferParams(role, "r", 0, ref)
+        for role, ref in ((TransferRole.PRODUCER, decode.ref), (TransferRole.CONSUMER, prefill.ref))
+    ]
+    prefill.order(BeginSend("r", begin[0], NUM_TOKENS))
+    decode.order(BeginLoad("r", begin[1], NUM_TOKENS))
+    decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
+    fabric.deliver()
+    assert len(fabric.drivers[1].opened) == 1
+    mortals[0].kill()
+    fabric.advance(0.0)
+    prefill.compute(NUM_TOKENS)
+    prefill.save(SendBlocks("r", 0, prefill.blocks_for(NUM_TOKENS)))
+    prefill.order(FinishSend("r", 4, (), TOKEN))
+    fabric.advance(1.0)
+    [received] = decode.news().finished_recving
+    assert received.transport == ZMQ_TCP
+    assert decode.holds(NUM_TOKENS)
+    fabric.assert_at_rest()
+
+
+def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[Mortal]) -> None:
+    """Its memory is its own as long as it lives; when it goes on, nothing has to be opened again."""
+    fabric = Fabric(CUDA_IPC)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    decode = fabric.add("d0")
+    hand_over(fabric, prefill, decode, "r")
+    fabric.advance(1.0)
+    decode.news()
+    mortals[0].stop()
+    fabric.advance(IDLE_S / 2)
+    assert len(fabric.drivers[1].opened) == 1
+    hand_over(fabric, prefill, decode, "again")
+    fabric.advance(1.0)
+    assert [load.request_id for load in decode.news().finished_recving] == ["again"]
+
+
+def test_where_the_system_tells_of_no_end_a_pool_is_let_go_when_it_is_idle(mortals: list[Mortal]) -> None:
+    fabric = Fabric(CUDA_IPC)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    decode = fabric.add("d0")
+    with patch("os.pidfd_open", side_effect=PermissionError):
+        hand_over(fabric, prefill, decode, "r")
+    mortals[0].kill()
+    fabric.advance(IDLE_S / 2)
+    assert len(fabric.drivers[1].opened) == 1
+    fabric.advance(IDLE_S)
+    assert fabric.drivers[1].opened == []
+
+
+def test_a_pool_whose_process_ended_while_it_was_opened_is_out_of_reach(mortals: list[Mortal]) -> None:
+    fabric = Fabric(CUDA_IPC, ZMQ_TCP)
+    with pids(mortals[:1]):
+        prefill = fabric.add("p0")
+    mortals[0].kill()
+    decode = fabric.add("d0")
+    hand_over(fabric, prefill, decode, "r")
+    fabric.advance(1.0)
+    assert fabric.drivers[1].opened == []
+    assert decode.connector.counters()["kv_unreachable_pools"] == 1
+    assert [load.transport for load in decode.news().finished_recving] == [ZMQ_TCP]
+
+
+def mapped() -> list[int]:
+    """Inodes of the pools of others that this process maps."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [int(line[4]) for line in lines if line[1] == "r--s" and "/memfd:baton-kv" in line]
+
+
+def test_shared_memory_of_the_dead_is_unmapped_at_once() -> None:
+    memory = SharedMemory(4096)
+    pools = RemotePools({SHARED_MEMORY: SharedMemoryReader(memory.array, memory)}, VirtualClock())
+    key, before = ("p0-life", 0, SHARED_MEMORY), mapped()
+    with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
+        pools.open(key, owner.description)
+        assert len(mapped()) == len(before) + 1
+        pools.close_orphaned(lambda _: False)
+        assert len(mapped()) == len(before) + 1
+        owner.kill()
+        pools.close_orphaned(lambda _: True)
+        assert len(mapped()) == len(before) + 1, "something is read from it"
+        assert not select.select([pools], [], [], 0.0)[0], "who sleeps on it would not sleep any more"
+        pools.close_orphaned(lambda _: False)
+        assert mapped() == before
+    with pytest.raises(TransportError, match="not open"):
+        pools.read(key, make_runs((0, 0, 1)))
+    assert pools.next_deadline() is None
+    pools.close()
+
+
+def test_a_pool_that_waits_for_its_reads_is_opened_anew_and_not_read_on(mortals: list[Mortal]) -> None:
+    """For another hand-over, by a description that is older than its process' end."""
+    memory = SharedMemory(4096)
+    pools = RemotePools({SHARED_MEMORY: SharedMemoryReader(memory.array, memory)}, VirtualClock())
+    key = ("p0-life", 0, SHARED_MEMORY)
+    with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
+        pools.open(key, owner.description)
+        owner.kill()
+        pools.close_orphaned(lambda _: True)
+        with pytest.raises(TransportError):
+            pools.open(key, owner.description)
+    assert pools.next_deadline() is None
+    pools.close()
+
+
+def test_every_end_is_told_once_and_no_other(mortals: list[Mortal]) -> None:
+    exits = ProcessExits()
+    first, second = (exits.watch(mortal.pid) for mortal in mortals)
+    assert first is not None
+    assert second is not None
+    mortals[1].stop()
+    assert exits.take() == []
+    mortals[0].kill()
+    assert select.select([exits], [], [], 5.0)[0]
+    assert exits.take() == [first]
+    assert exits.take() == []
+    assert not select.select([exits], [], [], 0.0)[0]
+    mortals[1].kill()
+    assert exits.take() == [second]
+    exits.drop(second)
+    exits.drop(first)
+    exits.close()
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**40])
+def test_nobody_can_tell_of_the_end_of_what_is_no_process(pid: int) -> None:
+    exits = ProcessExits()
+    assert exits.watch(pid) is None
+    exits.close()
+
+
+def test_a_watch_that_is_dropped_leaves_nothing_open(mortals: list[Mortal]) -> None:
+    with ExitStack() as stack:
+        exits = ProcessExits()
+        stack.callback(exits.close)
+        before = len(os.listdir("/proc/self/fd"))
+        watches = [exits.watch(mortals[0].pid) for _ in range(3)]
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+        mortals[0].kill()
+        exits.take()
+        for watch in watches:
+            assert watch is not None
+            exits.drop(watch)
+        assert len(os.listdir("/proc/self/fd")) == before
