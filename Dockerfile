@@ -17,8 +17,8 @@ RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 
 # What changes seldom comes first: PyTorch, then what the lock pins, then Baton.
-COPY requirements/cpu.lock requirements/
-COPY scripts/install_image.sh scripts/
+COPY requirements/cpu.lock requirements/ptxas.lock requirements/
+COPY scripts/install_image.sh scripts/install_ptxas.sh scripts/
 COPY pyproject.toml README.md ./
 RUN scripts/install_image.sh dependencies "$VARIANT"
 COPY baton baton
@@ -48,10 +48,12 @@ COPY --from=build /opt/baton /opt/baton
 # KubeRay starts Ray by a shell, whose profile may set a PATH of its own.
 RUN ln -s /opt/baton/bin/baton /opt/baton/bin/ray /usr/local/bin/ \
     && baton --help >/dev/null
+# The assembler is in the CUDA variant alone, and only looked for on a GPU.
 ENV PATH=/opt/baton/bin:$PATH \
     HOME=/home/baton \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
+    TRITON_PTXAS_PATH=/opt/baton/bin/ptxas \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 LABEL org.opencontainers.image.title="Baton" \

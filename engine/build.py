@@ -3,8 +3,10 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +15,8 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
-from engine.capacity import Capacity, reckon
-from engine.collectives import Collectives
+from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
+from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
 from engine.fail_stop import FailStop, StepRunner
 from engine.gpu.fail_settled import FailSettled
@@ -22,13 +24,19 @@ from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
-from engine.loading.loader import LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
 from kv_transfer import CudaMemory, CudaOutOfMemory, KVConnectorWorker, SharedMemory
 
+if TYPE_CHECKING:
+    from engine.gpu.compiler import Compiler
+
 logger = logging.getLogger(__name__)
+
+MAX_COMPILERS = 8
+"""Threads: a worker needs some 30 kernels of half a second to a few each, and weights are read meanwhile."""
 
 OnProgress = Callable[[str, int, int], None]
 """What is being done, how much of it is, of how much in all."""
@@ -47,6 +55,8 @@ class DeviceEngine:
     connector: KVConnectorWorker
     """Not started yet."""
     on_progress: OnProgress
+    compiler: "Compiler | None" = None
+    """Of a GPU's kernels; None on a CPU."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -82,16 +92,20 @@ class DeviceEngine:
             self.memory.free()
 
     def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
-        from engine.gpu.device_parts import make_device_parts  # Triton need not be there where no GPU is
+        # Triton need not be there where no GPU is.
+        from engine.gpu.attention_check import check_attention
+        from engine.gpu.device_parts import make_device_parts
         from engine.gpu.graphs import CudaGraphs
 
         scheduler = self.scheduler_config
         assert scheduler.max_model_len is not None
+        assert self.compiler is not None
         limits = StepLimits(
             scheduler.max_num_seqs, self.capacity.max_num_batched_tokens, scheduler.max_model_len
         )
         parts = make_device_parts(self.model, self.pool, limits)
         parts.rehearse()
+        check_attention(self.model, parts, self.pool, self.compiler)
         if self.config.engine.cuda_graphs:
             parts.record(
                 CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)
@@ -125,17 +139,19 @@ def build_device_engine(
     torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
     device = rank_device(config.engine, collectives.rank)
     _begin_with(device)
+    compiler = None if device.type == "cpu" else _compiler_of(device)
     wait = make_memory_wait(device, clock)
-    model = wait.until_it_fits(
-        lambda: load_model(
-            config.model,
-            model_path,
-            device,
-            kv_cache_dtype=config.engine.kv_cache_dtype,
-            collectives=collectives,
-            on_progress=lambda done, count: on_progress("loading weights", done, count),
+    with _compiling_ahead(config, model_path, device, collectives):
+        model = wait.until_it_fits(
+            lambda: load_model(
+                config.model,
+                model_path,
+                device,
+                kv_cache_dtype=config.engine.kv_cache_dtype,
+                collectives=collectives,
+                on_progress=lambda done, count: on_progress("loading weights", done, count),
+            )
         )
-    )
     capacity = wait.until_it_fits(lambda: reckon(config, model))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
@@ -155,7 +171,7 @@ def build_device_engine(
         memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,
     )
-    return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress)
+    return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress, compiler)
 
 
 def _begin_with(device: torch.device) -> None:
@@ -163,6 +179,57 @@ def _begin_with(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.synchronize()  # the context is there, so that it is not taken for activations
+
+
+def _compiler_of(device: torch.device) -> "Compiler":
+    """What makes this GPU's kernels, and says so. ConfigError if it is not what the environment asks for."""
+    from engine.gpu.compiler import find_compiler  # Triton need not be there where no GPU is
+
+    compiler = find_compiler(torch.cuda.get_device_capability(device))
+    logger.info(
+        "kernels are assembled by ptxas %s (%s) and kept in %s",
+        compiler.version,
+        compiler.ptxas,
+        compiler.cache_dir,
+    )
+    if compiler.is_suspect:
+        logger.warning(
+            "ptxas %s may make wrong code of prefill's attention for this GPU; set TRITON_PTXAS_PATH to one of CUDA "
+            "13.3 or later. Attention is compared with torch before this worker serves",
+            compiler.version,
+        )
+    return compiler
+
+
+def _compiling_ahead(
+    config: BatonConfig, model_path: Path, device: torch.device, collectives: Collectives
+) -> AbstractContextManager[object]:
+    """Within it a GPU's kernels are compiled, on threads; at its end they are."""
+    if device.type == "cpu":
+        return nullcontext()
+    # Triton need not be there where no GPU is.
+    from engine.gpu.compile_ahead import CompileAhead, load_on, rehearse_outline
+    from engine.layers.triton_backend import TritonBackend
+
+    def rehearse() -> None:
+        torch.cuda.set_device(device)  # each thread has one of its own
+        outline = outline_model(
+            config.model,
+            model_path,
+            TritonBackend(),
+            kv_cache_dtype=config.engine.kv_cache_dtype,
+            collectives=SilentRank(collectives.rank, collectives.size),
+        )
+        rehearse_outline(
+            outline,
+            with_defaults_of(device, config.scheduler).block_size,
+            largest_steps(config, outline),
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            uses_graphs=config.engine.cuda_graphs,
+        )
+
+    num_threads = max(1, min(MAX_COMPILERS, (os.cpu_count() or 1) // collectives.size))
+    return CompileAhead(rehearse, load_on(device), num_threads)
 
 
 def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:

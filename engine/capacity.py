@@ -65,6 +65,12 @@ def reckon(config: BatonConfig, model: LoadedModel) -> Capacity:
     return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
 
 
+def largest_steps(config: BatonConfig, model: LoadedModel) -> StepLimits:
+    """What the configuration allows of this model; what a worker rehearses when it starts."""
+    asked = with_defaults_of(model.device, config.scheduler)
+    return StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, _max_model_len(asked, model))
+
+
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
     """What nobody has set is as the kind of device wants it."""
     if device.type == "cpu":

@@ -81,6 +81,18 @@ class SingleRank:
 SINGLE_RANK: Collectives = SingleRank()
 
 
+class SilentRank(SingleRank):
+    """One of several ranks in a rehearsal that no other takes part in: results have the right shape, and no meaning."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """As many copies of `x` as there are ranks."""
+        return torch.cat([x] * self.size, dim)
+
+
 class TorchCollectives:
     """torch.distributed's default group, of which a process has one.
 

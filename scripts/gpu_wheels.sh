@@ -15,7 +15,7 @@ packages=(
     annotated-doc fastapi fastapi-swagger googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection grpcio-status
     prometheus_client protobuf starlette uvicorn
 )
-ptxas=nvidia-cuda-nvcc==13.5.37
+ptxas=$(sed -n 's/^\(nvidia-cuda-nvcc==[0-9.]*\).*/\1/p' requirements/ptxas.lock)
 platforms=()
 for version in 2_34 2_31 2_28 2_26 2_24 2_17 2_12 2_5; do
     platforms+=(--platform "manylinux_${version}_x86_64")

@@ -29,7 +29,10 @@ dependencies)
             python -m pip install --constraint "$lock" "torch==$(locked torch)"
         fi
         ;;
-    cuda) python -m pip install "torch==$(locked torch)" ;;
+    cuda)
+        python -m pip install "torch==$(locked torch)"
+        scripts/install_ptxas.sh python "$(dirname "$(command -v python)")/ptxas"
+        ;;
     *) echo "install_image.sh: expected cpu or cuda, got '${2:-}'" >&2 && exit 2 ;;
     esac
     requirements | python -m pip install --constraint "$lock" --requirement /dev/stdin

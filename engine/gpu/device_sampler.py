@@ -228,6 +228,8 @@ def _pinned(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that arrives by itself, in pinned memory."""
+    """A copy that arrives by itself, in pinned memory; zeros of a tensor that has no memory."""
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)

@@ -18,7 +18,7 @@ from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
-from engine.layers.triton_attention import TritonAttention
+from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.llama import LlamaForCausalLM
 from engine.request_table import IntArray
 from engine.step_limits import StepLimits
@@ -87,6 +87,12 @@ class StagedForward:
         return logits_RV
 
     @torch.inference_mode()
+    def attend(self, batch: StepBatch, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
+        """One layer's attention of a step by itself, with queries of the caller's; T x Q x D."""
+        _, attention, _ = self._stage(batch, None, has_chunks=bool(batch.prefills))
+        return attention.attend(layer, q_TQD).view(q_TQD.shape)
+
+    @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         self._attention.clear_tails(batch)
         has_chunks = bool(batch.prefills)
@@ -105,7 +111,7 @@ class StagedForward:
 
     def _stage(
         self, batch: StepBatch, size: int | None, *, has_chunks: bool
-    ) -> tuple[InputTokens, Attention, torch.Tensor]:
+    ) -> tuple[InputTokens, TritonStepAttention, torch.Tensor]:
         """Puts the step on the device; with a size, padded to so many tokens, and in the same place each time."""
         num_tokens = size or batch.num_tokens
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)

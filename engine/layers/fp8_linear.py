@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from engine.gpu.which import gpu_of
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 
@@ -72,7 +73,8 @@ class Fp8Linear:
 
 def can_multiply_fp8(weight_OI: torch.Tensor) -> bool:
     """Whether torch multiplies 8-bit floats on this device, in this shape. Not for float32: it gives bfloat16."""
-    if weight_OI.device.type != "cuda" or weight_OI.dtype is torch.float32:
+    gpu = gpu_of(weight_OI.device)
+    if gpu is None or weight_OI.dtype is torch.float32:
         return False
     is_aligned = weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 16 == 0
-    return is_aligned and torch.cuda.get_device_capability(weight_OI.device) >= (8, 9)
+    return is_aligned and torch.cuda.get_device_capability(gpu) >= (8, 9)

@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from engine.batch import StepBatch
 from engine.gpu.staging import ALIGNMENT, StagedArray
+from engine.gpu.which import gpu_of
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -69,6 +70,7 @@ class TritonAttention:
     ) -> None:
         """`num_heads`: this rank's query heads; `dtype`: of queries and output, while the pool may have its own."""
         shape, device = pool.shape, pool.blocks_NLKHTD.device
+        gpu = gpu_of(device)
         self.windows = tuple(dict.fromkeys(architecture.sliding_windows))
         self._pool = pool
         self._limits = limits
@@ -79,8 +81,8 @@ class TritonAttention:
             shape.block_size,
             dtype.itemsize,
             shape.dtype.itemsize,
-            has_copy_engine=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0),
-            shared_bytes=_shared_bytes(device),
+            has_copy_engine=gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0),
+            shared_bytes=_shared_bytes(gpu),
         )
         self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors)
         self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors)
@@ -229,7 +231,7 @@ class TritonStepAttention:
         self._block_ids_X1 = block_ids_X1
 
     def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
-        at, launch = self._layers[layer], self._launch
+        at = self._layers[layer]
         rope_store(
             qkv_TPD,
             self._positions_T,
@@ -240,8 +242,12 @@ class TritonStepAttention:
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,
         )
+        return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads])
+
+    def attend(self, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
+        """T x (Q x D): attention alone, of queries that are rotated, over what the pool has."""
+        at, launch = self._layers[layer], self._launch
         plan = self._plans[at.plan]
-        q_TQD = qkv_TPD[:, : self._shape.num_query_heads]
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
         paged_attention(
             q_TQD,
@@ -267,9 +273,9 @@ class TritonStepAttention:
         return out_TQD.view(len(out_TQD), -1)
 
 
-def _shared_bytes(device: torch.device) -> int:
-    """What programs on one multiprocessor of this device can have together."""
-    if device.type != "cuda":
+def _shared_bytes(gpu: torch.device | None) -> int:
+    """What programs on one multiprocessor of this GPU can have together."""
+    if gpu is None:
         return SHARED_BYTES  # where kernels are interpreted, there is no such limit
-    properties = driver.active.utils.get_device_properties(device.index or 0)
+    properties = driver.active.utils.get_device_properties(gpu.index or 0)
     return int(properties["max_shared_mem"]) - RESERVED_BYTES

@@ -114,6 +114,33 @@ def load_model(
     )
 
 
+def outline_model(
+    config: ModelConfig,
+    path: Path,
+    backend: Backend,
+    *,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    collectives: Collectives = SINGLE_RANK,
+) -> LoadedModel:
+    """The model as `load_model` makes it, of tensors that have no memory (on torch's meta device) and no digest.
+
+    Its steps compute nothing, but ask for the same kernels.
+    """
+    dtype = DTYPES[config.dtype]
+    architecture = read_architecture(path)
+    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
+    return LoadedModel(
+        architecture=architecture,
+        decoder=LlamaForCausalLM(architecture, TakeRecorder(dtype), backend, linear, collectives),
+        collectives=collectives,
+        device=torch.device("meta"),
+        dtype=dtype,
+        kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,
+        eos_token_ids=(),
+        digest="",
+    )
+
+
 def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:
     """What a rank's model of this architecture asks its weight source for, in order."""
     recorder = TakeRecorder()

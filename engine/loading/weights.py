@@ -79,11 +79,13 @@ class TakeRecorder:
     That makes known, before a byte is read, in which order to read ahead and how much there is to load.
     """
 
+    dtype: torch.dtype | None = None
+    """Of what it hands out; None: torch's default."""
     takes: list[Take] = field(default_factory=list)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         self.takes.append(Take(name, shape, shard))
-        return torch.empty(self.takes[-1].part_shape, device="meta")
+        return torch.empty(self.takes[-1].part_shape, dtype=self.dtype, device="meta")
 
 
 class CheckpointWeights:

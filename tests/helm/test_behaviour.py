@@ -131,6 +131,34 @@ def test_gpus_bring_their_limit_and_their_toleration() -> None:
     assert "tolerations" not in without
 
 
+@pytest.mark.parametrize(
+    ("values", "source"),
+    [
+        ({}, {"emptyDir": {}}),
+        (
+            {"gpu": {"kernelCache": {"persistentVolumeClaim": {"claimName": "kernels"}}}},
+            {"persistentVolumeClaim": {"claimName": "kernels"}},
+        ),
+    ],
+    ids=["unset", "a claim"],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_compiled_kernels_are_kept_where_the_values_say(role: str, values: Object, source: Object) -> None:
+    """At the same path in every pod: Triton's cache names its files by whole paths."""
+    spec = render(values).pods()[role]["spec"]
+    (container,) = spec["containers"]
+    (path,) = (each["value"] for each in container["env"] if each["name"] == "TRITON_CACHE_DIR")
+    assert path == "/var/cache/baton-kernels"
+    (volume,) = (each["name"] for each in container["volumeMounts"] if each["mountPath"] == path)
+    assert {"name": volume} | source in spec["volumes"]
+
+
+def test_without_a_gpu_there_are_no_kernels_to_keep() -> None:
+    spec = render({"device": "cpu"}).pods()["decode"]["spec"]
+    assert "TRITON_CACHE_DIR" not in [each["name"] for each in spec["containers"][0]["env"]]
+    assert "kernels" not in [volume["name"] for volume in spec["volumes"]]
+
+
 def test_without_prefill_workers_there_is_no_group_for_them() -> None:
     release = render({"prefill": {"replicas": 0}})
     assert [group["groupName"] for group in release.ray["workerGroupSpecs"]] == ["decode"]

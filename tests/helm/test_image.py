@@ -51,3 +51,20 @@ def test_the_lock_pins_what_the_image_installs() -> None:
     pinned = set(re.findall(r"^([a-z0-9._-]+)==", lock, re.MULTILINE))
     assert wanted
     assert wanted <= pinned
+
+
+def test_the_assembler_is_where_triton_is_told_to_look() -> None:
+    """In the environment that the image takes on, beside its python; nothing but the binary."""
+    (path,) = re.findall(r"TRITON_PTXAS_PATH=(\S+)", DOCKERFILE.read_text())
+    (environment,) = re.findall(r"^RUN python -m venv (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
+    script = (ROOT / "scripts" / "install_image.sh").read_text()
+    assert 'scripts/install_ptxas.sh python "$(dirname "$(command -v python)")/ptxas"' in script
+    assert path == f"{environment}/bin/ptxas"
+
+
+def test_the_assembler_is_pinned_by_its_hash_and_new_enough() -> None:
+    lock = (ROOT / "requirements" / "ptxas.lock").read_text()
+    major, minor = map(int, re.findall(r"^nvidia-cuda-nvcc==(\d+)\.(\d+)\.\d+ ", lock, re.MULTILINE)[0])
+    assert (major, minor) >= (13, 3), "earlier ones may reuse registers that a WGMMA still reads"
+    hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})\b", lock)
+    assert len(set(hashes)) == 2, "x86-64 and ARM"

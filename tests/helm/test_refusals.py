@@ -101,6 +101,11 @@ WRONG: Cases = {
         {"config": {"scheduler": {"block_size": 0}}},
         ["/config/scheduler/block_size", "got 0, want 1"],
     ),
+    "two volumes for kernels": (
+        {"gpu": {"kernelCache": {"emptyDir": {}, "hostPath": {"path": "/kernels"}}}},
+        ["/gpu/kernelCache"],
+    ),
+    "a path for kernels": ({"gpu": {"kernelCache": "/kernels"}}, ["/gpu/kernelCache"]),
 }
 
 CONTRADICTIONS: Cases = {

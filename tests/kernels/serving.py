@@ -4,7 +4,7 @@
 
 Nothing is compiled, and nothing runs: Triton is asked which kernels it has not got yet, and given something in their
 place. Tokens are whatever was in memory. Prints a JSON object: how many kernels the rehearsal and the recording wanted,
-and the names of those that serving wanted besides. Not to be run with TRITON_INTERPRET set.
+and the names of those that the check of attention or serving wanted besides. Not to be run with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -24,11 +24,12 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from engine.gpu.attention_check import attention_trials
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
+from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from engine.step_limits import StepLimits
@@ -80,7 +81,7 @@ def noting_what_is_wanted() -> Iterator[list[str]]:
         JITFunction._do_compile = do_compile
 
 
-def make_parts(folder: Path, quantization: str | None) -> tuple[DeviceParts, KVPool]:
+def make_parts(folder: Path, quantization: str | None) -> tuple[LoadedModel, DeviceParts, KVPool]:
     path = make_model_dir(
         folder / "model",
         num_hidden_layers=2,
@@ -96,7 +97,7 @@ def make_parts(folder: Path, quantization: str | None) -> tuple[DeviceParts, KVP
     assert CONFIG.max_model_len is not None
     pool = KVPool(CONFIG.num_blocks, model.kv_block_shape(CONFIG.block_size), CPU)
     limits = StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len)
-    return make_device_parts(model, pool, limits, num_multiprocessors=132), pool
+    return model, make_device_parts(model, pool, limits, num_multiprocessors=132), pool
 
 
 def serve(runner: ModelRunner) -> None:
@@ -131,14 +132,18 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted() as wanted:
-        parts, pool = make_parts(Path(folder), "fp8" if options.fp8 else None)
+        model, parts, pool = make_parts(Path(folder), "fp8" if options.fp8 else None)
         parts.rehearse()
+        num_rehearsed = len(wanted)
+        for trial in attention_trials(model, parts, pool):
+            trial.run()
+        by_check = wanted[num_rehearsed:]
         if not options.no_graphs:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
         serve(runner)
-    print(json.dumps({"rehearsed": num_rehearsed, "late": wanted[num_rehearsed:]}))
+    print(json.dumps({"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}))
     return 0
 
 

@@ -113,7 +113,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $part.extraEnv -}}
-{{- if regexMatch "^(BATON_CLUSTER_SECRET|POD_IP|RAY_AUTH_.*|RAY_health_check_.*)$" .name -}}
+{{- if regexMatch "^(BATON_CLUSTER_SECRET|POD_IP|TRITON_CACHE_DIR|RAY_AUTH_.*|RAY_health_check_.*)$" .name -}}
 {{- fail (printf "%s.extraEnv: the chart sets %s by itself; take it out" $component .name) -}}
 {{- end -}}
 {{- end -}}

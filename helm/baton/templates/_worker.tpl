@@ -27,6 +27,9 @@ spec:
         {{- include "baton.env" .root | nindent 8 }}
         - name: POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- if $usesGpus }}
+        - {name: TRITON_CACHE_DIR, value: {{ include "baton.kernelCache" . }}}
+        {{- end }}
         {{- with .part.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -64,6 +67,9 @@ spec:
         {{- include "baton.scratchMounts" .root | nindent 8 }}
         - {name: ray-logs, mountPath: /tmp/ray}
         - {name: shared-mem, mountPath: /dev/shm}
+        {{- if $usesGpus }}
+        - {name: kernels, mountPath: {{ include "baton.kernelCache" . }}}
+        {{- end }}
         {{- with include "baton.modelMount" .root }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -73,6 +79,10 @@ spec:
       emptyDir: {}
     - name: shared-mem
       emptyDir: {medium: Memory, sizeLimit: {{ .part.shmSize }}}
+    {{- if $usesGpus }}
+    - name: kernels
+      {{- .root.Values.gpu.kernelCache | default (dict "emptyDir" (dict)) | toYaml | nindent 6 }}
+    {{- end }}
     {{- with include "baton.modelVolumes" .root }}
     {{- . | nindent 4 }}
     {{- end }}
@@ -87,3 +97,6 @@ spec:
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end }}
+
+{{/* The same in all pods, since what Triton keeps there names files by their whole paths. */}}
+{{- define "baton.kernelCache" -}}/var/cache/baton-kernels{{- end }}

@@ -14,9 +14,11 @@ import torch
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine import capacity
-from engine.capacity import reckon, with_defaults_of
+from engine.capacity import largest_steps, reckon, with_defaults_of
 from engine.gpu.memory import GIB, DeviceMemory
-from engine.loading.loader import LoadedModel, load_model
+from engine.layers.torch_backend import TorchBackend
+from engine.loading.loader import LoadedModel, load_model, outline_model
+from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -67,6 +69,17 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
     config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7))
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (7, 8192, 64)
     assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
+
+
+def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:
+    config = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 7}})
+    path = make_model_dir(tmp_path / "model", max_position_embeddings=256)
+    outline = outline_model(config.model, path, TorchBackend())
+    assert outline.device.type == "meta"
+    assert largest_steps(config, outline) == StepLimits(7, 8192, 256)
+    too_long = BatonConfig.from_mapping({"scheduler": {"max_model_len": 257}})
+    with pytest.raises(ConfigError, match="made for 256"):
+        largest_steps(too_long, outline)
 
 
 @pytest.mark.parametrize(("chunk", "budget"), [(512, 1024), (2048, 2048), (8192, 8192)])

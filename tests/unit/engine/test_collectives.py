@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from engine.collectives import SingleRank, TorchCollectives
+from engine.collectives import SilentRank, SingleRank, TorchCollectives
 
 
 def test_a_single_rank_has_everything_already() -> None:
@@ -18,6 +18,16 @@ def test_a_single_rank_has_everything_already() -> None:
     assert torch.equal(x_TE, before_TE)
     assert alone.all_gather(x_TE, dim=1) is x_TE
     assert (alone.rank, alone.size) == (0, 1)
+
+
+def test_a_silent_rank_gives_the_shapes_that_several_would() -> None:
+    rank = SilentRank(1, 3)
+    x_TE = torch.randn(2, 5)
+    rank.all_reduce_(x_TE)
+    rank.broadcast_(x_TE)
+    assert rank.all_gather(x_TE, 1).shape == (2, 15)
+    assert rank.all_gather(x_TE, 0).shape == (6, 5)
+    assert (rank.rank, rank.size) == (1, 3)
 
 
 LONELY = """

@@ -1,0 +1,170 @@
+"""check_attention: the attention kernels of a worker beside torch, on this GPU, as this assembler made them.
+
+Assemblers are known that make silently wrong code of them (engine/gpu/compiler.py), which no test without this GPU can
+see. So a worker computes a step of a prompt and one of decodes, of random numbers in its own pool, before it serves.
+
+Shape suffixes: T tokens of the step, B its requests, M blocks of a table, Q query heads, P query, key and value heads,
+N blocks, K the pair (keys, values), H kv heads, S tokens of a block, D head dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.errors import ConfigError
+from engine.batch import StepBatch
+from engine.gpu.compiler import Compiler
+from engine.gpu.device_parts import DeviceParts
+from engine.gpu.staged_forward import NO_SLOT, NO_SOURCE
+from engine.kernels.paged_attention import Softmax, paged_attention_reference
+from engine.kv_cache import KVPool
+from engine.layers.fp8 import as_bytes
+from engine.loading.loader import LoadedModel
+
+NUM_RUNS = 3
+"""Of each step: what registers hold when they are reused too early depends on when."""
+CONTEXT = 700
+"""Keys: several turns of every buffer, and a last block that is not full."""
+CHUNK = 100
+"""Tokens of the prompt's step: a tile or more, the last not full."""
+NUM_DECODES = 4
+QUERY_SCALE = 4.0
+"""Standard deviation of queries. Scores of that spread make weights that differ: among equal ones it would not show if
+one took the place of another."""
+TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""By dtype of queries and output, as shares of the weighted sum of |values|.
+
+A 16-bit kernel rounds each weight and each result once, by half a unit in the last place at most: together by one unit,
+2^-10 or 2^-7 of that sum. The tolerance is twice as much. A float32 product is three of TF32, so a score of 40 may be
+1e-5 off, and its weight by that share. An 8-bit cache changes nothing: both sides read the same 8-bit numbers, and the
+kernel's float16 holds them exactly.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTrial:
+    """One step's attention in one layer."""
+
+    name: str
+    run: Callable[[], torch.Tensor]
+    """By the kernels: T x Q x D."""
+    expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    """By torch in float64, and how far off each number may be; both T x Q x D, float32."""
+
+
+def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:
+    """ConfigError if a kernel gives anything else than torch, in any of a few runs.
+
+    The pool is all zeros before and after.     Nothing is compiled that `DeviceParts.rehearse` has not asked for.
+    """
+    for trial in attention_trials(model, parts, pool):
+        want_TQD, allowed_TQD = trial.expect()
+        for run in range(NUM_RUNS):
+            off_TQD = (trial.run().to(torch.float32) - want_TQD).abs()
+            if bool((off_TQD <= allowed_TQD).all()):  # and not NaN
+                continue
+            raise ConfigError(
+                f"attention, {trial.name}: the Triton kernels differ from torch by up to {off_TQD.max().item():.3g} "
+                f"in run {run + 1} of {NUM_RUNS}, where {allowed_TQD.max().item():.3g} is the most that rounding "
+                f"explains, so this worker would give wrong tokens. They were assembled by ptxas {compiler.version} "
+                f"({compiler.ptxas}); set TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later (docs/gpu.md)"
+            )
+
+
+def attention_trials(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Iterator[AttentionTrial]:
+    """A step of a prompt's chunk and one of decodes, for every window that layers have.
+
+    Blocks of the pool hold random numbers of that layer while a trial is out, and zeros when the next one is asked for.
+    """
+    windows = model.architecture.sliding_windows
+    room = min(CONTEXT, parts.limits.max_model_len, (pool.num_blocks - 1) * pool.shape.block_size)
+    generator = torch.Generator(model.device).manual_seed(0)
+    for window in dict.fromkeys(windows):
+        layer = windows.index(window)
+        seen = "" if window is None else f", window of {window}"
+        for name, batch in (
+            (f"prefill{seen}", _chunk(room, parts, pool)),
+            (f"decode{seen}", _decodes(room, parts, pool)),
+        ):
+            num_blocks = int(batch.block_ids_BM.max())
+            blocks_NKHSD = pool.blocks_NLKHTD[1 : num_blocks + 1, layer]
+            random = torch.randn(blocks_NKHSD.shape, generator=generator, device=model.device)
+            blocks_NKHSD.copy_(random.to(pool.shape.dtype))
+            try:
+                yield _trial(name, model, parts, pool, layer, window, batch, generator)
+            finally:
+                as_bytes(blocks_NKHSD).zero_()
+
+
+def _trial(
+    name: str,
+    model: LoadedModel,
+    parts: DeviceParts,
+    pool: KVPool,
+    layer: int,
+    window: int | None,
+    batch: StepBatch,
+    generator: torch.Generator,
+) -> AttentionTrial:
+    """Of queries that lie, as ever, within the output of the projection."""
+    num_heads, head_dim = model.num_heads, pool.shape.head_dim
+    shape_TPD = (batch.num_tokens, num_heads + 2 * pool.shape.num_kv_heads, head_dim)
+    qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
+    q_TQD = qkv_TPD.to(model.dtype)[:, :num_heads]
+    softmax = Softmax(head_dim**-0.5, window)
+    num_blocks = int(batch.block_ids_BM.max())
+
+    def expect() -> tuple[torch.Tensor, torch.Tensor]:
+        kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, layer].to(torch.float32, copy=True)
+        block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
+        step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax)
+        want_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
+        kv_NKHSD[:, 1].abs_()
+        sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
+        return want_TQD, sum_TQD.mul_(TOLERANCES[model.dtype])
+
+    return AttentionTrial(name, lambda: parts.forward.attend(batch, layer, q_TQD), expect)
+
+
+def _chunk(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
+    """The last tokens of one prompt of `room` tokens."""
+    num_tokens = min(CHUNK, room, parts.limits.max_num_batched_tokens)
+    return _step([num_tokens], [room], pool.shape.block_size)
+
+
+def _decodes(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
+    """Some of them, of contexts from `room` tokens down."""
+    limits = parts.limits
+    count = min(NUM_DECODES, room, limits.max_num_seqs, limits.max_num_batched_tokens)
+    return _step([1] * count, [room - room * row // count for row in range(count)], pool.shape.block_size)
+
+
+def _step(num_tokens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
+    """Requests that share blocks 1, 2, ..., each in an order of its own. Nothing is stored, nothing sampled."""
+    num_tokens_B, context_lens_B = np.array(num_tokens), np.array(context_lens)
+    num_blocks_B = -(-context_lens_B // block_size)
+    block_ids_BM = np.zeros((len(num_tokens), int(num_blocks_B.max())), np.int64)
+    generator = np.random.default_rng(0)
+    for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
+        ids_M[:count] = generator.permutation(count) + 1
+    num_rows = int(num_tokens_B.sum())
+    ends_B = num_tokens_B.cumsum()
+    positions = [np.arange(end - count, end) for end, count in zip(context_lens, num_tokens, strict=True)]
+    is_decode = int(num_tokens_B.max()) == 1
+    return StepBatch(
+        input_ids_T=np.zeros(num_rows, np.int64),
+        sources_T=np.full(num_rows, NO_SOURCE),
+        positions_T=np.concatenate(positions),
+        slots_T=np.full(num_rows, NO_SLOT),
+        num_decodes=len(num_tokens) if is_decode else 0,
+        starts_B=ends_B - num_tokens_B,
+        num_tokens_B=num_tokens_B,
+        context_lens_B=context_lens_B,
+        block_ids_BM=block_ids_BM,
+        num_blocks_B=num_blocks_B,
+        sampling_rows_R=np.empty(0, np.int64),
+        sampling_requests=(),
+        new_tails=(),
+    )

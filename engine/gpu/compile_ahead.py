@@ -1,0 +1,119 @@
+"""CompileAhead: the kernels of a model's steps, compiled on threads while its weights load.
+
+An outline of the model, whose tensors have no memory, rehearses as the model will. Each kernel that it launches is
+compiled and not run: Triton keeps it for the launch to come, and on disk. Compiler and assembler let go of Python's
+lock nearly all the time, so threads are enough, and loading goes on beside them.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from triton import AsyncCompileMode, FutureKernel
+from triton.runtime.jit import JITFunction
+
+from engine.gpu.device_parts import make_device_parts
+from engine.gpu.graphs import Repeats
+from engine.kv_cache import KVPool
+from engine.loading.loader import LoadedModel
+from engine.step_limits import StepLimits
+
+logger = logging.getLogger(__name__)
+
+
+class CompileAhead:
+    """A context manager that compiles while it is open; its end waits until all is done.
+
+    After an exception it waits only for what is under way, a few seconds. What fails here fails again when the worker
+    rehearses, which then says what is wrong.
+    """
+
+    def __init__(self, rehearse: Callable[[], None], load: Callable[[Any], None], num_threads: int) -> None:
+        """`rehearse` launches what is to be compiled, on a thread of its own; `load` gets each kernel that is."""
+        self._load = load
+        self._compilers = ThreadPoolExecutor(num_threads, thread_name_prefix="compiler")
+        self._is_given_up = False
+        self._thread = threading.Thread(target=self._run, args=(rehearse,), name="compile ahead", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._is_given_up = True
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._thread.join()
+        self._compilers.shutdown()
+
+    def _run(self, rehearse: Callable[[], None]) -> None:
+        try:
+            with (
+                compiling_only() as kernels,
+                AsyncCompileMode(self._compilers, ignore_errors=True),
+            ):
+                rehearse()
+            compiled = {id(kernel): kernel for kernel in kernels if isinstance(kernel, FutureKernel)}
+            for _ in self._compilers.map(lambda kernel: self._load(kernel.result()), compiled.values()):
+                pass
+        except Exception:
+            if not self._is_given_up:
+                logger.warning("kernels are not compiled ahead, but one by one", exc_info=True)
+
+
+@contextmanager
+def compiling_only() -> Iterator[list[Any]]:
+    """Within the context what this thread launches is compiled and not run, and the list gets its kernels.
+
+    Launches of other threads are as ever.
+    """
+    kernels: list[Any] = []
+    run, thread = JITFunction.run, threading.get_ident()
+
+    def compile_or_run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return kernels[-1]
+
+    JITFunction.run = compile_or_run
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+
+
+def load_on(gpu: torch.device) -> Callable[[Any], None]:
+    """Makes a kernel ready to be launched there.
+
+    Triton else does that at the first launch: it loads the machine code, and 3.6 has gcc build what starts it.
+    """
+
+    def load(kernel: Any) -> None:
+        torch.cuda.set_device(gpu)  # each thread has one of its own
+        assert kernel.run is not None
+
+    return load
+
+
+def rehearse_outline(
+    outline: LoadedModel, block_size: int, limits: StepLimits, num_multiprocessors: int, *, uses_graphs: bool
+) -> None:
+    """Launches what `DeviceParts.rehearse` and `record` will launch; to be called within `compiling_only`.
+
+    Swapping of small blocks alone needs another kernel, and compiles it when the worker makes its runner.
+    """
+    assert outline.device.type == "meta"
+    pool = KVPool(2, outline.kv_block_shape(block_size), outline.device)
+    parts = make_device_parts(outline, pool, limits, num_multiprocessors)
+    with torch.inference_mode():
+        parts.rehearse()
+        if uses_graphs:
+            parts.record(Repeats())

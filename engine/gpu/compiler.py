@@ -1,0 +1,82 @@
+"""What Triton makes kernels with, and where it keeps them: looked at before anything is compiled."""
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.nvidia.compiler import get_ptxas
+
+from baton.errors import ConfigError
+
+PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+"""Triton 3.6 reads the second for compute capability 10.0 and later, Triton 3.9 from 9.0 on; else the first."""
+FIXED_PTXAS = (13, 3)
+"""Earlier ones may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
+HOPPER = 9
+"""Major compute capability of the GPUs that have WGMMA."""
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Of one GPU."""
+
+    ptxas: str
+    """The assembler's path."""
+    version: str
+    """The assembler's, such as 13.5.37."""
+    cache_dir: str
+    """Of compiled kernels."""
+    is_suspect: bool
+    """The assembler is known to make wrong code of some kernels for this GPU."""
+
+
+def find_compiler(capability: tuple[int, int]) -> Compiler:
+    """Of a GPU of this compute capability.
+
+    TRITON_PTXAS_PATH holds for every GPU, unless TRITON_PTXAS_BLACKWELL_PATH is set too: which of them Triton reads for
+    which GPU depends on its version. ConfigError names the variable that leads nowhere: Triton itself would silently
+    take the assembler that it brings.
+    """
+    for variable in PTXAS_VARIABLES:
+        if path := os.environ.get(variable):
+            _version(path, f"{variable}: got '{path}'")
+    if path := os.environ.get(PTXAS_VARIABLES[0]):
+        os.environ.setdefault(PTXAS_VARIABLES[1], path)
+    major, minor = capability
+    ptxas = str(get_ptxas(10 * major + minor).path)
+    version = _version(ptxas, f"Triton {triton.__version__}: it would assemble kernels with '{ptxas}'")
+    is_fixed = tuple(map(int, version.split(".")[:2])) >= FIXED_PTXAS
+    return Compiler(ptxas, version, _cache_dir(), is_suspect=major == HOPPER and not is_fixed)
+
+
+def _version(path: str, what: str) -> str:
+    """ConfigError, which begins with `what`, if there is no ptxas that runs."""
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{what}, which does not run as ptxas: {error}") from error
+    found = re.search(r"release \d+\.\d+, V(\d+(?:\.\d+)+)", done.stdout)
+    if found is None:
+        raise ConfigError(f"{what}, which is no ptxas: `{path} --version` names no release of CUDA")
+    return found.group(1)
+
+
+def _cache_dir() -> str:
+    """ConfigError if nothing can be written there."""
+    folder = str(triton.knobs.cache.dir)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"compiled kernels cannot be kept in '{folder}': {error}; set TRITON_CACHE_DIR to a folder that this user "
+            "may write, and no other"
+        ) from error
+    return folder

@@ -1,0 +1,88 @@
+"""Rehearses an outline of a model, then the model, and says which kernels the model wanted besides.
+
+    python -m tests.kernels.ahead [--architecture NAME] [--fp8] [--fp8-cache] [--num-ranks N] [--compile]
+
+With --compile the outline's kernels are compiled for sm_90 as a worker does it, on two threads; without, Triton is
+only asked. Prints a JSON object: how many kernels the outline wanted, the hashes of those that would be loaded, and the
+names of those that the model, the recording of its graphs or the check of attention wanted after it. Not to be run with
+TRITON_INTERPRET set.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from baton.config import ModelConfig
+from engine.collectives import SilentRank
+from engine.gpu.attention_check import attention_trials
+from engine.gpu.compile_ahead import CompileAhead, rehearse_outline
+from engine.gpu.device_parts import make_device_parts
+from engine.gpu.graphs import Repeats
+from engine.kv_cache import KVPool
+from engine.layers.triton_backend import TritonBackend
+from engine.loading.loader import LoadedModel, load_model, outline_model
+from engine.step_limits import StepLimits
+from tests.factories.models import make_model_dir
+from tests.kernels.compile_only import compiling_for
+from tests.kernels.serving import noting_what_is_wanted
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(max_num_seqs=20, max_num_batched_tokens=640, max_model_len=1024)
+BLOCK_SIZE = 32
+NUM_MULTIPROCESSORS = 132
+
+
+def rehearse(model: LoadedModel) -> None:
+    """All that a worker does with it before it serves; nothing is compared."""
+    pool = KVPool(40, model.kv_block_shape(BLOCK_SIZE), CPU)
+    parts = make_device_parts(model, pool, LIMITS, NUM_MULTIPROCESSORS)
+    parts.rehearse()
+    for trial in attention_trials(model, parts, pool):
+        trial.run()
+    parts.record(Repeats())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.ahead")
+    parser.add_argument("--architecture", default="llama")
+    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--fp8-cache", action="store_true")
+    parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    window = {"sliding_window": 100} if options.architecture == "mistral" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model_dir(Path(folder) / "model", options.architecture, head_dim=32, **window)
+        config = ModelConfig.model_validate(
+            {"dtype": "bfloat16", "quantization": "fp8" if options.fp8 else None}
+        )
+        kv_cache_dtype: Literal["auto", "fp8"] = "fp8" if options.fp8_cache else "auto"
+        ranks = SilentRank(0, options.num_ranks)
+        outline = outline_model(
+            config, path, TritonBackend(), kv_cache_dtype=kv_cache_dtype, collectives=ranks
+        )
+        model = load_model(
+            config, path, CPU, TritonBackend(), kv_cache_dtype=kv_cache_dtype, collectives=ranks
+        )
+    ahead = partial(rehearse_outline, outline, BLOCK_SIZE, LIMITS, NUM_MULTIPROCESSORS, uses_graphs=True)
+    loaded: list[str] = []
+    if options.compile:
+        with compiling_for(90), CompileAhead(ahead, lambda kernel: loaded.append(kernel.hash), num_threads=2):
+            pass
+    with noting_what_is_wanted() as wanted:
+        if not options.compile:
+            ahead()
+        num_ahead = len(wanted)
+        rehearse(model)
+    print(json.dumps({"ahead": num_ahead, "loaded": loaded, "late": wanted[num_ahead:]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What an outline of a model rehearses while the weights load is what the model will want."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from baton.errors import ModelError
+from engine.gpu.compile_ahead import CompileAhead, compiling_only
+
+TIMEOUT_S = 300.0
+
+
+def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
+    """In a process of its own: kernels that are interpreted here cannot be compiled here."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.ahead", *options],
+        env=kept | environment,
+        stdout=subprocess.PIPE,
+        timeout=TIMEOUT_S,
+        check=True,
+    ).stdout
+    said: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--fp8", "--architecture=qwen3"), ("--fp8-cache", "--architecture=mistral", "--num-ranks=2")],
+    ids=str,
+)
+def test_an_outline_wants_every_kernel_that_its_model_wants(options: tuple[str, ...]) -> None:
+    said = run_ahead(*options)
+    assert said["ahead"] > 20
+    assert said["late"] == []
+
+
+@pytest.mark.slow
+def test_they_are_compiled_kept_and_loaded_once(tmp_path: Path) -> None:
+    said = run_ahead("--compile", TRITON_CACHE_DIR=str(tmp_path))
+    assert said["late"] == []
+    assert len(said["loaded"]) == len(set(said["loaded"])) == len([*tmp_path.rglob("*.cubin")]) > 20
+
+
+def test_only_the_thread_that_compiles_does_not_run_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[bool] = []
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda self, *args, grid, warmup: launches.append(warmup),  # noqa: ARG005
+    )
+
+    def launch() -> None:
+        JITFunction.run(None, 1, grid=(1,), warmup=False)
+
+    def launch_elsewhere() -> None:
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+
+    with compiling_only() as kernels:
+        launch()
+        launch_elsewhere()
+    launch()
+    assert launches == [True, False, False]
+    assert len(kernels) == 1
+
+
+def test_what_cannot_be_compiled_ahead_is_logged_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    def rehearse() -> None:
+        raise RuntimeError("no such layout")
+
+    with CompileAhead(rehearse, print, 1):
+        pass
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no such layout" in str(record.exc_info)
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    has_failed = threading.Event()
+
+    def rehearse() -> None:
+        has_failed.wait(TIMEOUT_S)
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    class Loading(CompileAhead):
+        def __exit__(self, *args: Any) -> None:
+            has_failed.set()
+            super().__exit__(*args)
+
+    with pytest.raises(ModelError, match="no weights"), Loading(rehearse, print, 1):
+        raise ModelError("no weights")
+    assert caplog.records == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
