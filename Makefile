@@ -24,7 +24,7 @@ RELEASED_PROTOS := protos/released.binpb
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check helm-test format lock clean
+.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check gpu-dry-run helm-test format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -102,6 +102,10 @@ fuzz-api: $(INSTALLED) ## REQUESTS malformed requests at both doors, then schema
 gpu-check: $(INSTALLED) ## Tests and benchmarks that need a CUDA device; GPU_CHECK="--parts tokens" or "--dry-run"
 	@scripts/gpu_check.sh $(PYTHON_IN_VENV) $(GPU_CHECK)
 
+gpu-dry-run: $(TRITON_INSTALLED) ## Every part of gpu-check without a GPU, with only a GPU machine's packages
+	$(PYTHON_IN_VENV) scripts/gpu_venv.py .gpu-venv
+	@scripts/gpu_check.sh .gpu-venv/bin/python --dry-run --strict $(GPU_CHECK)
+
 helm-test: $(HELM_INSTALLED) ## The Helm chart and the Dockerfile; KUBERAY_CRDS=FOLDER checks the RayCluster, too
 	$(PYTHON_IN_VENV) -m pytest tests/helm
 
@@ -114,7 +118,7 @@ lock: ## Resolve requirements/cpu.lock anew
 	scripts/lock.sh
 
 clean: ## Remove .venv and every cache in this folder
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .gpu-venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): requirements/cpu.lock pyproject.toml scripts/install.sh scripts/install_torch.sh scripts/find_python.sh

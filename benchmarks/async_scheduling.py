@@ -39,7 +39,7 @@ from engine.kv_cache import KVBlockShape, KVPool
 from engine.loading.loader import load_model
 from engine.pipeline import Runner, make_pipeline
 from engine.runner_parts import make_runner
-from kv_transfer import KVConnectorWorker
+from kv_transfer.connector.worker import KVConnectorWorker
 from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler

@@ -36,8 +36,9 @@ from baton.config import KVTransferConfig
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
-from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata, KVConnectorWorker
+from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata
 from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.worker import KVConnectorWorker
 from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 
 KIB, MIB = 2**10, 2**20

@@ -1,20 +1,25 @@
 """Everything that needs a GPU, in one command: tests, tokens, speed beside the hardware's own and beside transformers.
 
-    python -m benchmarks.gpu_check [--parts NAME ...] [--minutes 60] [--json FILE] [--out FOLDER]
-    python -m benchmarks.gpu_check --dry-run
+    python -m benchmarks.gpu_check [--parts NAME,...] [--strict] [--minutes 60] [--json FILE] [--out FOLDER]
+    python -m benchmarks.gpu_check --dry-run [--strict]
 
-Each part runs in a process of its own, so that a fault on the device ends that part only. Rows are printed as soon as
-they are there, and saved after each part, so that a time limit loses only the rest. `--dry-run` needs no GPU: the same
-commands on tiny shapes, with kernels in Triton's interpreter. It proves that they run; nothing is kept of its figures.
+Each part runs in a process of its own, so that a fault on the device ends that part only, and has a time limit of its
+own. Rows are printed as soon as they are there, and saved one by one, so that a time limit loses only the rest.
+If the environment has OUT, a folder, figures and logs go there. `--strict`: what was left out for want of a package
+or of time has failed. `--dry-run` needs no GPU: the same commands on tiny shapes, with kernels in Triton's
+interpreter. It proves that they run; nothing is kept of its figures.
 
-    kernels    kernels beside their references, over many shapes; tests marked gpu
+    smoke      each kernel once beside its reference, one graph, one sampled step: a minute that tells a broken machine
+    kernels    the tests of the kernels (--shapes few, many)
+    attention  those of attention three times: what moves is a race
+    marked     the other tests marked gpu
     tokens     the GPU engine's tokens beside the CPU engine's
-    handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy
-    decode     steps beside the bytes they must move, and what the device does not compute of them
+    handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy; a killed producer
+    decode     steps beside the bytes they must move, and what the device does not compute of them; a trace of one
     overlap    decode steps while a hand-over's blocks arrive; a trace
     prefill    prompts beside the matrix units' speed; sizes of chunks
     peer       transformers' continuous batching and compiled generation, with the same weights
-    sweep      launch parameters beside those chosen (only if asked for)
+    sweep      launch parameters beside those chosen (only if asked for; --cases)
 """
 
 import argparse
@@ -27,19 +32,24 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.limits import PART_LIMITS_S
 from benchmarks.gpu.report import Row, line, save, table
 from benchmarks.gpu.setting import Setting, describe
+from benchmarks.gpu.shapes import LARGE
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("kernels", "tokens", "handover", "decode", "overlap", "prefill", "peer", "sweep")
+PARTS = tuple(PART_LIMITS_S)
 DEFAULT_PARTS = PARTS[:-1]
 PATIENCE_S = 30.0
 """For a process that has nothing left to do."""
+DRY_FACTOR = 5
+"""A machine without a GPU may be small, and busy with other tests."""
 PROCESSES = multiprocessing.get_context("fork")
 """What was imported need not be imported again; nothing touches the device before."""
 
@@ -51,33 +61,41 @@ def main() -> int:
     environment, *_ = run_part("environment", arguments, Path(), time.monotonic() + 120)
     if environment.is_failed:
         print(f"gpu-check: skipped, {environment.note}")
-        return 0
+        return 1 if arguments.strict else 0
     print(f"gpu-check: {environment.value}", flush=True)
     end = time.monotonic() + 60 * arguments.minutes
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for part in arguments.parts or (PARTS if arguments.dry_run else DEFAULT_PARTS):
             for row in run_part(part, arguments, Path(folder), end):
-                rows.append(row)
-                print(line(row), flush=True)
+                rows.append(judged(row, arguments.strict))
+                print(line(rows[-1]), flush=True)
                 if not arguments.dry_run:
-                    save(_json_path(arguments, environment), environment.figures, rows)
+                    save(json_path(arguments, environment), environment.figures, rows)
     print(f"\n{table(rows)}")
     num_failed = sum(row.is_failed for row in rows)
-    print(f"\ngpu-check: {len(rows)} rows, {num_failed} failed")
+    num_skipped = sum(row.is_skipped for row in rows)
+    print(f"\ngpu-check: {len(rows)} rows, {num_failed} failed, {num_skipped} skipped")
     return 1 if num_failed else 0
 
 
+def judged(row: Row, is_strict: bool) -> Row:
+    """Strictly: nothing may be left out."""
+    return replace(row, is_failed=True) if is_strict and row.is_skipped else row
+
+
 def run_part(part: str, arguments: argparse.Namespace, folder: Path, end: float) -> Iterator[Row]:
-    """Runs a part in a process of its own until `end`; its rows, and one more if it did not end well."""
+    """Runs a part in a process of its own until its limit or `end`; its rows, and one more if it did not end well."""
+    limit_s = PART_LIMITS_S.get(part, PATIENCE_S) * (DRY_FACTOR if arguments.dry_run else 1)
+    end = min(end, time.monotonic() + limit_s)
     reader, writer = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_work, args=(part, arguments, folder, writer))
+    process = PROCESSES.Process(target=_work, args=(part, arguments, folder, end, writer))
     process.start()
     writer.close()
     try:
         while reader.poll(max(0.0, end - time.monotonic())):
             yield reader.recv()
-        yield Row(part, "the rest of it", "out of time", "run this part alone: --parts")
+        yield Row(part, "the rest of it", "out of time", "run this part alone: --parts", is_skipped=True)
         process.terminate()
     except EOFError:  # it closed its end
         process.join(PATIENCE_S)
@@ -88,21 +106,23 @@ def run_part(part: str, arguments: argparse.Namespace, folder: Path, end: float)
     process.join()
 
 
-def _work(part: str, arguments: argparse.Namespace, folder: Path, writer: "Connection[Row, None]") -> None:
+def _work(
+    part: str, arguments: argparse.Namespace, folder: Path, end: float, writer: "Connection[Row, None]"
+) -> None:
     if part == "environment":
         writer.send(_environment(arguments))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it started ends with it
-    out = None if arguments.dry_run else arguments.out
     if arguments.dry_run:
         torch.set_num_threads(1)  # there is next to nothing to compute
     try:
         module = importlib.import_module(f"benchmarks.gpu.{part}")
-        module.run(Setting(arguments.dry_run, folder, out), writer.send)
+        module.run(_setting(arguments, folder, end), writer.send)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in OURS:
             raise
-        writer.send(Row(part, "all of it", "skipped", f"needs {error.name}, which is not installed"))
+        note = f"needs {error.name}, which is not installed"
+        writer.send(Row(part, "all of it", "skipped", note, is_skipped=True))
     except Exception as error:  # the edge of a part: the others go on
         traceback.print_exc()
         writer.send(
@@ -111,6 +131,18 @@ def _work(part: str, arguments: argparse.Namespace, folder: Path, writer: "Conne
 
 
 OURS = {"baton", "benchmarks", "cluster", "engine", "gateway", "kv_transfer", "scheduler", "tests"}
+
+
+def _setting(arguments: argparse.Namespace, folder: Path, end: float) -> Setting:
+    return Setting(
+        is_dry=arguments.dry_run,
+        folder=folder,
+        out=None if arguments.dry_run else arguments.out,
+        ends_at=end,
+        shapes=arguments.shapes or ("few" if arguments.dry_run else "many"),
+        cases=arguments.cases,
+        models=tuple(arguments.models),
+    )
 
 
 def _environment(arguments: argparse.Namespace) -> Row:
@@ -122,27 +154,55 @@ def _environment(arguments: argparse.Namespace) -> Row:
     return Row("environment", "device", "dry run, " + text if arguments.dry_run else text, figures=figures)
 
 
-def _json_path(arguments: argparse.Namespace, environment: Row) -> Path:
+def json_path(arguments: argparse.Namespace, environment: Row) -> Path:
     if arguments.json is not None:
         return Path(arguments.json)
     name = str(environment.figures["device"]).lower().replace(" ", "-")
-    return RESULTS / f"gpu-{name}.json"
+    return (arguments.out or RESULTS) / f"gpu-{name}.json"
 
 
-def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None, out: str | None = None) -> argparse.Namespace:
+    """`out`: the folder for figures and logs where the command names none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", type=lambda text: text.split(","), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--parts", type=_names, help=f"of {','.join(PARTS)}")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: tiny shapes, nothing is kept")
+    parser.add_argument("--strict", action="store_true", help="what is skipped, or out of time, has failed")
     parser.add_argument("--minutes", type=float, default=60.0, help="no part goes on after this long")
-    parser.add_argument("--json", type=Path, help="where the figures go instead of benchmarks/results")
-    parser.add_argument("--out", type=Path, help="a folder for traces and logs of tests")
+    parser.add_argument(
+        "--json", type=Path, help="for the figures; default: in --out, else benchmarks/results"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=out and Path(out), help="a folder for traces and logs; default: $OUT"
+    )
+    parser.add_argument(
+        "--shapes", choices=("few", "many"), help="of kernels; default: many, and few in a dry run"
+    )
+    parser.add_argument("--cases", default="", help="of the sweep: those with this in their names")
+    parser.add_argument("--models", type=_names, default=[], help=f"of {','.join(LARGE)}; default: all")
     arguments = parser.parse_args(given)
-    unknown = set(arguments.parts or ()) - set(PARTS)
-    if unknown:
-        parser.error(f"--parts: no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    for option, known in (("parts", PARTS), ("models", tuple(LARGE))):
+        unknown = set(getattr(arguments, option) or ()) - set(known)
+        if unknown:
+            parser.error(
+                f"--{option}: no such {option.removesuffix('s')}: {', '.join(sorted(unknown))}; "
+                f"there are {', '.join(known)}"
+            )
+    if arguments.dry_run and (arguments.models or arguments.shapes == "many"):
+        parser.error("--models and --shapes many are for a GPU; a dry run has one tiny model and few shapes")
+    default_parts = PARTS if arguments.dry_run else DEFAULT_PARTS
+    if arguments.cases and "sweep" not in (arguments.parts or default_parts):
+        parser.error("--cases chooses among those of the sweep: add sweep to --parts")
     return arguments
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _arguments() -> argparse.Namespace:
+    return parse(out=os.environ.get("OUT"))
 
 
 if __name__ == "__main__":

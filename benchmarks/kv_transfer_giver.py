@@ -24,8 +24,9 @@ from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.system.curve import ClusterSecret, PlaneKeys, derive_keys
 from engine.allocator import keep_freed_memory
-from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
+from kv_transfer import KVConnectorMetadata, SharedMemory
 from kv_transfer.connector.commands import BeginSend, FinishSend, ImmediateCommand, LoadBlocks, SendBlocks
+from kv_transfer.connector.worker import KVConnectorWorker
 
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 64 * 2

@@ -28,7 +28,8 @@ from engine.loading.loader import LoadedModel, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_limits import StepLimits
-from kv_transfer import CudaMemory, CudaOutOfMemory, KVConnectorWorker, SharedMemory
+from kv_transfer import CudaMemory, CudaOutOfMemory, SharedMemory
+from kv_transfer.connector.worker import KVConnectorWorker
 
 if TYPE_CHECKING:
     from engine.gpu.compiler import Compiler

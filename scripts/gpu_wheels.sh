@@ -8,13 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-.gpu-wheels}
-packages=(
-    # the engine and the connectors
-    annotated-types llguidance pydantic pydantic_core pyzmq typing_extensions typing-inspection
-    # the gateway, for hand-overs from end to end
-    annotated-doc fastapi fastapi-swagger googleapis-common-protos grpcio grpcio-health-checking grpcio-reflection grpcio-status
-    prometheus_client protobuf starlette uvicorn
-)
+mapfile -t packages < <(grep -v "^#" requirements/gpu-wheels.txt)
 ptxas=$(sed -n 's/^\(nvidia-cuda-nvcc==[0-9.]*\).*/\1/p' requirements/ptxas.lock)
 platforms=()
 for version in 2_34 2_31 2_28 2_26 2_24 2_17 2_12 2_5; do

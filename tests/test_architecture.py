@@ -33,7 +33,6 @@ DOORS = {
         "CudaOutOfMemory",
         "DeviceBlocks",
         "KVConnectorMetadata",
-        "KVConnectorWorker",
         "RankConnector",
         "RankedConnector",
         "SharedMemory",
@@ -172,6 +171,24 @@ def test_only_the_edge_reads_the_secret() -> None:
 def test_a_worker_needs_no_ray(module: str) -> None:
     """GPU machines without Ray start workers as plain processes."""
     program = f"import sys; sys.modules['ray'] = None; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_computes_needs_no_carrier_and_no_grammar() -> None:
+    """Kernels, models and the engine's core are tested on machines that have PyTorch and Triton, and little else."""
+    pytest.importorskip("triton")
+    planes = ("worker/host.py", "worker/request_plane.py", "engine/ranks/")
+    names = [
+        relative(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file in modules("engine")
+        if not relative(file).startswith(planes)
+    ]
+    absent = ["zmq", "llguidance", "grpc", "fastapi", "starlette", "uvicorn", "ray"]
+    program = f"import importlib, sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    program += f"for name in {names}: importlib.import_module(name)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
     )

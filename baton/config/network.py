@@ -5,8 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from baton.config.section import Section
-from baton.system.addresses import WILDCARDS
-from baton.system.hosts import is_host, is_loopback
+from baton.system.hosts import WILDCARDS, is_host, is_loopback
 
 
 class NetworkConfig(Section):

@@ -7,10 +7,7 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError
-from baton.system.hosts import in_url
-
-WILDCARDS = ("*", "0.0.0.0", "::")
-"""Every interface of the machine: good to listen on, and no place that anybody could connect to."""
+from baton.system.hosts import WILDCARDS, in_url
 
 # Reserved for documentation (RFC 5737, RFC 3849). Nothing is sent there; the route to it begins at our own address.
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}

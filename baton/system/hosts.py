@@ -2,6 +2,9 @@
 
 import ipaddress
 
+WILDCARDS = ("*", "0.0.0.0", "::")
+"""Every interface of the machine: good to listen on, and no place that anybody could connect to."""
+
 
 def is_host(host: str) -> bool:
     """Whether it may be one; only a connection shows whether it is."""

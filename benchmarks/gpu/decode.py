@@ -1,7 +1,8 @@
-"""Decoding beside the bytes that it must move, and how much of a step the device does not compute."""
+"""Decoding beside the bytes that it must move, what of a step the device does not compute, and a trace of one step."""
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
+from benchmarks.gpu.trace import trace_replay
+from engine.gpu.graphs import Replay
 from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
@@ -81,7 +84,7 @@ def run(setting: Setting, emit: Emit) -> None:
     sizes = TINY if setting.is_dry else FULL
     ceilings = measure_ceilings(setting, torch.float32 if setting.is_dry else torch.bfloat16)
     emit(ceilings_row(PART, ceilings))
-    for name, config in sizes.models.items():
+    for name, config in setting.chosen(sizes.models).items():
         path = write_config(setting.folder / name, config)
         check = partial(_check_logits, setting, sizes, name, path)
         guarded(emit, PART, f"{name}: logits beside torch's", check)
@@ -147,8 +150,24 @@ def _measure_model(
     )
     engine = device_engine(setting, model, num_blocks, sizes.block_size, limits, recorder, batches)
     fill_randomly(engine.pool)
-    for batch, context in cases:
+    for number, (batch, context) in enumerate(cases):
         yield _measure_case(setting, sizes, name, engine, recorder, (batch, context), ceilings)
+        if number == 0:
+            with _replayed(sizes, engine, recorder, (batch, context)) as replay:
+                yield trace_replay(setting, PART, _title(name, batch, context), replay)
+
+
+@contextmanager
+def _replayed(
+    sizes: Sizes, engine: CheckedEngine, recorder: NotingRecorder, case: tuple[int, int]
+) -> Iterator[Replay]:
+    """Computes the same step of such requests again, and nothing else."""
+    batch, context = case
+    plans = PlanMaker(engine.pool.num_blocks, sizes.block_size, engine.model.vocab_size)
+    engine.runner.execute(plans.step([context] * batch))
+    assert recorder.last is not None, "the step was not replayed"
+    yield recorder.last
+    engine.runner.execute(plans.step([]))  # the runner forgets them
 
 
 def _measure_case(
@@ -161,14 +180,10 @@ def _measure_case(
     ceilings: Ceilings,
 ) -> Row:
     batch, context = case
-    model = engine.model
-    plans = PlanMaker(engine.pool.num_blocks, sizes.block_size, model.vocab_size)
-    engine.runner.execute(plans.step([context] * batch))
-    assert recorder.last is not None, "the step was not replayed"
-    graph_s = seconds(setting.device, recorder.last, sizes.rounds)
-    engine.runner.execute(plans.step([]))  # the runner forgets them
+    with _replayed(sizes, engine, recorder, case) as replay:
+        graph_s = seconds(setting.device, replay, sizes.rounds)
     step_s = _loop_step_s(sizes, engine, batch, context)
-    costs, size = ModelCosts.of(model.architecture), itemsize(sizes.dtype)
+    costs, size = ModelCosts.of(engine.model.architecture), itemsize(sizes.dtype)
     floor_s = costs.decode_bytes(batch, context, size, size) / ceilings.bytes_per_s
     outside = max(0.0, step_s - graph_s) / step_s
     return Row(

@@ -67,6 +67,7 @@ def run(setting: Setting, emit: Emit) -> None:
         emit(asyncio.run(_measure(_config(setting, sizes, transport), path, sizes)))
     for row in _copies(setting):
         emit(row)
+    emit(_killed(setting))
 
 
 def _config(setting: Setting, sizes: Sizes, transport: str) -> BatonConfig:
@@ -128,15 +129,11 @@ async def _ask(
 
 def _copies(setting: Setting) -> Iterator[Row]:
     """Whole hand-overs between two processes beside a plain copy on the device; a benchmark of its own."""
-    path = setting.folder / "cuda_ipc.json"
-    command = [sys.executable, "-m", "benchmarks.cuda_ipc", "--json", str(path)]
-    command += ["--dry-run"] if setting.is_dry else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        tail = " ".join((done.stdout + done.stderr).strip().splitlines()[-2:])
-        yield Row(PART, "blocks over cuda_ipc", "failed", tail[-300:], is_failed=True)
+    code, text, figures = _benchmark(setting, "cuda_ipc")
+    if code != 0:
+        yield Row(PART, "blocks over cuda_ipc", "failed", text, is_failed=True)
         return
-    for result in json.loads(path.read_text())["results"]:
+    for result in figures["results"]:
         yield Row(
             PART,
             f"{result['transfer_bytes'] / MIB:g} MiB in blocks of {result['block_bytes'] / MIB:g}",
@@ -144,3 +141,21 @@ def _copies(setting: Setting) -> Iterator[Row]:
             f"{result['us']:,.0f} us; the copy {result['copy_us']:,.0f} us",
             figures=result,
         )
+
+
+def _killed(setting: Setting) -> Row:
+    """Whether the memory of a killed producer comes back; a benchmark of its own."""
+    code, text, figures = _benchmark(setting, "cuda_ipc_killed")
+    back_after_s = figures.get("back_after_s")
+    value = "not back" if back_after_s is None else f"back after {back_after_s:.2f} s"
+    return Row(PART, "memory of a killed producer", value, text, is_failed=code != 0, figures=figures)
+
+
+def _benchmark(setting: Setting, name: str) -> tuple[int, str, dict[str, Any]]:
+    """Its exit code, the end of what it printed, and its figures."""
+    path = setting.folder / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
+    command += ["--dry-run"] if setting.is_dry else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    text = " ".join((done.stdout + done.stderr).strip().splitlines()[-2:])
+    return done.returncode, text[-300:], json.loads(path.read_text()) if path.exists() else {}

@@ -4,11 +4,7 @@ Writes a trace for a browser (chrome://tracing or Perfetto). The copies go throu
 own, block by block, as the reader of the `cuda_ipc` transport does it.
 """
 
-import gzip
-import json
 import threading
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -20,12 +16,12 @@ from benchmarks.gpu.measure import make_recorder, synchronize
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
+from benchmarks.gpu.trace import merged, profiled, shared, spans, write_trace
 from engine.step_limits import StepLimits
 
 PART = "overlap"
 PAUSE_S = 0.02
 """Between two hand-overs."""
-Span = tuple[float, float]
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -64,19 +60,15 @@ def _measure(
     fill_alike(engine.pool)
     copies = BlockCopies(setting, engine, num_loaded)
     synchronize(setting.device)  # the copies' stream does not wait for what filled the blocks
-    with torch.profiler.profile(activities=_activities(setting)) as profile:
+    with profiled(setting) as profile:
         copies.start()
         beside = loop.run(prompts, params, loaded=True)
         copies.stop()
-        synchronize(setting.device)
     wrong = [] if beside.tokens == alone.tokens else ["copies beside a step changed what it computes"]
     wrong += [] if copies.are_right() else ["a block arrived wrong"]
     is_kept = setting.is_dry or setting.out is not None
-    folder = setting.out or setting.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "overlap.trace.json.gz"
-    profile.export_chrome_trace(str(path))
-    kernels, moves = spans(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+    path = setting.folder_for_files() / "overlap.trace.json.gz"
+    kernels, moves = spans(write_trace(profile, path))
     moving_us = sum(end - start for start, end in merged(moves))
     hidden_us = shared(merged(kernels), merged(moves))
     share = hidden_us / moving_us if moving_us else 0.0
@@ -129,43 +121,3 @@ class BlockCopies:
             if self._stream is not None:
                 self._stream.synchronize()
             self.num_copied += len(self._sources)
-
-
-def spans(events: Iterable[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """When kernels ran and when memory was copied on the device, of a trace's events; in microseconds."""
-    kernels, moves = [], []
-    for event in events:
-        span = (float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0)))
-        if event.get("cat") == "kernel":
-            kernels.append(span)
-        elif event.get("cat") == "gpu_memcpy" and "DtoD" in event.get("name", ""):
-            moves.append(span)
-    return kernels, moves
-
-
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps, in order."""
-    joined: list[Span] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def shared(a: list[Span], b: list[Span]) -> float:
-    """How long both go on at once; each merged."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-def _activities(setting: Setting) -> list[torch.profiler.ProfilerActivity]:
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    return kinds if setting.is_dry else [*kinds, torch.profiler.ProfilerActivity.CUDA]

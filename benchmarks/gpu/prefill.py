@@ -57,7 +57,7 @@ def run(setting: Setting, emit: Emit) -> None:
     sizes = TINY if setting.is_dry else FULL
     ceilings = measure_ceilings(setting, torch.float32 if setting.is_dry else torch.bfloat16)
     emit(ceilings_row(PART, ceilings))
-    for name, config in sizes.models.items():
+    for name, config in setting.chosen(sizes.models).items():
         path = write_config(setting.folder / name, config)
         model = load(setting, path, sizes.dtype, dummy=True)
         longest = max(*sizes.prompts, sizes.chunked_prompt, sizes.check_prompt)

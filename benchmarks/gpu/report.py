@@ -20,13 +20,15 @@ class Row:
     note: str = ""
     is_failed: bool = False
     """Wrong, not merely slow: speed is judged by whoever reads the figures."""
+    is_skipped: bool = False
+    """Left out, though this machine should be able to run it: `--strict` counts it as failed."""
     figures: Figures = field(default_factory=dict)
     """The same in numbers, units in the names."""
 
 
 def line(row: Row, widths: tuple[int, int, int] = (10, 46, 30)) -> str:
     """One aligned line of text."""
-    mark = "FAIL" if row.is_failed else ""
+    mark = "FAIL" if row.is_failed else "SKIP" if row.is_skipped else ""
     cells = [text.ljust(width) for text, width in zip((row.part, row.name, row.value), widths, strict=True)]
     return f"{mark:5}{'  '.join(cells)}  {row.note}".rstrip()
 

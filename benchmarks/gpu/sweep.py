@@ -1,16 +1,19 @@
 """Launch parameters of tuned kernels: what was chosen beside its neighbours, over the shapes that matter.
 
-One parameter at a time is moved away from the choice, since each combination is compiled anew. Every candidate's result
-is compared with the choice's before it is timed.
+One parameter at a time is moved away from the choice, since each combination is compiled anew: all of them by several
+processes before the first is timed. Every candidate's result is compared with the choice's before it is timed.
 """
 
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 
 import torch
 
 from benchmarks.gpu import sweep_attention, sweep_linear
 from benchmarks.gpu.measure import all_seconds, make_recorder, relative_error
+from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.sweep_case import CHOSEN, Candidate, SweepCase
@@ -20,11 +23,34 @@ PART = "sweep"
 MIN_GAIN = 0.02
 """Less is noise."""
 ROUNDS = 24
+NUM_SHARES = 3
+"""Processes that share a case's candidates, if they have time; each makes the inputs anew."""
+COMPILING_SHARE = 0.5
+"""Of the part's time, at most."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    for case in (*sweep_linear.cases(setting), *sweep_attention.cases(setting)):
+    all_cases = (*sweep_linear.cases(setting), *sweep_attention.cases(setting))
+    cases = [case for case in all_cases if setting.cases in case.name]
+    if not cases:
+        names = ", ".join(case.name for case in all_cases)
+        emit(Row(PART, f"cases with '{setting.cases}'", "none", f"there are {names}", is_failed=True))
+        return
+    shares = range(1 if setting.is_dry else NUM_SHARES)
+    works = [partial(_launch_share, case, share, len(shares)) for case in cases for share in shares]
+    now = time.monotonic()
+    precompile(setting, works, min(now + COMPILING_SHARE * setting.left_s, now + 3600.0))
+    for case in cases:
         emit(_sweep(setting, case))
+
+
+def _launch_share(case: SweepCase, share: int, num_shares: int) -> None:
+    candidates = list(case.make().values())
+    for candidate in candidates[share::num_shares]:
+        try:
+            candidate(0)()
+        except Exception as problem:  # the others of the share may well compile
+            print(f"  {case.name}: {str(problem).splitlines()[0][:160]}", flush=True)
 
 
 def _sweep(setting: Setting, case: SweepCase) -> Row:

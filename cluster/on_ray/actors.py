@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import ray
 
 from baton.config import BatonConfig
-from baton.system.addresses import WILDCARDS
 from baton.system.curve import ClusterKeys
 from baton.system.garbage import settle
+from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 

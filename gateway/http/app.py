@@ -4,12 +4,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from baton.version import baton_version
 from gateway.auth.authenticator import Authenticator
 from gateway.http.authentication import HttpAuthentication
 from gateway.http.errors import add_handlers
@@ -30,7 +30,7 @@ def make_app(
     """Describes itself at /openapi.json; every error has OpenAI's shape. Only open paths come past the authenticator:
     see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any host name."""
     app = FastAPI(
-        title="Baton", version=version("baton"), openapi_url=None, responses=ERRORS, redirect_slashes=False
+        title="Baton", version=baton_version(), openapi_url=None, responses=ERRORS, redirect_slashes=False
     )
     for router in routes:
         app.include_router(router)

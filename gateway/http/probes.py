@@ -1,10 +1,11 @@
 """What a load balancer or an orchestrator asks first: is it there, and can it serve."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
+
+from baton.version import baton_version
 
 
 def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
@@ -26,6 +27,6 @@ def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
     @routes.head("/version", include_in_schema=False)
     @routes.get("/version", summary="Which Baton this is")
     async def get_version() -> dict[str, str]:
-        return {"version": version("baton")}
+        return {"version": baton_version()}
 
     return routes

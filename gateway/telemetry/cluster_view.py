@@ -3,13 +3,13 @@
 import asyncio
 import math
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Literal
 
 from baton.clock import Clock
 from baton.errors import ClusterError, FleetError
 from baton.fleet import FleetDescription, SlotDescription
 from baton.kv import TransferRole
+from baton.version import baton_version
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.fleet_control import FleetControl
 from gateway.model import ServedModel
@@ -46,7 +46,7 @@ class ClusterView:
         self._model = model
         self._controller = _Controller(fleet_control, clock)
         self._clock = clock
-        self._version = version("baton")
+        self._version = baton_version()
 
     async def ask_controller(self) -> None:
         """Waits at most CONTROLLER_TIMEOUT_S, and not at all if it was asked a moment ago."""

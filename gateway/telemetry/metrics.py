@@ -5,7 +5,6 @@ Where a name, less its prefix, is vLLM's, its meaning is the same: docs/observab
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
-from importlib.metadata import version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,6 +21,7 @@ from baton.request import FinishReason
 from baton.system import exposition
 from baton.system.histogram import Histogram as PlainHistogram
 from baton.transfer import TransferEventKind
+from baton.version import baton_version
 from gateway.grammars.check import VERDICTS
 from gateway.requests.client_request import Finish, SeenTransfer, Timing
 from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
@@ -59,7 +59,7 @@ class GatewayMetrics:
             "event_loop_lag_seconds", "How late the event loop was when a timer was due", buckets.LAG_S
         )
         build = Gauge("baton_build_info", "Always 1", ["version", "model_name"], registry=self.registry)
-        build.labels(version("baton"), model_name).set(1)
+        build.labels(baton_version(), model_name).set(1)
         self.collect_too(self._plain)
         ProcessCollector(registry=self.registry)
 

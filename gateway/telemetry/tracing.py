@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,6 +23,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from baton.version import baton_version
 from gateway.requests.record import CLIENTS_CHOICES, RequestRecord
 from gateway.telemetry.timeline import TimelineStage, stages_of
 
@@ -115,7 +115,7 @@ def _resource(instance: str) -> Resource:
     """What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) holds."""
     usual = {
         "service.name": "baton-gateway",
-        "service.version": version("baton"),
+        "service.version": baton_version(),
         "service.instance.id": instance,
     }
     return Resource.create(usual).merge(OTELResourceDetector().detect())

@@ -9,8 +9,9 @@ from baton.clock import SystemClock
 from baton.config import NetworkConfig
 from baton.errors import ConfigError
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
-from baton.system.addresses import WILDCARDS, connect, listen
+from baton.system.addresses import connect, listen
 from baton.system.curve import secure_client
+from baton.system.hosts import WILDCARDS
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS

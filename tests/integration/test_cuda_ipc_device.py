@@ -18,8 +18,9 @@ from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from engine.kv_cache import KVBlockShape, KVPool
-from kv_transfer import KVConnectorMetadata, KVConnectorWorker
+from kv_transfer import KVConnectorMetadata
 from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.cuda.driver import cuda_is_available
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.cuda.staging import Staged, Stager

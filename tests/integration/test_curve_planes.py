@@ -31,7 +31,7 @@ from baton.worker import (
     WorkerStatus,
 )
 from gateway.workers.connections import WorkerConnections
-from kv_transfer import KVConnectorWorker
+from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES, TO_CONSUMER, Unreadable, seal
 from tests.factories.security import KEYS, OTHER_KEYS
 from worker.request_plane import RequestServer

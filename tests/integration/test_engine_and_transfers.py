@@ -15,7 +15,7 @@ from baton.step import SchedulerOutput
 from baton.transfer import TransferEventKind
 from decode_worker import DecodeWorker
 from engine.pipeline import DeviceLostError, Runner
-from kv_transfer import KVConnectorWorker
+from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
 from tests.factories.security import KEYS

@@ -1,6 +1,5 @@
 """`make gpu-check --dry-run`: every line that a GPU will run, without one; and what the check does with its rows."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,52 +12,110 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu.overlap import merged, shared, spans
+from benchmarks.gpu.limits import PART_LIMITS_S
 from benchmarks.gpu.report import Row, save, table
 from benchmarks.gpu.setting import Emit, Setting
+from benchmarks.gpu.trace import merged, shared, spans
 from benchmarks.gpu_check import PARTS
 
 ROOT = Path(__file__).parents[2]
 
 
-HALVES = (("kernels", "sweep"), ("decode", "prefill"))
-COSTLY = (("tokens", "overlap"), ("peer", "handover"))
+HALVES = (
+    ("handover", "kernels", "marked", "attention", "decode", "sweep"),
+    ("tokens", "peer", "overlap", "prefill", "smoke"),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "halves", [HALVES, pytest.param(COSTLY, marks=pytest.mark.by_hand)], ids=["", "costly"]
-)
-def test_a_dry_run_goes_through_every_part(tmp_path: Path, halves: tuple[tuple[str, ...], ...]) -> None:
+def test_a_dry_run_goes_through_every_part_with_the_packages_of_a_gpu_machine(tmp_path: Path) -> None:
     """In two processes, since most of it computes on one core."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "scripts/gpu_venv.py", str(tmp_path / "venv")], cwd=ROOT, check=True)
     results = ROOT / "benchmarks" / "results"
     before = {path: path.stat().st_mtime_ns for path in results.iterdir()}
-    runs = [_start("--dry-run", "--parts", ",".join(half), "--out", str(tmp_path / "out")) for half in halves]
-    outputs = [run.communicate(timeout=400)[0] for run in runs]
-    for half, run, output in zip(halves, runs, outputs, strict=True):
+    options = ("--dry-run", "--strict", "--out", str(tmp_path / "out"))
+    runs = [_start(*options, "--parts", ",".join(half), python=str(python)) for half in HALVES]
+    outputs = [run.communicate(timeout=600)[0] for run in runs]
+    for half, run, output in zip(HALVES, runs, outputs, strict=True):
         assert run.returncode == 0, output
         last_table = output.rsplit("\n\n", 2)[1]
         assert {line.split()[0] for line in last_table.splitlines()} == set(half), output
-        for word in ("FAIL", "out of time", "not installed"):
+        for word in ("FAIL", "SKIP", "out of time", "not installed"):
             assert word not in last_table, output
     assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == before
     assert not (tmp_path / "out").exists(), "a dry run keeps nothing"
 
 
+def test_what_a_gpu_machine_lacks_is_not_there_in_a_dry_run(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "scripts/gpu_venv.py", str(tmp_path)], cwd=ROOT, check=True)
+    program = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if u.find_spec(n)])"
+    names = ["torch", "triton", "zmq", "pydantic", "ray", "gguf", "opentelemetry.sdk", "openai", "grpc_tools"]
+    found = subprocess.run(
+        [str(tmp_path / "bin" / "python"), "-c", program, *names],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == "['torch', 'triton', 'zmq', 'pydantic']"
+
+
 def test_no_part_is_left_out() -> None:
-    assert {part for half in HALVES + COSTLY for part in half} == set(PARTS)
+    parts = [part for half in HALVES for part in half]
+    assert sorted(parts) == sorted(PARTS)
+    assert all((ROOT / "benchmarks" / "gpu" / f"{part}.py").exists() for part in parts)
 
 
-def _start(*arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "benchmarks.gpu_check", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def test_every_part_fits_a_command_of_ten_minutes() -> None:
+    assert all(0 < limit_s <= 570 for limit_s in PART_LIMITS_S.values())
 
 
-def test_a_part_that_was_not_there_is_refused() -> None:
-    run = _start("--parts", "kernel")
-    output, _ = run.communicate(timeout=120)
-    assert run.returncode == 2
-    assert "no such part: kernel" in output
+def _start(*arguments: str, python: str = sys.executable) -> "subprocess.Popen[str]":
+    command = ["scripts/gpu_check.sh", python, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OUT")}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "kernel"], "no such part: kernel; there are smoke, kernels"),
+        (["--models", "Llama"], "no such model: Llama; there are Llama-3.1-8B, Qwen3-8B"),
+        (["--dry-run", "--models", "Qwen3-8B"], "--models and --shapes many are for a GPU"),
+        (["--dry-run", "--shapes", "many"], "--models and --shapes many are for a GPU"),
+        (["--cases", "linear"], "add sweep to --parts"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_figures_and_logs_go_where_the_environment_says(tmp_path: Path) -> None:
+    environment = Row("environment", "device", "", figures={"device": "NVIDIA H200"})
+    assert gpu_check.parse([], out=str(tmp_path)).out == tmp_path
+    assert gpu_check.parse(["--out", "here"], out=str(tmp_path)).out == Path("here")
+    for arguments, path in [
+        (gpu_check.parse([], out=str(tmp_path)), tmp_path / "gpu-nvidia-h200.json"),
+        (gpu_check.parse([]), ROOT / "benchmarks" / "results" / "gpu-nvidia-h200.json"),
+        (gpu_check.parse(["--json", "x.json"], out=str(tmp_path)), Path("x.json")),
+    ]:
+        assert gpu_check.json_path(arguments, environment) == path
+
+
+def test_without_a_gpu_only_a_strict_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, code in [((), 0), (("--strict",), 1)]:
+        monkeypatch.setattr("sys.argv", ["gpu_check", *options])
+        monkeypatch.setattr(
+            gpu_check, "run_part", lambda *_: iter([Row("environment", "device", "none", is_failed=True)])
+        )
+        assert gpu_check.main() == code
 
 
 def test_parts_of_another_run_stay_in_the_file(tmp_path: Path) -> None:
@@ -115,13 +172,13 @@ def _needs_a_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "name", "value", "is_failed"),
+    ("then", "name", "value", "is_failed", "is_failed_strictly"),
     [
-        (lambda: None, "after", "2", False),
-        (lambda: 1 // 0, "the rest of it", "failed", True),
-        (lambda: os._exit(9), "the process", "ended with 9", True),
-        (lambda: time.sleep(60), "the rest of it", "out of time", False),
-        (_needs_a_package, "all of it", "skipped", False),
+        (lambda: None, "after", "2", False, False),
+        (lambda: 1 // 0, "the rest of it", "failed", True, True),
+        (lambda: os._exit(9), "the process", "ended with 9", True, True),
+        (lambda: time.sleep(60), "the rest of it", "out of time", False, True),
+        (_needs_a_package, "all of it", "skipped", False, True),
     ],
     ids=["to its end", "it raises", "its process dies", "it takes too long", "a package is missing"],
 )
@@ -131,12 +188,26 @@ def test_rows_of_a_part_are_there_however_it_ends(
     name: str,
     value: str,
     is_failed: bool,
+    is_failed_strictly: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """The process is a fork of this one, and so finds the fake."""
     monkeypatch.setattr("benchmarks.gpu_check.importlib.import_module", lambda _: FakePart(then))
-    arguments = argparse.Namespace(dry_run=True, out=None)
+    arguments = gpu_check.parse(["--dry-run"])
     first, last = gpu_check.run_part("fake", arguments, tmp_path, time.monotonic() + 3.0)
     assert first.name == "before"
     assert (last.name, last.value, last.is_failed) == (name, value, is_failed)
+    assert gpu_check.judged(last, is_strict=False) == last
+    assert gpu_check.judged(last, is_strict=True).is_failed == is_failed_strictly
+    assert not gpu_check.judged(first, is_strict=True).is_failed
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_part_ends_at_its_own_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "benchmarks.gpu_check.importlib.import_module", lambda _: FakePart(lambda: time.sleep(60))
+    )
+    monkeypatch.setitem(PART_LIMITS_S, "fake", 3.0 / gpu_check.DRY_FACTOR)
+    rows = list(gpu_check.run_part("fake", gpu_check.parse(["--dry-run"]), tmp_path, time.monotonic() + 1e6))
+    assert [row.value for row in rows] == ["1", "out of time"]

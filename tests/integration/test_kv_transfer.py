@@ -16,7 +16,7 @@ from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRol
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.system.curve import secure_client
-from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
+from kv_transfer import KVConnectorMetadata, SharedMemory
 from kv_transfer.connector.commands import (
     AbortLoad,
     AbortSend,
@@ -28,6 +28,7 @@ from kv_transfer.connector.commands import (
     SendBlocks,
     WithdrawBlocks,
 )
+from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks
 from kv_transfer.transport import shared_memory

@@ -11,8 +11,9 @@ from baton.clock import SystemClock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
-from kv_transfer import KVConnectorMetadata, KVConnectorWorker, SharedMemory
+from kv_transfer import KVConnectorMetadata, SharedMemory
 from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.connector.worker import KVConnectorWorker
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_TOKENS = 64, 4096, 32
 FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", 1, 2, 64, 16, 1)

@@ -1,7 +1,12 @@
 """Where kernels run: on the GPU if there is one, else in Triton's interpreter on the CPU (tests/conftest.py)."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+MAX_CACHED_BYTES = 2**30
+"""Of the device's memory, that a process keeps from test to test; several share a device."""
 
 collect_ignore_glob: list[str] = []
 try:
@@ -28,3 +33,11 @@ def device() -> torch.device:
 def generator() -> torch.Generator:
     """Of the CPU: equal inputs wherever the kernel runs."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def gives_memory_back() -> Iterator[None]:
+    """What a test had is other processes' to take."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > MAX_CACHED_BYTES:
+        torch.cuda.empty_cache()

@@ -283,7 +283,9 @@ def test_skinny_linear(shape: Any, device: torch.device, generator: torch.Genera
 
 def test_copy_blocks(shape: Any, device: torch.device, generator: torch.Generator) -> None:
     count, size = shape
-    source_NB = torch.randint(0, 256, (count, size), generator=generator, dtype=torch.uint8).to(device)
+    source_NB = (
+        _randint(generator, device, 0, 2**31 - 1, count * size // 4).view(torch.uint8).view(count, size)
+    )
     target_NB = torch.zeros_like(source_NB)
     order_N = torch.randperm(count, generator=generator)
     pairs_P2 = torch.stack((order_N, torch.arange(count)), 1).to(torch.int32).to(device)
@@ -300,10 +302,8 @@ def _sampled(logits_RV: torch.Tensor, params_RF: torch.Tensor, *, is_greedy: boo
 
 
 def _randn(generator: torch.Generator, device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Made on the device, from a seed of the CPU's generator: on the host, large ones take seconds."""
-    seed = int(torch.randint(2**31, (), generator=generator))
     made: torch.Tensor = torch.randn(
-        *shape, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(seed)
+        *shape, dtype=dtype, device=device, generator=_on_device(generator, device)
     )
     return made
 
@@ -311,4 +311,11 @@ def _randn(generator: torch.Generator, device: torch.device, dtype: torch.dtype,
 def _randint(
     generator: torch.Generator, device: torch.device, low: int, high: int, count: int
 ) -> torch.Tensor:
-    return torch.randint(low, high, (count,), generator=generator, dtype=torch.int32).to(device)
+    return torch.randint(
+        low, high, (count,), dtype=torch.int32, device=device, generator=_on_device(generator, device)
+    )
+
+
+def _on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """Seeded by the CPU's generator: drawn on the host, large tensors take seconds."""
+    return torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))

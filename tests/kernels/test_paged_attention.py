@@ -214,21 +214,30 @@ def test_one_captured_graph_serves_any_contexts(device: torch.device, generator:
     torch.testing.assert_close(first.out_TQD, second.reference(), atol=2e-5, rtol=2e-5)
 
 
+MANY_BLOCKS = 1000
+"""Of a pool so large that it has only one layer, or a few processes would fill a device."""
+
+
 class Step:
-    """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written."""
+    """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written.
+
+    All is drawn on the device, from a seed of the generator: on the host, large pools take seconds.
+    """
 
     def __init__(self, case: Case, device: torch.device, generator: torch.Generator) -> None:
         self.case, shape = case, case.shape
+        seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
+        drawing = torch.Generator(device).manual_seed(seed)
         num_blocks_B = [-(-length // shape.block_size) for length in case.context_lengths_B]
         num_tokens, num_blocks = sum(case.num_queries_B), sum(num_blocks_B) + 1
         width = (shape.num_query_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        qkv_TX = torch.randn(num_tokens, width, generator=generator).to(case.dtype).to(device)
+        qkv_TX = torch.randn(num_tokens, width, generator=drawing, device=device).to(case.dtype)
         self.q_TQD = qkv_TX[:, : shape.num_query_heads * shape.head_dim].unflatten(1, (-1, shape.head_dim))
-        blocks_NLKHSD = torch.randn(
-            num_blocks, 3, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, generator=generator
-        )
-        self.kv = LayerKV(blocks_NLKHSD.to(case.kv_dtype).to(device)[:, 1], shape)
-        order = (torch.randperm(num_blocks - 1, generator=generator) + 1).to(torch.int32)
+        num_layers, layer = (3, 1) if num_blocks < MANY_BLOCKS else (1, 0)
+        pool = (num_blocks, num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        blocks_NLKHSD = torch.randn(pool, generator=drawing, device=device)
+        self.kv = LayerKV(blocks_NLKHSD.to(case.kv_dtype)[:, layer], shape)
+        order = (torch.randperm(num_blocks - 1, generator=drawing, device=device) + 1).to(torch.int32).cpu()
         self.block_ids_BM = torch.zeros(len(num_blocks_B), max(num_blocks_B), dtype=torch.int32)
         for row, (ids_M, count) in enumerate(zip(order.split(num_blocks_B), num_blocks_B, strict=True)):
             self.block_ids_BM[row, :count] = ids_M

@@ -1,0 +1,115 @@
+"""Whether a GPU gets the memory of a killed producer back while a consumer had its pool mapped, and how soon.
+
+    python -m benchmarks.cuda_ipc_killed [--mib 4096] [--wait 45] [--json FILE] [--dry-run]
+
+A producer and a consumer as in benchmarks/cuda_ipc.py: one hand-over, so that the consumer maps the producer's pool,
+then kill -9. The device's free memory is read before the producer starts, after the hand-over, and after the kill until
+as much is free again, which is what a restarted worker waits for; then once more when the consumer has closed, too.
+Fails if it did not come back while the consumer was running. `--dry-run` does it on a pretended device, whose memory
+is an owner's until that is killed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.cuda_ipc import MIB, Connect, Taker, run_giver
+from tests.factories.devices import Device, PretendedDevice, RealDevice
+
+BLOCK_BYTES = MIB
+NUM_BLOCKS_HANDED_OVER = 8
+SLACK = 0.05
+"""Of the pool's size, by which free memory may differ for other reasons."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Bytes that are free on the device; seconds."""
+
+    pool_bytes: int
+    free_before: int
+    free_during: int
+    """After the hand-over: both pools and the producer's context are there."""
+    free_after_kill: int
+    """When the wait was over."""
+    back_after_s: float | None
+    """None: it did not come back while the consumer was running."""
+    free_after_close: int
+
+
+def measure(device: Device, pool_bytes: int, wait_s: float) -> Freed:
+    """One hand-over of a few blocks, and a kill."""
+    free = free_bytes(device)
+    free_before = free()
+    giver = device.start(run_giver)
+    taker = Taker(device, giver, Connect(pool_bytes // BLOCK_BYTES, BLOCK_BYTES))
+    try:
+        taker.hand_over(NUM_BLOCKS_HANDED_OVER)
+        free_during = free()
+        giver.kill()
+        killed_at = time.monotonic()
+        wanted = free_during + (1 - SLACK) * pool_bytes
+        while (free_after_kill := free()) < wanted and time.monotonic() < killed_at + wait_s:
+            time.sleep(POLL_S)
+        back_after_s = time.monotonic() - killed_at if free_after_kill >= wanted else None
+    finally:
+        giver.kill()
+        taker.stop()
+        with suppress(OSError):  # only a pretended process is still there
+            giver.pipe.send(None)
+        giver.end()
+    return Freed(pool_bytes, free_before, free_during, free_after_kill, back_after_s, free())
+
+
+def free_bytes(device: Device) -> Callable[[], int]:
+    """Of a real device as its driver says; of a pretended one below nothing, since it has no size."""
+    if isinstance(device, PretendedDevice):
+        host = device.host
+        return lambda: -sum(len(memory) for at, memory in host.memories.items() if at not in host.gone)
+    return lambda: torch.cuda.mem_get_info(0)[0]
+
+
+def report(freed: Freed) -> str:
+    gib = 1024**3
+    taken = (freed.free_before - freed.free_during) / gib
+    back = (freed.free_after_kill - freed.free_during) / gib
+    closed = (freed.free_after_close - freed.free_during) / gib
+    after = (
+        "not while the consumer ran" if freed.back_after_s is None else f"after {freed.back_after_s:.2f} s"
+    )
+    return (
+        f"a pool of {freed.pool_bytes / gib:.2f} GiB, {taken:.2f} GiB taken in all; by the kill {back:.2f} came back, "
+        f"{after}; {closed:.2f} GiB when the consumer had closed"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    device: Device = PretendedDevice() if options.dry_run else RealDevice()
+    mib = options.mib or (16 if options.dry_run else 4096)
+    freed = measure(device, mib * MIB, options.wait)
+    print(report(freed))
+    if options.json:
+        options.json.write_text(json.dumps(asdict(freed), indent=1) + "\n")
+    return 0 if freed.back_after_s is not None else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Whether the memory of a killed producer comes back.")
+    parser.add_argument("--mib", type=int, help="of the producer's pool; default: 4096")
+    parser.add_argument("--wait", type=float, default=45.0, help="seconds for it to come back; default: 45")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--dry-run", action="store_true", help="a pretended device, and 16 MiB")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The tests marked gpu that lie elsewhere than with the kernels: weights, fp8, CUDA IPC between processes."""
+
+from benchmarks.gpu.pytest_run import ROOT, run_pytest
+from benchmarks.gpu.setting import Emit, Setting
+
+PART = "marked"
+
+
+def run(setting: Setting, emit: Emit) -> None:
+    """In a dry run all are collected, and two are run."""
+    arguments = _marked_files()
+    arguments += ["-k", "bytes_are_a_view or a_pool_lives"] if setting.is_dry else ["-m", "gpu"]
+    for row in run_pytest(setting, PART, "tests marked gpu", arguments):
+        emit(row)
+
+
+def _marked_files() -> list[str]:
+    """Only these are collected, since others may need packages that are not there."""
+    paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.parent.name != "kernels"]
+    return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text()]

@@ -1,0 +1,63 @@
+"""What a smoke test needs of a kernel: a launch that can be repeated, and what torch gives for the same inputs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.setting import Setting
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeCase:
+    """One launch, or the few that belong together."""
+
+    name: str
+    files: tuple[str, ...]
+    """Of engine/kernels: those whose kernels it launches."""
+    launch: Callable[[], Outputs]
+    """On the same inputs each time; its outputs are new ones, or copies."""
+    reference: Callable[[], Outputs]
+    max_error: float
+    """Of each output, relative to the reference's norm; 0: every element equal."""
+
+
+Maker = Callable[[], Iterable[SmokeCase]]
+"""Makes inputs on the device; what one makes is compiled by one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Of Llama-3.1-8B on a device; on a CPU so small that the interpreter takes no time."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    tokens: int
+    hidden: int
+    intermediate: int
+    heads: tuple[int, int, int]
+    """Query heads, kv heads, head size."""
+    block_size: int
+    vocab: int
+    max_error: float
+    """Of products, sums and functions that are rounded to `dtype`."""
+    max_error_fp8: float
+
+    @classmethod
+    def of(cls, setting: Setting) -> "Shapes":
+        if setting.is_dry:
+            # The interpreter rounds float8 its own way (tests/kernels/float8.py).
+            return cls(setting.device, torch.float32, torch.float32, 2, 32, 32, (2, 1, 16), 32, 60, 1e-5, 0.2)
+        bf16 = torch.bfloat16
+        return cls(setting.device, bf16, bf16, 7, 4096, 14336, (32, 8, 128), 64, 128_256, 1e-2, 0.05)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The same numbers for the same shape."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        return torch.randn(*shape, generator=generator, device=self.device).to(dtype or self.dtype)
+
+    def int32(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -1,0 +1,94 @@
+"""Parts of the GPU check: a smoke test that leaves no kernel out and sees what is wrong; compiling ahead; traces."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu.precompile import precompile
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.smoke import _check, error_of, makers, same_bits
+from benchmarks.gpu.smoke_case import Shapes, SmokeCase
+from benchmarks.gpu.trace import sum_kernels
+
+KERNELS = Path(__file__).parents[2] / "engine" / "kernels"
+DRY = Setting(True, Path("unused"), None)
+
+
+def test_the_smoke_test_launches_every_kernel() -> None:
+    launched = {
+        path.stem for path in KERNELS.glob("*.py") if re.search(r"^\s*_\w+\[", path.read_text(), re.M)
+    }
+    assert len(launched) >= 16
+    smoked = {file for maker in makers(Shapes.of(DRY)) for case in maker() for file in case.files}
+    assert smoked == launched
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "want", "is_failed"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], False),
+        ([1.0, 2.0], [1.0, 2.0], [1.0, 2.1], True),
+        ([1.0, float("nan")], [1.0, float("nan")], [1.0, 2.0], True),
+        ([1.0, 2.0], [1.0, 2.0001], [1.0, 2.0], True),
+    ],
+    ids=["right", "wrong", "NaN", "other bits at times"],
+)
+def test_what_is_wrong_or_moves_fails(
+    first: list[float], later: list[float], want: list[float], is_failed: bool
+) -> None:
+    results = iter([torch.tensor(first), torch.tensor(later), torch.tensor(first)])
+    case = SmokeCase("a", (), lambda: (next(results),), lambda: (torch.tensor(want),), 1e-3)
+    cuda_like = Setting(False, Path("unused"), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.gpu.smoke.synchronize", lambda _: None)
+        (row,) = _check(cuda_like, case)
+    assert row.is_failed == is_failed
+
+
+def test_errors_are_of_floats_by_norm_and_of_integers_by_number() -> None:
+    assert error_of(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    assert error_of(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
+    assert error_of(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert same_bits((torch.tensor([torch.nan]),), (torch.tensor([torch.nan]),))
+    assert not same_bits((torch.tensor([0.0]),), (torch.tensor([-0.0]),))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_work_is_done_in_other_processes_and_may_fail(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        if number == 1:
+            raise ValueError("does not compile")
+        (tmp_path / str(number)).write_text(str(os.getpid()))
+
+    precompile(DRY, [lambda number=number: write(number) for number in range(4)], time.monotonic() + 60)  # type: ignore[misc]
+    written = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
+    assert written.keys() == {"0", "2", "3"}
+    assert os.getpid() not in written.values()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_work_that_takes_too_long_is_ended() -> None:
+    begun_at = time.monotonic()
+    precompile(DRY, [lambda: time.sleep(60)], begun_at + 0.5)
+    assert time.monotonic() < begun_at + 20
+
+
+def test_kernels_of_a_trace_are_summed_up() -> None:
+    """Two that overlap, as launches that need not wait for one another do; then a gap of 10 us."""
+    events: list[dict[str, Any]] = [
+        {"cat": "kernel", "name": "a", "ts": 100, "dur": 20},
+        {"cat": "kernel", "name": "b", "ts": 110, "dur": 20},
+        {"cat": "kernel", "name": "a", "ts": 140, "dur": 5},
+        {"cat": "cpu_op", "name": "c", "ts": 0, "dur": 500},
+    ]
+    sums = sum_kernels(events)
+    assert (sums.num_launches, sums.kernels_us, sums.gaps_us, sums.span_us) == (3, 45.0, 10.0, 45.0)
+    assert sums.by_name == {"a": (2, 25.0), "b": (1, 20.0)}
+    assert sum_kernels([]).span_us == 0.0
