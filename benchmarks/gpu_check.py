@@ -130,7 +130,20 @@ def _work(
         )
 
 
-OURS = {"baton", "benchmarks", "cluster", "engine", "gateway", "kv_transfer", "scheduler", "tests"}
+OURS = {
+    "baton",
+    "benchmarks",
+    "cli",
+    "cluster",
+    "decode_worker",
+    "engine",
+    "gateway",
+    "kv_transfer",
+    "prefill_worker",
+    "scheduler",
+    "tests",
+    "worker",
+}
 
 
 def _setting(arguments: argparse.Namespace, folder: Path, end: float) -> Setting:

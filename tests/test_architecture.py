@@ -180,7 +180,7 @@ def test_a_worker_needs_no_ray(module: str) -> None:
 def test_what_computes_needs_no_carrier_and_no_grammar() -> None:
     """Kernels, models and the engine's core are tested on machines that have PyTorch and Triton, and little else."""
     pytest.importorskip("triton")
-    planes = ("worker/host.py", "worker/request_plane.py", "engine/ranks/")
+    planes = ("engine/executor.py", "engine/build.py", "engine/ranks/")
     names = [
         relative(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file in modules("engine")

@@ -12,7 +12,8 @@ from benchmarks.gpu.sweep_case import Candidate, Launch, SweepCase, copies_beyon
 from engine.kernels.attention_plan import plan_attention
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, decode_tuning, prefill_tuning
 from engine.kernels.merge_partials import merge_partials
-from engine.kernels.paged_attention import LayerKV, Partials, Softmax, paged_attention
+from engine.kernels.paged_attention import LayerKV, Merging, Partials, Softmax, paged_attention
+from engine.kernels.switches import kernel_switches
 
 ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "block_n": (32, 64),
@@ -104,6 +105,8 @@ class _Inputs:
         out_TQD = torch.full_like(self._q_TQD, torch.nan)
         kv, q_TQD, block_ids_BM = self._kvs[copy], self._q_TQD, self._block_ids_BM
         softmax = Softmax(shape.head_dim**-0.5)
+        num_arrived_RH = torch.zeros((len(merges_RF), shape.num_kv_heads), dtype=torch.int32, device=device)
+        merges = kernel_switches().fused_merge and step.num_queries == 1
 
         def launch() -> torch.Tensor:
             paged_attention(
@@ -117,8 +120,9 @@ class _Inputs:
                 softmax,
                 tuning,
                 grid.num_programs,
+                Merging(merges_RF, num_arrived_RH) if merges else None,
             )
-            if len(merges_RF):
+            if len(merges_RF) and not merges:
                 out_PQD, weight_PQ = partials.out_PQD, partials.weight_PQ
                 merge_partials(out_PQD, weight_PQ, merges_RF, counts[1:], out_TQD, grid.num_programs)
             return out_TQD

@@ -69,8 +69,9 @@ class DeviceParts:
         for count in FEW_TOKENS:
             self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
             self.forward.rehearse(min(count, num_requests), 1)
-        # Contexts that are long for their number are split, and put together by a kernel of its own.
-        self.forward.rehearse(1, 1, limits.max_model_len)
+        # Contexts that are long for their number are split, and those of chunks put together by a kernel of its own.
+        for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
+            self.forward.rehearse(1, num_tokens, limits.max_model_len)
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.

@@ -18,7 +18,8 @@ Int64s = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 8
 """Of an item: row in the block table, first query's row in the step, number of queries, first query's position, first
-key, end of the keys, first partial row (DIRECT: none, the result is final), nothing. 32 bytes: one sector of memory."""
+key, end of the keys, first partial row (DIRECT: none, the result is final), the merge of its first query (where it has
+partial rows). 32 bytes: one sector of memory."""
 MERGE_FIELDS = 4
 """Of a merge: row of the output, first partial row, how many there are, rows from one to the next."""
 DIRECT = -1
@@ -51,6 +52,7 @@ class AttentionPlan:
 
     items_IF: Int32s
     merges_RF: Int32s
+    """Those of a tile's queries follow one another."""
     num_partial_rows: int
 
 
@@ -193,6 +195,8 @@ def _plan(tiles: _Tiles, num_parts_X: Int64s, grid: TileGrid) -> AttentionPlan:
     items_IF[:, 5] = np.minimum(end_keys_I, tiles.end_keys_X[tiles_I])
     partial_I = first_partial_X[tiles_I] + part_I * tiles.num_queries_X[tiles_I]
     items_IF[:, 6] = np.where(is_split_X[tiles_I], partial_I, DIRECT)
+    merged_rows_X = np.where(is_split_X, tiles.num_queries_X, 0)
+    items_IF[:, 7] = (np.cumsum(merged_rows_X) - merged_rows_X)[tiles_I]
     longest_first_I = np.argsort(items_IF[:, 4] - items_IF[:, 5], kind="stable")
     return AttentionPlan(
         items_IF=items_IF[longest_first_I],

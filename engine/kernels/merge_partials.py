@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_plan import MERGE_FIELDS
+from engine.kernels.dependent_launch import launch_options, wait_for_former
 
 BLOCK_PARTS = 16
 """Partial results of a row that are read together."""
@@ -46,6 +47,7 @@ def merge_partials(
         BLOCK_D=triton.next_power_of_2(head_dim),
         FIELDS=MERGE_FIELDS,
         num_warps=4,
+        **launch_options(),
     )
 
 
@@ -64,34 +66,50 @@ def merge_partials_reference(
 def _merge_partials_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, weight_ptr, merges_ptr, num_merges_ptr, out_ptr, out_stride,
     Q: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    dims = tl.arange(0, BLOCK_D)
-    in_head = dims < D
+    wait_for_former(PDL)
     for unit in range(tl.program_id(0), tl.load(num_merges_ptr) * Q, tl.num_programs(0)):
-        merge_ptr, head = merges_ptr + unit // Q * FIELDS, unit % Q
-        out_row = tl.load(merge_ptr).to(tl.int64)
-        first_row = tl.load(merge_ptr + 1).to(tl.int64)
-        num_parts = tl.load(merge_ptr + 2)
-        stride = tl.load(merge_ptr + 3).to(tl.int64)
+        merge_row(
+            partial_ptr, weight_ptr, merges_ptr + unit // Q * FIELDS, unit % Q, 1, out_ptr, out_stride,
+            Q, D, 1, BLOCK_P, BLOCK_D,
+        )  # fmt: skip
 
-        maximum = float("-inf")
-        total = 0.0
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for first_part in range(0, num_parts, BLOCK_P):
-            parts = first_part + tl.arange(0, BLOCK_P)
-            row = (first_row + parts * stride) * Q + head
-            weight = tl.load(weight_ptr + row, parts < num_parts, other=float("-inf"))
-            mask = (parts < num_parts)[:, None] & in_head[None, :]
-            partial = tl.load(partial_ptr + row[:, None] * D + dims[None, :], mask, other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(weight, 0))
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no part so far saw a key
-            scaled = tl.exp2(weight - shift)
-            decay = tl.exp2(maximum - shift)
-            total = total * decay + tl.sum(scaled, 0)
-            acc = acc * decay + tl.sum(partial * scaled[:, None], 0)
-            maximum = new_maximum
-        tl.store(
-            out_ptr + out_row * out_stride + head * D + dims,
-            (acc / total).to(out_ptr.dtype.element_ty),
-            in_head,
-        )
+
+@triton.jit
+def merge_row(  # type: ignore[no-untyped-def]
+    partial_ptr, weight_ptr, merge_ptr, first_head, num_heads, out_ptr, out_stride,
+    Q: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Writes `num_heads` heads, at most BLOCK_H, of the row that the merge at `merge_ptr` names. Past L1: another
+    program of this launch may have written the parts."""
+    heads = first_head + tl.arange(0, BLOCK_H)
+    has_head = tl.arange(0, BLOCK_H) < num_heads
+    dims = tl.arange(0, BLOCK_D)
+    out_row = tl.load(merge_ptr).to(tl.int64)
+    first_row = tl.load(merge_ptr + 1).to(tl.int64)
+    num_parts = tl.load(merge_ptr + 2)
+    stride = tl.load(merge_ptr + 3).to(tl.int64)
+
+    maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for first_part in range(0, num_parts, BLOCK_P):
+        parts = first_part + tl.arange(0, BLOCK_P)
+        rows = (first_row + parts * stride)[None, :] * Q + heads[:, None]
+        is_part = has_head[:, None] & (parts < num_parts)[None, :]
+        weight = tl.load(weight_ptr + rows, is_part, other=float("-inf"), cache_modifier=".cg")
+        mask = is_part[:, :, None] & (dims < D)[None, None, :]
+        partial_ptrs = partial_ptr + rows[:, :, None] * D + dims[None, None, :]
+        partial = tl.load(partial_ptrs, mask, other=0.0, cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, tl.max(weight, 1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no part so far saw a key
+        scaled = tl.exp2(weight - shift[:, None])
+        decay = tl.exp2(maximum - shift)
+        total = total * decay + tl.sum(scaled, 1)
+        acc = acc * decay[:, None] + tl.sum(partial * scaled[:, :, None], 1)
+        maximum = new_maximum
+    total = tl.where(has_head, total, 1.0)
+    out_ptrs = out_ptr + out_row * out_stride + heads[:, None] * D + dims[None, :]
+    mask = has_head[:, None] & (dims < D)[None, :]
+    tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask)

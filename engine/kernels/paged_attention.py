@@ -19,10 +19,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.attention_plan import ITEM_FIELDS
+from engine.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning
+from engine.kernels.dependent_launch import launch_options, wait_for_former
+from engine.kernels.merge_partials import merge_row
 
 _LOG2_E = math.log2(math.e)
+
+MAX_MERGED_ELEMENTS = 8192
+"""Of parts that a program reads together: 64 registers of 128 threads, which hold nothing else by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,15 @@ class Partials:
         return cls(out_PQD, torch.empty(out_PQD.shape[:2], device=device))
 
 
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """Has the launch put parts together itself: for each tile and kv head, the program that is done last."""
+
+    merges_RF: torch.Tensor
+    num_arrived_RH: torch.Tensor
+    """int32, 0 before the launch and after it; launches that follow one another share it."""
+
+
 def paged_attention(
     q_TQD: torch.Tensor,
     kv: LayerKV,
@@ -118,9 +132,11 @@ def paged_attention(
     softmax: Softmax,
     tuning: AttentionTuning,
     num_programs: int,
+    merging: Merging | None = None,
 ) -> None:
     """Writes `out_TQD` and `partials` as the first `num_items` (a tensor of one int32) of `items_IF` say, nothing else.
 
+    Rows that are split are left to `merge_partials`, unless `merging` has them put together here.
     Over a cache of 8-bit numbers bfloat16 queries are taken as float16, so no larger than 65,504 in size.
     Items were planned for `tuning.grid` with the same window, and `num_programs`. Heads of a token lie together in
     queries and output, tokens may lie apart. Launches only: all sizes are known to the host, nothing is waited for.
@@ -136,6 +152,13 @@ def paged_attention(
     assert not shape.uses_tma or shape.block_size % tuning.block_n == 0, (
         "the copy engine's loads stay within a block"
     )
+    if merging is not None:
+        assert merging.merges_RF.is_contiguous()
+        assert merging.merges_RF.shape[1] == MERGE_FIELDS
+        assert merging.num_arrived_RH.is_contiguous()
+        assert merging.num_arrived_RH.shape[1] == shape.num_kv_heads
+        assert len(merging.num_arrived_RH) >= len(merging.merges_RF)
+    padded_group = triton.next_power_of_2(shape.group_size)
     weight_scale = softmax.scale * softmax.k_scale * _LOG2_E
     cap_scale = soft_cap = 1.0
     if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the weights then need no scale
@@ -150,6 +173,8 @@ def paged_attention(
         partials.out_PQD,
         partials.weight_PQ,
         out_TQD,
+        None if merging is None else merging.merges_RF,
+        None if merging is None else merging.num_arrived_RH,
         q_TQD.stride(0),
         kv.block_stride,
         block_ids_BM.stride(0),
@@ -167,6 +192,9 @@ def paged_attention(
         BLOCK_N=tuning.block_n,
         BLOCK_D=shape.padded_head_dim,
         FIELDS=ITEM_FIELDS,
+        MERGE_FIELDS=MERGE_FIELDS,
+        PADDED_G=padded_group,
+        MERGED_PARTS=max(1, min(16, MAX_MERGED_ELEMENTS // (padded_group * shape.padded_head_dim))),
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
         HAS_SOFT_CAP=softmax.soft_cap is not None,
@@ -176,6 +204,7 @@ def paged_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
+        **launch_options(),
     )
 
 
@@ -216,18 +245,21 @@ def paged_attention_reference(
 @triton.jit
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
+    merges_ptr, num_arrived_ptr,
     q_stride, block_stride, table_stride, out_stride, weight_scale, cap_scale, soft_cap, v_scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
+    MERGE_FIELDS: tl.constexpr, PADDED_G: tl.constexpr, MERGED_PARTS: tl.constexpr,
     USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, TO_FLOAT16: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     query, head_in_group = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D)
 
     # Programs take units in turns, every other one in reverse: who had the longest of one has the shortest of the next.
-    num_units = tl.load(num_items_ptr) * H
+    num_units = tl.load(num_items_ptr) * H  # of the step's plan, as old as the step
+    wait_for_former(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_turns = num_units // num_programs
     last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
@@ -315,3 +347,18 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_ptr + partial_rows[:, None] * (H * G * D) + in_token, acc, in_bounds)
             weight_ptrs = weight_ptr + partial_rows * (H * G) + head * G + head_in_group
             tl.store(weight_ptrs, row_max + tl.log2(row_sum), has_row)
+            if num_arrived_ptr is not None:
+                # All threads' parts are written before one of them counts the program, with release and acquire order:
+                # who counts last sees the parts of all.
+                tl.debug_barrier()
+                merge = tl.load(item_ptr + 7)
+                merge_ptr = merges_ptr + merge * MERGE_FIELDS
+                arrived_ptr = num_arrived_ptr + merge * H + head
+                num_before = tl.atomic_add(arrived_ptr, 1)
+                if num_before == tl.load(merge_ptr + 2) - 1:
+                    for index in range(num_queries):
+                        merge_row(
+                            partial_ptr, weight_ptr, merge_ptr + index * MERGE_FIELDS, head * G, G, out_ptr, out_stride,
+                            H * G, D, PADDED_G, MERGED_PARTS, BLOCK_D,
+                        )  # fmt: skip
+                    tl.store(arrived_ptr, 0)  # for the next launch

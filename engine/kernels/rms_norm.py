@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import launch_options, wait_for_former
 from engine.kernels.quantize_fp8 import quantize_fp8_reference, store_quantized_row
 from engine.kernels.row_launch import row_launch
 
@@ -106,6 +107,7 @@ def _launch(
         eps,
         PADDED_E=padded,
         num_warps=num_warps,
+        **launch_options(),
     )
 
 
@@ -121,11 +123,13 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     width,
     eps,
     PADDED_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_E)
     mask = columns < width
     weight = tl.load(weight_ptr + columns, mask, other=0.0)  # first: it depends on nobody's output
+    wait_for_former(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual_ptrs = residual_ptr + row * residual_stride + columns

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import launch_options, wait_for_former
+
 MAX_FLOAT8 = 448.0
 """The largest finite float8_e4m3fn."""
 
@@ -89,6 +91,7 @@ def rope_store(
         IS_FLOAT8=is_float8,
         MAX_FLOAT8=MAX_FLOAT8,
         num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, of either half
+        **launch_options(),
     )
 
 
@@ -155,6 +158,7 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
     MAX_FLOAT8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program has up to HEADS heads of one token, all of them queries, or keys, or values."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -162,16 +166,19 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    columns = tl.arange(0, PADDED_HALF)
+    # Slots, positions and angles are as old as the step: three loads, one after the other, that need not wait.
     slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    angle_ptrs = cos_sin_ptr + position * HEAD_DIM + columns
+    is_angle = columns < tl.where(slot >= 0, HALF, 0)
+    cos = tl.load(angle_ptrs, is_angle, other=0.0)[None, :]
+    sin = tl.load(angle_ptrs + HALF, is_angle, other=0.0)[None, :]
+    wait_for_former(PDL)
     if slot >= 0:
-        columns = tl.arange(0, PADDED_HALF)
         heads = tl.arange(0, HEADS)
         row_ptr = qkv_ptr + token * qkv_row_stride
         if group < Q_GROUPS + KV_GROUPS:
-            position = tl.load(positions_ptr + token).to(tl.int64)
-            angle_ptrs = cos_sin_ptr + position * HEAD_DIM + columns
-            cos = tl.load(angle_ptrs, columns < HALF, other=0.0)[None, :]
-            sin = tl.load(angle_ptrs + HALF, columns < HALF, other=0.0)[None, :]
             if group < Q_GROUPS:
                 heads += group * HEADS
                 mask = (heads < NUM_Q_HEADS)[:, None] & (columns < HALF)[None, :]

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from engine.kernels.dependent_launch import launch_options, wait_for_former
+
 BLOCK_I = 1024
 
 
@@ -18,7 +20,9 @@ def silu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
     assert width % 2 == 0, f"{width} columns are not pairs"
     out_TI = torch.empty((num_tokens, width // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
-    _silu_mul_kernel[grid](gate_up_TM, out_TI, gate_up_TM.stride(0), width // 2, BLOCK_I=BLOCK_I, num_warps=4)
+    _silu_mul_kernel[grid](
+        gate_up_TM, out_TI, gate_up_TM.stride(0), width // 2, BLOCK_I=BLOCK_I, num_warps=4, **launch_options()
+    )
     return out_TI
 
 
@@ -29,7 +33,10 @@ def silu_mul_reference(gate_up_TM: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, num_columns, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, row_stride, num_columns, BLOCK_I: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = columns < num_columns

@@ -7,11 +7,16 @@ for up to 4 rows, matrix units beyond. Neither splits a sum over programs: resul
 Shape suffixes: T tokens, I input features, O output features.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 
+from engine.kernels.skinny_epilogue import InputNorm, Operands
 from engine.kernels.skinny_linear_dot import DotLaunch, launch_dot
 from engine.kernels.skinny_linear_fma import FmaLaunch, launch_fma
+
+Launch = FmaLaunch | DotLaunch
 
 MAX_TOKENS = 16
 """The matrix units' least number of rows, and about where other kernels saturate the memory too."""
@@ -34,36 +39,55 @@ def skinny_linear(
     bias_O: torch.Tensor | None = None,
     scales_O: torch.Tensor | None = None,
     *,
-    launch: FmaLaunch | DotLaunch | None = None,
+    norm: InputNorm | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """x @ weight.T (+ bias), T x O in x's dtype; sums in float32, rounded once. At most 16 tokens.
 
     The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, which stand for weight x scale;
-    float8 x float32 is refused. Rows of x may be strided. `launch` is for benchmarks: None chooses by shape.
+    float8 x float32 is refused. Rows of x may be strided. With a norm, x is normed first, and rounded, as `rms_norm`
+    does: only where `norms_input` says so. `launch` is for benchmarks: None chooses by shape.
     """
-    num_tokens, num_inputs = x_TI.shape
-    num_outputs = len(weight_OI)
-    is_float8 = weight_OI.dtype is torch.float8_e4m3fn
-    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens are not few"
-    assert weight_OI.shape[1] == num_inputs, f"{num_inputs} inputs for weights of {weight_OI.shape[1]}"
-    assert x_TI.stride(1) == 1, "a row is one span"
-    assert weight_OI.is_contiguous()
-    assert is_float8 or weight_OI.dtype is x_TI.dtype, f"{x_TI.dtype} x {weight_OI.dtype}"
-    assert is_float8 == (scales_O is not None), "float8 weights, and only they, have scales"
-    assert not (is_float8 and x_TI.dtype is torch.float32), "float8 weights are for activations of 16 bits"
-    for vector_O in (bias_O, scales_O):
-        assert vector_O is None or vector_O.shape == (num_outputs,)
-        assert vector_O is None or vector_O.is_contiguous()
-    y_TO = torch.empty((num_tokens, num_outputs), dtype=x_TI.dtype, device=x_TI.device)
-    if num_tokens == 0:
-        return y_TO
-    if launch is None:
-        launch = choose_launch(num_tokens, num_inputs, num_outputs, weight_OI.dtype.itemsize)
-    if isinstance(launch, FmaLaunch):
-        launch_fma(launch, x_TI, weight_OI, bias_O, scales_O, y_TO)
-    else:
-        launch_dot(launch, x_TI, weight_OI, bias_O, scales_O, y_TO)
+    y_TO = torch.empty((len(x_TI), len(weight_OI)), dtype=x_TI.dtype, device=x_TI.device)
+    _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TO, norm), launch)
     return y_TO
+
+
+def skinny_silu_mul(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    scales_O: torch.Tensor | None = None,
+    *,
+    norm: InputNorm | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """`silu_mul` of that product, bit for bit: T x O / 2, silu of its first half times its second."""
+    assert len(weight_OI) % 2 == 0, f"{len(weight_OI)} outputs are not pairs"
+    y_TP = torch.empty((len(x_TI), len(weight_OI) // 2), dtype=x_TI.dtype, device=x_TI.device)
+    _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TP, norm, is_gated=True), launch)
+    return y_TP
+
+
+def skinny_add_(
+    y_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    scales_O: torch.Tensor | None = None,
+    *,
+    launch: Launch | None = None,
+) -> None:
+    """y += that product in place, rounded before and after it is added, as by `add_rms_norm_`."""
+    assert y_TO.shape == (len(x_TI), len(weight_OI))
+    assert y_TO.dtype is x_TI.dtype
+    assert y_TO.is_contiguous()
+    _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TO, is_added=True), launch)
+
+
+def norms_input(num_tokens: int, num_inputs: int, weight_bytes: int) -> bool:
+    """Whether a product of such a shape has all of x in registers, so that it can be normed there."""
+    return isinstance(choose_launch(num_tokens, num_inputs, 1, weight_bytes), FmaLaunch)
 
 
 def skinny_linear_reference(
@@ -81,24 +105,58 @@ def skinny_linear_reference(
     return y_TO.to(x_TI.dtype)
 
 
+def _launch(operands: Operands, launch: Launch | None) -> None:
+    x_TI, weight_OI = operands.x_TI, operands.weight_OI
+    bias_O, scales_O = operands.bias_O, operands.scales_O
+    num_tokens, num_inputs = x_TI.shape
+    num_outputs = len(weight_OI)
+    is_float8 = weight_OI.dtype is torch.float8_e4m3fn
+    assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens are not few"
+    assert weight_OI.shape[1] == num_inputs, f"{num_inputs} inputs for weights of {weight_OI.shape[1]}"
+    assert x_TI.stride(1) == 1, "a row is one span"
+    assert weight_OI.is_contiguous()
+    assert not operands.is_gated or weight_OI.numel() < 2**31, "pairs are found by offsets of 32 bits"
+    assert is_float8 or weight_OI.dtype is x_TI.dtype, f"{x_TI.dtype} x {weight_OI.dtype}"
+    assert is_float8 == (scales_O is not None), "float8 weights, and only they, have scales"
+    assert not (is_float8 and x_TI.dtype is torch.float32), "float8 weights are for activations of 16 bits"
+    for vector_O in (bias_O, scales_O):
+        assert vector_O is None or vector_O.shape == (num_outputs,)
+        assert vector_O is None or vector_O.is_contiguous()
+    if operands.norm is not None:
+        assert operands.norm.weight_I.shape == (num_inputs,)
+        assert operands.norm.weight_I.is_contiguous()
+    if num_tokens == 0:
+        return
+    if launch is None:
+        is_normed, weight_bytes = operands.norm is not None, weight_OI.dtype.itemsize
+        launch = choose_launch(num_tokens, num_inputs, num_outputs, weight_bytes, is_normed=is_normed)
+        if operands.is_gated and isinstance(launch, FmaLaunch) and launch.rows == 1:
+            launch = replace(launch, rows=2, max_programs=max(NUM_MULTIPROCESSORS, launch.max_programs // 2))
+    if isinstance(launch, FmaLaunch):
+        launch_fma(launch, operands)
+    else:
+        launch_dot(launch, operands)
+
+
 def choose_launch(
-    num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int
-) -> FmaLaunch | DotLaunch:
+    num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int, *, is_normed: bool = False
+) -> Launch:
     """By shape alone; `weight_bytes` is an element's. Not measured yet: what the compiler's registers allow."""
     padded_tokens = triton.next_power_of_2(num_tokens)
     padded_inputs = triton.next_power_of_2(num_inputs)
     max_tokens = MAX_FMA_TOKENS if weight_bytes > 1 else MAX_FMA_TOKENS_FLOAT8
     max_elements = MAX_X_ELEMENTS if weight_bytes > 1 else MAX_X_ELEMENTS_FLOAT8
     if padded_tokens <= max_tokens and padded_tokens * padded_inputs <= max_elements:
-        return _choose_fma(padded_tokens, padded_inputs, weight_bytes)
+        return _choose_fma(padded_tokens, padded_inputs, weight_bytes, is_normed=is_normed)
     return _choose_dot(num_outputs, weight_bytes)
 
 
-def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int) -> FmaLaunch:
+def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is_normed: bool) -> FmaLaunch:
     """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: the one in use and
     the one under way. As many programs as registers allow: 4 a multiprocessor where x takes 16 of a thread's registers
-    (61 in all), 3 where 32 (80), 2 where 64 (122); 2 with float8, whose conversion wants more (96, 112). So 32 to
-    64 KiB are under way. Where a row is longer there is one program, of 512 threads, with tiles twice as large."""
+    (61 in all), 3 where 32 (80, but normed 89: 2), 2 where 64 (122); 2 with float8, whose conversion wants more (96,
+    112). So 32 to 64 KiB are under way. Where a row is longer there is one program, of 512 threads, with tiles twice as
+    large."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
     tile_bytes = (128 if num_warps == 16 else 64) * num_threads
@@ -106,7 +164,7 @@ def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int) -> Fm
     x_registers = padded_tokens * padded_inputs // num_threads
     if num_warps == 16:
         programs_each = 1
-    elif weight_bytes == 1 or x_registers > 32:
+    elif weight_bytes == 1 or x_registers > 32 or (is_normed and x_registers > 16):
         programs_each = 2 * 8 // num_warps
     else:
         programs_each = (4 if x_registers <= 16 else 3) * 8 // num_warps

@@ -35,8 +35,17 @@ class QuantizedRows:
     """Of the activations they stand for."""
 
 
-Activations = torch.Tensor | QuantizedRows
-"""What a layer's projection takes; 8 bits only where `Backend.fp8_linear` made it."""
+@dataclass(frozen=True, slots=True)
+class UnnormedRows:
+    """Few rows whose norm is left to the product that takes them; they stay as they are until it has."""
+
+    rows_TE: torch.Tensor
+    weight_E: torch.Tensor
+    eps: float
+
+
+Activations = torch.Tensor | QuantizedRows | UnnormedRows
+"""What a layer's projection takes: whatever the backend gives that made it; 8 bits only where `fp8_linear` did."""
 
 
 class LinearLayer(Protocol):
@@ -64,7 +73,7 @@ class Backend(Protocol):
         """T x E: rows of `weight_VE`, whose first is that of token `first_token`; zeros for tokens of other ranks."""
         ...
 
-    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations: ...
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
@@ -72,6 +81,10 @@ class Backend(Protocol):
         """Adds `x_TE` to the residual stream, in place, and returns its norm."""
         ...
 
-    def silu_mul(self, gate_up_TM: torch.Tensor) -> Activations:
-        """T x I: silu of the first I columns, times the others."""
+    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> Activations:
+        """T x I: silu of the first I outputs of `gate_up`, times the others."""
+        ...
+
+    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+        """Adds `linear(x_TI)` to the residual stream, in place, if one launch does both; else it does nothing."""
         ...

@@ -44,6 +44,7 @@ class Fp8Linear:
             if self._quantizes_activations:
                 return self.multiply(x_TI.values_TI, x_TI.scales_T1, x_TI.dtype)
             x_TI = (x_TI.values_TI.to(torch.float32) * x_TI.scales_T1).to(x_TI.dtype)
+        assert isinstance(x_TI, torch.Tensor), "rows come normed"
         if self._quantizes_activations:
             return self.multiply(*self._quantize(x_TI), x_TI.dtype)
         # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.

@@ -6,7 +6,7 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 import torch.nn.functional as F
 
-from engine.layers.backend import InputTokens
+from engine.layers.backend import Activations, InputTokens, LinearLayer
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.linear import Linear
 
@@ -36,6 +36,9 @@ class TorchBackend:
         residual_TE.add_(x_TE)
         return F.rms_norm(residual_TE, weight_E.shape, weight_E, eps)
 
-    def silu_mul(self, gate_up_TM: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = gate_up_TM.chunk(2, -1)
+    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> torch.Tensor:
+        gate_TI, up_TI = gate_up(x_TE).chunk(2, -1)
         return F.silu(gate_TI).mul_(up_TI)
+
+    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:  # noqa: ARG002
+        return False

@@ -1,7 +1,8 @@
 """TritonAttention: attention of a step over the paged pool by kernels of our own; knows blocks, not requests.
 
-Per layer two launches, or three: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, where
-long contexts are split, what puts them together (`merge_partials`). The host cuts the work, once a step and window.
+Per layer two launches, or three: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, in steps
+with chunks whose contexts are split, what puts them together (`merge_partials`). The host cuts the work, once a step
+and window.
 
 Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
 dimension, I items of work, R merged rows, F their fields, X block ids of all requests.
@@ -35,8 +36,9 @@ from engine.kernels.attention_tuning import (
     prefill_tuning,
 )
 from engine.kernels.merge_partials import merge_partials
-from engine.kernels.paged_attention import LayerKV, Partials, Softmax, paged_attention
+from engine.kernels.paged_attention import LayerKV, Merging, Partials, Softmax, paged_attention
 from engine.kernels.rope_store import rope_store
+from engine.kernels.switches import kernel_switches
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.rope import RotaryEmbedding
@@ -84,8 +86,9 @@ class TritonAttention:
             has_copy_engine=gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0),
             shared_bytes=_shared_bytes(gpu),
         )
-        self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors)
-        self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors)
+        merges = kernel_switches().fused_merge
+        self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors, merges=merges)
+        self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors, merges=False)
         scale = shape.head_dim**-0.5
         self._layers = [
             Layer(
@@ -100,6 +103,8 @@ class TritonAttention:
         self._cos_sin_PD = rope.table(limits.max_model_len)
         num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
         self._partials = Partials.empty(num_rows, self._shape, device)
+        merged = (self._bounds(self._decode).num_merges, shape.num_kv_heads)
+        self._num_arrived_RH = torch.zeros(merged, dtype=torch.int32, device=device)
 
     @property
     def block_size(self) -> int:
@@ -157,6 +162,7 @@ class TritonAttention:
             self._shape,
             self._cos_sin_PD,
             self._partials,
+            self._num_arrived_RH,
             positions_T,
             slots_T,
             plans,
@@ -188,10 +194,15 @@ class Launch:
 
     tuning: AttentionTuning
     grid: TileGrid
+    merges: bool
+    """Whether it puts the parts of long contexts together itself. Not of chunks: their tiles have many rows, and
+    programs would wait for the one that is last."""
 
     @classmethod
-    def of(cls, tuning: AttentionTuning, shape: AttentionShape, num_multiprocessors: int) -> "Launch":
-        return cls(tuning, tuning.grid(shape, num_multiprocessors))
+    def of(
+        cls, tuning: AttentionTuning, shape: AttentionShape, num_multiprocessors: int, *, merges: bool
+    ) -> "Launch":
+        return cls(tuning, tuning.grid(shape, num_multiprocessors), merges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +226,7 @@ class TritonStepAttention:
         shape: AttentionShape,
         cos_sin_PD: torch.Tensor,
         partials: Partials,
+        num_arrived_RH: torch.Tensor,
         positions_T: torch.Tensor,
         slots_T: torch.Tensor,
         plans: Sequence[WindowPlan],
@@ -226,6 +238,7 @@ class TritonStepAttention:
         self._shape = shape
         self._cos_sin_PD = cos_sin_PD
         self._partials = partials
+        self._num_arrived_RH = num_arrived_RH
         self._positions_T, self._slots_T = positions_T, slots_T
         self._plans = plans
         self._block_ids_X1 = block_ids_X1
@@ -260,8 +273,9 @@ class TritonStepAttention:
             at.softmax,
             launch.tuning,
             launch.grid.num_programs,
+            Merging(plan.merges_RF, self._num_arrived_RH) if launch.merges else None,
         )
-        if len(plan.merges_RF):
+        if len(plan.merges_RF) and not launch.merges:
             merge_partials(
                 self._partials.out_PQD,
                 self._partials.weight_PQ,

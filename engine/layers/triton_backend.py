@@ -10,8 +10,10 @@ from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.silu_mul_fp8 import silu_mul_fp8
-from engine.kernels.skinny_linear import MAX_TOKENS
-from engine.layers.backend import Activations, InputTokens, QuantizedRows
+from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
+from engine.kernels.switches import kernel_switches
+from engine.layers.backend import Activations, InputTokens, LinearLayer, QuantizedRows, UnnormedRows
+from engine.layers.few_rows import FewRows
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 
 
@@ -19,7 +21,8 @@ class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
     If it has made linears in 8 bits, what goes into them is brought to 8 bits by the kernels that compute it, which
-    saves a pass over it. Not for few tokens, which those linears take as they are.
+    saves a pass over it. Not for few tokens, which those linears take as they are: theirs are fused with what lies
+    around them instead, as far as `KernelSwitches` say.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,9 @@ class TritonBackend:
         assert tokens.sampled_R is not None
         return embed(tokens.ids_T, tokens.sources_T, tokens.sampled_R, weight_VE, first_token)
 
-    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
+        if len(x_TE) <= MAX_FMA_TOKENS and kernel_switches().fused_norm:
+            return UnnormedRows(x_TE, weight_E, eps)
         return rms_norm(x_TE, weight_E, eps)
 
     def add_rms_norm(
@@ -47,7 +52,18 @@ class TritonBackend:
             return QuantizedRows(*add_rms_norm_fp8_(x_TE, residual_TE, weight_E, eps), x_TE.dtype)
         return add_rms_norm_(x_TE, residual_TE, weight_E, eps)
 
+    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> Activations:
+        few_rows = _few_rows(gate_up, x_TE) if kernel_switches().fused_silu else None
+        return self.silu_mul(gate_up(x_TE)) if few_rows is None else few_rows.gated(x_TE)
+
+    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+        few_rows = _few_rows(linear, x_TI) if kernel_switches().fused_residual else None
+        if few_rows is not None:
+            few_rows.add_(residual_TE, x_TI)
+        return few_rows is not None
+
     def silu_mul(self, gate_up_TM: torch.Tensor) -> Activations:
+        """T x I: silu of the first I columns, times the others."""
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
             return QuantizedRows(*silu_mul_fp8(gate_up_TM), gate_up_TM.dtype)
         return silu_mul(gate_up_TM)
@@ -56,3 +72,9 @@ class TritonBackend:
         """float32 is not multiplied in 8 bits; the kernels hold a row at once."""
         is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
+
+
+def _few_rows(linear: LinearLayer, x_TI: Activations) -> FewRows | None:
+    """What takes `x_TI` for the layer, if it is few rows."""
+    assert isinstance(linear, TritonLinear | TritonFp8Linear), "made by another backend"
+    return linear.few_rows if linear.few_rows.takes(x_TI) else None

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.row_launch import MAX_WIDTH
-from engine.kernels.skinny_linear import MAX_TOKENS, skinny_linear
-from engine.layers.backend import Activations
+from engine.layers.backend import Activations, QuantizedRows
+from engine.layers.few_rows import FewRows, normed
 from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 
@@ -18,14 +18,12 @@ class TritonLinear:
     """`x_TI @ weight_OI.T + bias_O`."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
-        self._weight_OI = weight_OI.contiguous()
-        self._bias_O = bias_O
+        self.few_rows = FewRows(weight_OI.contiguous(), bias_O, None)
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        assert isinstance(x_TI, torch.Tensor), "8 bits are for products in 8 bits"
-        if len(x_TI) <= MAX_TOKENS:
-            return skinny_linear(x_TI, self._weight_OI, self._bias_O)
-        return F.linear(x_TI, self._weight_OI, self._bias_O)
+        if self.few_rows.takes(x_TI):
+            return self.few_rows.product(x_TI)
+        return F.linear(normed(x_TI), self.few_rows.weight_OI, self.few_rows.bias_O)
 
 
 class TritonFp8Linear:
@@ -35,9 +33,9 @@ class TritonFp8Linear:
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
         is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # the kernel holds a row at once
         self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
-        self._scale_O = self._linear.scale_O1.view(-1)
+        self.few_rows = FewRows(self._linear.weight_OI, self._linear.bias_O, self._linear.scale_O1.view(-1))
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        if isinstance(x_TI, torch.Tensor) and len(x_TI) <= MAX_TOKENS and x_TI.dtype is not torch.float32:
-            return skinny_linear(x_TI, self._linear.weight_OI, self._linear.bias_O, self._scale_O)
-        return self._linear(x_TI)
+        if self.few_rows.takes(x_TI):
+            return self.few_rows.product(x_TI)
+        return self._linear(x_TI if isinstance(x_TI, QuantizedRows) else normed(x_TI))

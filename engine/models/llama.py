@@ -11,7 +11,8 @@ import torch
 
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.layers.attention import Attention, HeadNorm
-from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, MakeLinear
+from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
+from engine.layers.residual_stream import ResidualStream
 from engine.loading.weights import Shard, WeightSource
 from engine.model_config import ModelArchitecture
 
@@ -56,11 +57,10 @@ class LlamaForCausalLM:
         """Hidden states of every token, before the final norm: T x E."""
         residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
         self._collectives.all_reduce_(residual_TE)
-        branch_TE: torch.Tensor | None = None
+        stream = ResidualStream(residual_TE, self._backend, self._collectives, self._eps)
         for layer in self._layers:
-            branch_TE = layer.forward(branch_TE, residual_TE, attention)
-        assert branch_TE is not None, "a model has layers"
-        return residual_TE.add_(branch_TE)
+            layer.forward(stream, attention)
+        return stream.total()
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
         """R x the whole vocabulary, in the model's dtype; the same on every rank."""
@@ -69,10 +69,7 @@ class LlamaForCausalLM:
 
 
 class DecoderLayer:
-    """Attention, then the gated MLP: branches of the residual stream, each with its own norm in front.
-
-    A branch is added to the stream together with the next norm, which may belong to the next layer.
-    """
+    """Attention, then the gated MLP: branches of the residual stream, each with its own norm in front."""
 
     def __init__(
         self,
@@ -85,9 +82,7 @@ class DecoderLayer:
     ) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         self._index = index
-        self._eps = a.rms_norm_eps
         self._backend = backend
-        self._collectives = collectives
         self._head_dim = a.head_dim
         q_size, kv_size = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         e, i = a.hidden_size, a.intermediate_size
@@ -104,30 +99,12 @@ class DecoderLayer:
         self._gate_up_proj = parts.columns(gate_up, e, a.has_mlp_bias)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, i, a.has_mlp_bias)
 
-    def forward(
-        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
-        """`branch_TE`: what the layer before has left to be added to the residual stream; the same is returned."""
-        branch_TE = self._self_attention(self._normed(branch_TE, residual_TE, self._input_norm_E), attention)
-        return self._mlp(self._normed(branch_TE, residual_TE, self._post_norm_E))
-
-    def _normed(
-        self, branch_TE: torch.Tensor | None, residual_TE: torch.Tensor, weight_E: torch.Tensor
-    ) -> Activations:
-        if branch_TE is None:
-            return self._backend.rms_norm(residual_TE, weight_E, self._eps)
-        return self._backend.add_rms_norm(branch_TE, residual_TE, weight_E, self._eps)
-
-    def _self_attention(self, x_TE: Activations, attention: Attention) -> torch.Tensor:
-        qkv_TPD = self._qkv_proj(x_TE).unflatten(-1, (-1, self._head_dim))
-        return self._summed(self._o_proj(attention(self._index, qkv_TPD, self._head_norm)))
-
-    def _mlp(self, x_TE: Activations) -> torch.Tensor:
-        return self._summed(self._down_proj(self._backend.silu_mul(self._gate_up_proj(x_TE))))
-
-    def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:
-        self._collectives.all_reduce_(part_TE)
-        return part_TE
+    def forward(self, stream: ResidualStream, attention: Attention) -> None:
+        """Adds both branches to the stream."""
+        qkv_TPD = self._qkv_proj(stream.normed(self._input_norm_E)).unflatten(-1, (-1, self._head_dim))
+        stream.add(self._o_proj, attention(self._index, qkv_TPD, self._head_norm))
+        x_TE = stream.normed(self._post_norm_E)
+        stream.add(self._down_proj, self._backend.gated(self._gate_up_proj, x_TE))
 
 
 class Projections:

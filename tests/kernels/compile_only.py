@@ -11,6 +11,7 @@ Not to be run with TRITON_INTERPRET set.
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -57,6 +58,9 @@ class Compiled:
     """Matrix units of any generation."""
     has_tma: bool
     """The bulk tensor copy engine."""
+    before_wait: list[str] | None
+    """Accesses of global memory, and exits, that a program comes by before it waits for the kernel before it (see
+    engine/kernels/dependent_launch.py), by the assembler's names; None: it does not wait."""
 
 
 class _Target:
@@ -132,16 +136,33 @@ def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
         has_wgmma="wgmma.mma_async" in ptx,
         has_mma="wgmma.mma_async" in ptx or "mma.sync" in ptx or "tcgen05.mma" in ptx,
         has_tma="cp.async.bulk.tensor" in ptx,
+        before_wait=_before_wait(kernel.asm["cubin"]) if "griddepcontrol.wait" in ptx else None,
     )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
+    text = _dumped(cubin, "--dump-resource-usage")
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+def _before_wait(cubin: bytes) -> list[str]:
+    names = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", _dumped(cubin, "-sass"), re.MULTILINE
+    )
+    assert "ACQBULK" in names, "griddepcontrol.wait has another name"
+    is_access = re.compile("LDG|STG|UTMA|UBLK|ATOM|RED|CCTL|EXIT")
+    return [name for name in names[: names.index("ACQBULK")] if is_access.match(name)]
+
+
+def _dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+        command = [str(CUOBJDUMP), what, file.name]
+        path = os.pathsep.join((str(CUOBJDUMP.parent), os.environ.get("PATH", "")))  # it calls nvdisasm
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "PATH": path}
+        ).stdout
 
 
 def chosen(

@@ -90,6 +90,26 @@ def test_no_program_wants_more_shared_memory_than_there_is(compiled: Compiled) -
         assert kernel["shared_bytes"] <= most[kernel["arch"]], kernel
 
 
+def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compiled) -> None:
+    """Every program does, before it stores anything, and before it loads anything but what depends on nobody."""
+    may_load = {
+        "_skinny_linear_fma_kernel",
+        "_rms_norm_kernel",
+        "_rope_store_kernel",
+        "_paged_attention_kernel",
+    }
+    may_not = {"_skinny_linear_dot_kernel", "_silu_mul_kernel", "_merge_partials_kernel"}
+    waiting = [kernel for kernel in of_arch(compiled, 90) if kernel["before_wait"] is not None]
+    assert {kernel["kernel"] for kernel in waiting} == may_load | may_not
+    assert len(waiting) == sum(kernel["kernel"] in may_load | may_not for kernel in of_arch(compiled, 90))
+    for kernel in waiting:
+        assert set(kernel["before_wait"]) <= {"LDG"}, kernel
+        assert not kernel["before_wait"] or kernel["kernel"] in may_load, kernel
+    one_row, *_ = of_arch(compiled, 90, "skinny_linear: Llama-3.1-8B o, 1")
+    assert one_row["before_wait"] == ["LDG"] * 4, "a tile of weights, 64 bytes a thread; x comes later"
+    assert all(kernel["before_wait"] is None for kernel in of_arch(compiled, 80)), "there is no such launch"
+
+
 @pytest.mark.parametrize("options", [("--no-graphs",), ("--fp8",)], ids=str)
 def test_nothing_is_left_to_compile_when_requests_come(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.kernels.serving", *options]

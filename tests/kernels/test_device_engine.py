@@ -17,6 +17,7 @@ from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
+from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
@@ -163,6 +164,19 @@ def test_the_same_tokens_as_on_a_cpu(
     path = make_model_dir(tmp_path / "model", architecture, **(SMALL | overrides))
     config = make_config(block_size, 16)
     assert_same(on_device(path, device, config, uses_graphs=uses_graphs), on_cpu(path, config))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["without biases", "with biases"]
+)
+@pytest.mark.parametrize("switches", [KernelSwitches(), ALL_OFF], ids=["all fused", "nothing fused"])
+def test_whatever_is_fused(
+    tmp_path: Path, device: torch.device, switches: KernelSwitches, overrides: dict[str, Any]
+) -> None:
+    path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
+    config = make_config(16, 16)
+    with switched(switches):
+        assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -14,6 +14,7 @@ from engine.kernels.attention_tuning import AttentionShape, AttentionTuning, dec
 from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import (
     LayerKV,
+    Merging,
     Partials,
     Softmax,
     paged_attention,
@@ -32,9 +33,11 @@ def _launch(
     kv_dtype: torch.dtype | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    merges: bool | None = None,
 ) -> Callable[[], None]:
     """With the strides of a model that keeps its queries within the qkv projection's output."""
     kv_dtype = kv_dtype or dtype
+    merges = tuning_of is decode_tuning if merges is None else merges
     shape = AttentionShape(
         num_query_heads, num_kv_heads, head_dim, block_size, dtype.itemsize, kv_dtype.itemsize
     )
@@ -56,9 +59,15 @@ def _launch(
             Softmax(head_dim**-0.5, window, soft_cap),
             tuning_of(shape),
             132,
+            _merging(1, num_kv_heads, torch.device("cpu")) if merges else None,
         )
 
     return launch
+
+
+def _merging(num_merges: int, num_kv_heads: int, device: torch.device) -> Merging:
+    merges_RF = torch.zeros(num_merges, MERGE_FIELDS, dtype=torch.int32, device=device)
+    return Merging(merges_RF, torch.zeros(num_merges, num_kv_heads, dtype=torch.int32, device=device))
 
 
 def _launch_merge() -> None:
@@ -76,6 +85,8 @@ def _launch_merge() -> None:
 # Llama-3.1-8B and Qwen3-8B have the same attention: 32 query heads, 8 kv heads of 128.
 LAUNCHES = {
     "decode": _launch(decode_tuning),
+    "decode, merged by another launch": _launch(decode_tuning, merges=False),
+    "decode, groups of 8": _launch(decode_tuning, num_query_heads=64),
     "decode, blocks of 128": _launch(decode_tuning, block_size=128),
     "decode, blocks of 16": _launch(decode_tuning, block_size=16),
     "decode, float8 cache": _launch(decode_tuning, kv_dtype=torch.float8_e4m3fn),
@@ -185,6 +196,49 @@ def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torc
     torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["long contexts are split", "long contexts are split, through pointers", "window that is split"]
+)
+def test_the_last_part_to_be_done_merges_all(
+    name: str, device: torch.device, generator: torch.Generator
+) -> None:
+    """Time after time: every launch leaves the counts as it found them."""
+    step = Step(CASES[name], device, generator)
+    assert step.plan.merges_RF.size
+    merging = step.merging()
+    for _ in range(2):
+        step.out_TQD.fill_(math.nan)
+        step.attend(merging)
+        assert not merging.num_arrived_RH.any()
+        torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
+
+
+def test_merges_all_queries_of_a_tile_by_groups_that_fill_none(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """Six heads a group of three; a part that some queries see nothing of."""
+    step = Step(Case([8], [36], replace(SHAPE, num_query_heads=6), SMALL, PLAIN), device, generator)
+    tiles = ((0, 5), (5, 3))
+    step.items_IF = torch.tensor(
+        [
+            [0, row, count, 28 + row, first_key, end_key, 16 * row + part * count, row]
+            for row, count in tiles
+            for part, (first_key, end_key) in enumerate(((0, 32), (32, 28 + row + count)))
+        ],
+        dtype=torch.int32,
+        device=device,
+    )
+    step.merges_RF = torch.tensor(
+        [[row + i, 16 * row + i, 2, count] for row, count in tiles for i in range(count)],
+        dtype=torch.int32,
+        device=device,
+    )
+    step.num_items.fill_(4)
+    step.partials = Partials.empty(100, step.case.shape, device)
+    step.attend(step.merging())
+    torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
+
+
 def test_writes_only_rows_that_items_name(device: torch.device, generator: torch.Generator) -> None:
     step = Step(CASES["long contexts are split"], device, generator)
     step.num_items.zero_()
@@ -269,12 +323,21 @@ class Step:
         self.partials.weight_PQ.fill_(math.nan)
         self.out_TQD = torch.full(self.q_TQD.shape, math.nan, dtype=self.q_TQD.dtype, device=device)
 
-    def run(self) -> None:
+    def merging(self) -> Merging:
+        num_merges, num_kv_heads = len(self.merges_RF), self.case.shape.num_kv_heads
+        counts_RH = torch.zeros(num_merges, num_kv_heads, dtype=torch.int32, device=self.merges_RF.device)
+        return Merging(self.merges_RF, counts_RH)
+
+    def attend(self, merging: Merging | None = None) -> None:
         case = self.case
         paged_attention(
             self.q_TQD, self.kv, self.block_ids_BM, self.items_IF, self.num_items, self.partials, self.out_TQD,
-            case.softmax, case.tuning, case.num_programs,
+            case.softmax, case.tuning, case.num_programs, merging,
         )  # fmt: skip
+
+    def run(self) -> None:
+        case = self.case
+        self.attend()
         merge_partials(
             self.partials.out_PQD,
             self.partials.weight_PQ,

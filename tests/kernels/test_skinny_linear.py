@@ -5,12 +5,24 @@ from functools import partial
 import pytest
 import torch
 
-from engine.kernels.skinny_linear import choose_launch, skinny_linear, skinny_linear_reference
+from engine.kernels.rms_norm import add_rms_norm_, rms_norm
+from engine.kernels.silu_mul import silu_mul
+from engine.kernels.skinny_epilogue import InputNorm
+from engine.kernels.skinny_linear import (
+    MAX_FMA_TOKENS,
+    choose_launch,
+    norms_input,
+    skinny_add_,
+    skinny_linear,
+    skinny_linear_reference,
+    skinny_silu_mul,
+)
 from engine.kernels.skinny_linear_dot import DotLaunch
 from engine.kernels.skinny_linear_fma import FmaLaunch
 
 SHAPES = {
     "Llama-3.1-8B qkv": (6144, 4096),
+    "Llama-3.1-8B o": (4096, 4096),
     "Llama-3.1-8B down": (4096, 14336),
     "Llama-3.1-8B gate_up": (28672, 4096),
     "Llama-3.1-8B tp8 o": (4096, 512),
@@ -37,6 +49,42 @@ LAUNCHES = {
 } | {
     f"float32, {num_tokens}": partial(empty_launch, num_tokens, 4096, 4096, torch.float32)
     for num_tokens in (4, 8)
+}
+
+
+def empty_fused_launch(
+    fused: str, num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> None:
+    """`fused`: what the product is fused with in a decoder layer."""
+    weight_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
+    scales_O = torch.empty(num_outputs, device="meta") if dtype is torch.float8_e4m3fn else None
+    x_TI = torch.empty(num_tokens, num_inputs, dtype=torch.bfloat16, device="meta")
+    has_norm = "norm" in fused and norms_input(num_tokens, num_inputs, dtype.itemsize)
+    norm = InputNorm(torch.empty(num_inputs, dtype=torch.bfloat16, device="meta"), 1e-5) if has_norm else None
+    if "silu" in fused:
+        skinny_silu_mul(x_TI, weight_OI, None, scales_O, norm=norm)
+    elif "add" in fused:
+        y_TO = torch.empty(num_tokens, num_outputs, dtype=torch.bfloat16, device="meta")
+        skinny_add_(y_TO, x_TI, weight_OI, None, scales_O)
+    else:
+        skinny_linear(x_TI, weight_OI, None, scales_O, norm=norm)
+
+
+FUSED: dict[str, tuple[str, int, int]] = {
+    "Llama-3.1-8B qkv": ("norm", 6144, 4096),
+    "Llama-3.1-8B o": ("add", 4096, 4096),
+    "Llama-3.1-8B gate_up": ("norm and silu", 28672, 4096),
+    "Llama-3.1-8B down": ("add", 4096, 14336),
+    "Llama-3.1-70B tp4 gate_up": ("norm and silu", 14336, 8192),
+    "Qwen3-14B gate_up": ("norm and silu", 34816, 5120),
+}
+LAUNCHES |= {
+    f"fused {name}, {num_tokens}{', float8' if dtype is torch.float8_e4m3fn else ''}": partial(
+        empty_fused_launch, fused, num_tokens, num_outputs, num_inputs, dtype
+    )
+    for name, (fused, num_outputs, num_inputs) in FUSED.items()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    for num_tokens in (1, 2, 4, 16)
 }
 
 
@@ -96,6 +144,98 @@ def test_any_launch_gives_the_same(
     assert_close(actual_TO, skinny_linear_reference(x_TI, weight_OI, bias_O))
 
 
+FEW = [(1, 10, 48), (2, 6, 1030), (3, 40, 300)]
+MORE = [(5, 70, 300), (16, 34, 512)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), [*FEW, *MORE])
+def test_pairs_are_activated_bit_for_bit_as_by_a_kernel_of_its_own(
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_outputs: int,
+    num_inputs: int,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    """In float32 the interpreter's sums depend on where a row lies."""
+    arguments = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
+    skip_what_cannot_be_interpreted(num_tokens, dtype, device)
+    expected_TP = silu_mul(skinny_linear(*arguments))
+    error = 1e-4 if num_tokens > MAX_FMA_TOKENS and dtype is torch.float32 else 0
+    torch.testing.assert_close(skinny_silu_mul(*arguments), expected_TP, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), [*FEW, *MORE])
+def test_adds_bit_for_bit_as_a_kernel_of_its_own_does(
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_outputs: int,
+    num_inputs: int,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    arguments = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
+    skip_what_cannot_be_interpreted(num_tokens, dtype, device)
+    residual_TO = torch.randn(num_tokens, num_outputs, generator=generator).to(dtype).to(device)
+    expected_TO = residual_TO.clone()
+    add_rms_norm_(skinny_linear(*arguments), expected_TO, torch.ones_like(expected_TO[0]), 1e-5)
+    skinny_add_(residual_TO, *arguments)
+    torch.testing.assert_close(residual_TO, expected_TO, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), FEW)
+def test_norms_what_it_takes(
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_outputs: int,
+    num_inputs: int,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    x_TI, *weights = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
+    weight_I = torch.randn(num_inputs, generator=generator).to(dtype).to(device)
+    normed_TI = rms_norm(x_TI, weight_I, 1e-2)
+    for product in (skinny_linear, skinny_silu_mul):
+        assert_close(product(x_TI, *weights, norm=InputNorm(weight_I, 1e-2)), product(normed_TI, *weights))
+
+
+def test_all_that_is_fused_takes_float8_weights(device: torch.device, generator: torch.Generator) -> None:
+    for num_tokens in (2, 9):
+        x_TI, weight_OI, bias_O = inputs(generator, num_tokens, 34, 272, torch.float16, device)
+        scales_O = (0.5 + torch.rand(34, generator=generator)).to(device)
+        arguments = (x_TI, weight_OI.to(torch.float8_e4m3fn), bias_O, scales_O)
+        y_TO = skinny_linear(*arguments)
+        torch.testing.assert_close(skinny_silu_mul(*arguments), silu_mul(y_TO), rtol=0, atol=0)
+        residual_TO = torch.ones_like(y_TO)
+        skinny_add_(residual_TO, *arguments)
+        torch.testing.assert_close(residual_TO, 1 + y_TO)
+
+
+@pytest.mark.parametrize(
+    "launch", [FmaLaunch(rows=4, num_warps=1, max_programs=3), DotLaunch(16, 64, num_warps=1, num_stages=2)]
+)
+def test_any_launch_fuses_alike(
+    launch: FmaLaunch | DotLaunch, device: torch.device, generator: torch.Generator
+) -> None:
+    arguments = inputs(generator, 3, 42, 80, torch.float32, device)
+    y_TO = skinny_linear(*arguments, launch=launch)
+    assert_close(skinny_silu_mul(*arguments, launch=launch), silu_mul(y_TO))
+    residual_TO = y_TO.clone()
+    skinny_add_(residual_TO, *arguments, launch=launch)
+    assert_close(residual_TO, 2 * y_TO)
+
+
+def test_norms_where_all_of_x_is_in_registers() -> None:
+    assert norms_input(4, 4096, 2)
+    assert not norms_input(5, 4096, 2)
+    assert not norms_input(4, 8192, 2)
+    assert norms_input(2, 4096, 1)
+    assert not norms_input(3, 4096, 1)
+
+
 def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
     wide_TX, weight_OI, _ = inputs(generator, 3, 4, 32, torch.float32, device)
     x_TI, weight_OI = wide_TX[:, 8:24], weight_OI[:, :16].contiguous()
@@ -109,6 +249,9 @@ def test_no_rows_are_no_launch(device: torch.device) -> None:
 def test_launches_are_chosen_by_shape() -> None:
     assert choose_launch(1, 4096, 4096, 2) == FmaLaunch(rows=2, num_warps=8, max_programs=4 * 132)
     assert choose_launch(1, 14336, 4096, 2) == FmaLaunch(rows=2, num_warps=16, max_programs=132)
+    assert choose_launch(2, 4096, 4096, 2) == FmaLaunch(rows=2, num_warps=8, max_programs=3 * 132)
+    normed = choose_launch(2, 4096, 4096, 2, is_normed=True)
+    assert normed == FmaLaunch(rows=2, num_warps=8, max_programs=2 * 132), "89 registers"
     assert isinstance(choose_launch(2, 14336, 4096, 2), DotLaunch), "x would not fit the registers"
     assert isinstance(choose_launch(5, 4096, 4096, 2), DotLaunch)
     assert choose_launch(2, 4096, 4096, 1) == FmaLaunch(rows=4, num_warps=8, max_programs=2 * 132)
@@ -123,6 +266,11 @@ def test_refuses_many_rows_and_weights_without_their_scales(device: torch.device
         skinny_linear(torch.zeros(17, 8, device=device), weight_OI)
     with pytest.raises(AssertionError, match="scales"):
         skinny_linear(torch.zeros(1, 8, device=device).half(), weight_OI.to(torch.float8_e4m3fn))
+
+
+def skip_what_cannot_be_interpreted(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    if num_tokens > MAX_FMA_TOKENS and dtype is torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
 
 
 def inputs(

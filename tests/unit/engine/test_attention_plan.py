@@ -49,12 +49,15 @@ def test_each_split_row_is_merged_of_its_parts(
     plan = _plan(requests, grid, window)
     written: dict[int, int] = {}
     direct = []
-    for _, first_row, num_queries, _, _, _, partial_row, _ in plan.items_IF.tolist():
+    for _, first_row, num_queries, _, _, _, partial_row, merge in plan.items_IF.tolist():
         for query in range(num_queries):
             if partial_row == DIRECT:
                 direct.append(first_row + query)
             else:
                 assert partial_row + query not in written
+                out_row, first_partial, _, stride = plan.merges_RF[merge + query].tolist()
+                assert out_row == first_row + query
+                assert (partial_row + query - first_partial) % stride == 0
                 written[partial_row + query] = first_row + query
     merged = []
     for out_row, first_partial, num_parts, stride in plan.merges_RF.tolist():

@@ -1,0 +1,54 @@
+"""What becomes of a product of few rows before it is stored: activated in pairs, or added to what is there.
+
+Shape suffixes: T tokens, P pairs.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class InputNorm:
+    """RMSNorm of the rows that a product takes."""
+
+    weight_I: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Of one product; see `skinny_linear`."""
+
+    x_TI: torch.Tensor
+    weight_OI: torch.Tensor
+    bias_O: torch.Tensor | None
+    scales_O: torch.Tensor | None
+    y_TO: torch.Tensor
+    """O output features; half as many where the product is gated."""
+    norm: InputNorm | None = None
+    is_gated: bool = False
+    """y = silu(first half) * second half."""
+    is_added: bool = False
+    """y += the product."""
+
+
+@triton.jit
+def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of row `index` of a tile, from the tile's first output on. A gated tile has gates and what they scale in turns,
+    so that the two of a pair are neighbours; the latter lie behind all of the former."""
+    if GATED:
+        return index // 2 + index % 2 * num_outputs
+    else:
+        return index
+
+
+@triton.jit
+def silu_mul_pairs(y):  # type: ignore[no-untyped-def]
+    """[T, P, 2], rounded as if stored, to [T, P] in float32: what silu_mul.py computes of it."""
+    gate, up = tl.split(y)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -1,0 +1,46 @@
+"""ResidualStream: what the branches of a decoder add to, and each begins with the norm of; knows no branch.
+
+Shape suffixes: T tokens of a step, E hidden size, I input features of a projection.
+"""
+
+import torch
+
+from engine.collectives import Collectives
+from engine.layers.backend import Activations, Backend, LinearLayer
+
+
+class ResidualStream:
+    """Of one step.
+
+    A branch ends with a projection. Its result is added at once where the backend does both in one launch, and where no
+    other rank has a part of it; else it is added together with the next norm.
+    """
+
+    def __init__(self, rows_TE: torch.Tensor, backend: Backend, collectives: Collectives, eps: float) -> None:
+        """`rows_TE` is overwritten."""
+        self._rows_TE = rows_TE
+        self._branch_TE: torch.Tensor | None = None
+        """Still to be added."""
+        self._backend = backend
+        self._collectives = collectives
+        self._eps = eps
+
+    def normed(self, weight_E: torch.Tensor) -> Activations:
+        """RMSNorm of the sum so far; to be used before anything is added to it."""
+        branch_TE, self._branch_TE = self._branch_TE, None
+        if branch_TE is None:
+            return self._backend.rms_norm(self._rows_TE, weight_E, self._eps)
+        return self._backend.add_rms_norm(branch_TE, self._rows_TE, weight_E, self._eps)
+
+    def add(self, linear: LinearLayer, x_TI: Activations) -> None:
+        """Adds the sum of every rank's `linear(x_TI)`."""
+        assert self._branch_TE is None, "each branch begins with a norm"
+        if self._collectives.size == 1 and self._backend.adds(linear, x_TI, self._rows_TE):
+            return
+        self._branch_TE = linear(x_TI)
+        self._collectives.all_reduce_(self._branch_TE)
+
+    def total(self) -> torch.Tensor:
+        """T x E."""
+        branch_TE, self._branch_TE = self._branch_TE, None
+        return self._rows_TE if branch_TE is None else self._rows_TE.add_(branch_TE)

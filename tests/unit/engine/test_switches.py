@@ -1,0 +1,34 @@
+"""Which ways of saving launches are taken."""
+
+import pytest
+
+from baton.errors import ConfigError
+from engine.kernels import switches
+from engine.kernels.switches import ALL_OFF, VARIABLE, KernelSwitches, kernel_switches, switched
+
+
+def test_all_are_on_unless_the_environment_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, off in (("", ()), (" no-fused-merge ,", ("no-fused-merge",))):
+        monkeypatch.setenv(VARIABLE, text)
+        monkeypatch.setattr(switches, "_current", None)
+        assert kernel_switches().off == off
+
+
+def test_each_can_be_left_out_by_its_name() -> None:
+    assert KernelSwitches.parse(",".join(ALL_OFF.off)) == ALL_OFF
+    for name in ALL_OFF.off:
+        assert KernelSwitches.parse(name).off == (name,)
+
+
+@pytest.mark.parametrize("text", ["fused-merge", "no-such", "no_fused_merge", "no-fused-merge no-such"])
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"BATON_KERNELS: got .*no-fused-merge"):
+        KernelSwitches.parse(text)
+
+
+def test_those_of_the_process_return_after_a_comparison() -> None:
+    before = kernel_switches()
+    with switched(ALL_OFF, fused_merge=True) as within:
+        assert kernel_switches() is within
+        assert within.fused_merge
+    assert kernel_switches() is before
