@@ -6,17 +6,16 @@ Belongs to whoever drives it, one call at a time; see endpoint.py.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
-from baton.system.standstill import Standstill
 from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.connector.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.connector.metrics import PeerMetrics
 from kv_transfer.connector.timelines import Timelines
 from kv_transfer.consumer.block_writer import BlockWriter, PendingWrite
+from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S, PoolRead, PoolReads
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
@@ -34,7 +33,6 @@ from kv_transfer.protocol.effects import (
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
-from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.rank_transfers import RankTransfers
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
@@ -42,18 +40,6 @@ from kv_transfer.transport.base import Channel, PoolReader, TransportError
 logger = logging.getLogger(__name__)
 
 ConsumerCommand = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
-
-READ_TIMEOUT_S = 10.0
-"""A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Pieces that are being read out of a peer's pool."""
-
-    pool: PoolKey
-    message: Pieces
-    wanted: WantedPieces
 
 
 class ConsumerEndpoint:
@@ -81,9 +67,7 @@ class ConsumerEndpoint:
         self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
         self._writer = BlockWriter(pool)
-        self._reads: dict[tuple[str, int], _Read] = {}
-        self._standstill = Standstill(READ_TIMEOUT_S / 4)
-        self._read_ends: Timers[tuple[str, int]] = Timers(self._standstill)
+        self._reads = PoolReads(self._pools)
         self.received: list[ReceivedKV] = []
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
@@ -126,39 +110,30 @@ class ConsumerEndpoint:
 
     def on_time(self) -> None:
         now = self._clock.now()
-        late = list(self._read_ends.pop_due(now))
-        for name in late:
-            self._pools.close_one(self._reads[name].pool)
+        overdue = self._reads.close_overdue(now)
         self.poll()
-        for name in late:
-            if name in self._reads:
-                self._unread(self._reads.pop(name), f"no word of its end for {READ_TIMEOUT_S:g} s")
+        for read in self._reads.abandon(overdue):
+            self._unread(read, f"no word of its end for {READ_TIMEOUT_S:g} s")
         self._do(self._consumer.on_time(now))
-        self._pools.close_orphaned(self._is_read)
+        self._pools.close_orphaned(self._reads.uses)
         self._pools.close_unused(self._consumer.knows)
 
     def poll(self) -> None:
         """Takes in reads, and copies of a device, that are over."""
-        for transport, done in self._pools.poll():
-            self._read_ends.cancel((transport, done.number))
-            read = self._reads.pop((transport, done.number), None)
-            if read is None:  # it was given up, long after nothing wrote any more
+        for read, error in self._reads.finished():
+            if error is not None:
+                self._unread(read, error)
                 continue
-            if done.error is None:
-                arrival = self._arrival(read.message, read.wanted, transport)
-                self._writer.was_read(arrival, self._rank_transfers.at(read.message.key).view)
-                self._collect_written()
-            else:
-                self._unread(read, done.error)
+            write = self._pending_write(read.message, read.wanted, read.pool[2])
+            self._writer.was_read(write, self._rank_transfers.at(read.message.key).view)
+            self._collect_written()
         self._collect_written()
 
     def next_deadline(self) -> float | None:
-        times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._read_ends.next()]
-        if self._reads:
-            intervals = [self._pools.poll_interval_s(read.pool[2]) for read in self._reads.values()]
-            times += [self._clock.now() + interval for interval in intervals if interval is not None]
+        now = self._clock.now()
+        times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._reads.next_deadline(now)]
         if self._writer.poll_interval_s is not None:
-            times.append(self._clock.now() + self._writer.poll_interval_s)
+            times.append(now + self._writer.poll_interval_s)
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
@@ -232,31 +207,26 @@ class ConsumerEndpoint:
         view = self._rank_transfers.at(message.key).view
         if transport in SENDS_BYTES:
             payload = self._channel.read_payload()
-            self._writer.receive(self._arrival(message, wanted, transport), view, payload)
+            self._writer.receive(self._pending_write(message, wanted, transport), view, payload)
             self._collect_written()
             return
-        read = _Read(_pool_key(message.key, transport), message, wanted)
+        read = PoolRead(_pool_key(message.key, transport), message, wanted)
         try:
             peers = [message.piece_ids[position] for position in wanted.positions]
-            runs = view.runs(peers, wanted.piece_ids)
-            number = self._pools.read(read.pool, runs)
+            self._reads.begin(read, view.runs(peers, wanted.piece_ids), now)
         except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
             self._unread(read, str(error))
             return
-        self._reads[transport, number] = read
-        self._standstill.look(now)
-        self._read_ends.set((transport, number), now + READ_TIMEOUT_S)
         if self._pools.poll_interval_s(transport) is None:
             self.poll()
 
-    def _arrival(self, message: Pieces, wanted: WantedPieces, transport: str) -> PendingWrite:
+    def _pending_write(self, message: Pieces, wanted: WantedPieces, transport: str) -> PendingWrite:
         return PendingWrite(message, wanted, transport, self._consumer.wants_checksums(message.key))
 
     def _collect_written(self) -> None:
         for written in self._writer.poll():
-            arrival = written.arrival
-            message, wanted, transport = arrival.message, arrival.wanted, arrival.transport
-            self._arrived(message, wanted, written.missing, transport, written.checksums)
+            write = written.arrival
+            self._arrived(write.message, write.wanted, written.missing, write.transport, written.checksums)
 
     def _arrived(
         self,
@@ -281,14 +251,11 @@ class ConsumerEndpoint:
         valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
         self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
 
-    def _unread(self, read: _Read, error: str) -> None:
+    def _unread(self, read: PoolRead, error: str) -> None:
         logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
         self._pools.mark_failed(read.pool)
         key, transport, now = read.message.key, read.pool[2], self._clock.now()
         self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
-
-    def _is_read(self, pool: PoolKey) -> bool:
-        return any(read.pool == pool for read in self._reads.values())
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kv_transfer.consumer.endpoint import READ_TIMEOUT_S
+from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
 from tests.simulation.attempts import End
 from tests.simulation.faults import Fleet

@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole
 from kv_transfer.connector.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
-from kv_transfer.consumer.endpoint import READ_TIMEOUT_S
+from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.consumer.remote_pools import RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
