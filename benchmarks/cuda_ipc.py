@@ -115,7 +115,7 @@ class End:
 
     def obey(self, metadata: KVConnectorMetadata) -> None:
         self._connector.save_kv_blocks(metadata, set())
-        self._connector.send_orders(metadata)
+        self._connector.send_commands(metadata)
         self._connector.start_load_kv(metadata)
 
     def until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:

@@ -150,7 +150,7 @@ class End:
     ) -> None:
         metadata = KVConnectorMetadata(at_once, loads, after)
         self._connector.save_kv_blocks(metadata, set())
-        self._connector.send_orders(metadata)
+        self._connector.send_commands(metadata)
         self._connector.start_load_kv(metadata)
 
     def until(self, pick: Callable[[KVConnectorOutput], Sequence[T]]) -> T:

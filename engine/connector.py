@@ -12,7 +12,7 @@ class ConnectorWorker(Protocol):
 
     def get_finished(self) -> KVConnectorOutput: ...
 
-    def send_orders(self, metadata: Any) -> None:
+    def send_commands(self, metadata: Any) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up. Returns when blocks that were taken
         back are not read any more."""
         ...

@@ -200,7 +200,7 @@ class EngineCore:
             self._grammars.evict(self._scheduler.grammars_in_use())
 
     def _submit(self, plan: SchedulerOutput) -> None:
-        self._connector.send_orders(plan.kv_connector_metadata)
+        self._connector.send_commands(plan.kv_connector_metadata)
         for step in self._under_way:
             step.lost |= plan.preempted_req_ids
         if not self._under_way:

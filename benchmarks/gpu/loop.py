@@ -45,7 +45,7 @@ class InstantLoads:
         received, self._received = tuple(self._received), []
         return KVConnectorOutput(finished_recving=received)
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """Nobody is to be told."""
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:

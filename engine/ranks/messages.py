@@ -54,10 +54,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class RankCommands:
     """For the rank's connector."""
 
-    orders: KVConnectorMetadata
+    commands: KVConnectorMetadata
     """Those whose moment has come on rank 0."""
     num_computed: int
     """Plans that this rank must have computed before: as many as rank 0 had."""
@@ -122,12 +122,12 @@ class Report:
     peers: tuple[KVPeerCounts, ...]
 
 
-ToRank = Setup | Join | Plan | Orders | Stop
+ToRank = Setup | Join | Plan | RankCommands | Stop
 FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
 
 MAX_PLAN_BYTES = 2**30
 """A plan has every prompt that begins with it, also what of it lies in blocks already: of 256 requests over one
 document of 131,072 tokens, 160 MiB. Too large a plan would be the worker's end."""
 
-TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, Orders, Stop, max_bytes=MAX_PLAN_BYTES)
+TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, RankCommands, Stop, max_bytes=MAX_PLAN_BYTES)
 FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, News, Report)

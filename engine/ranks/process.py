@@ -43,8 +43,8 @@ from engine.ranks.messages import (
     Join,
     Loaded,
     News,
-    Orders,
     Plan,
+    RankCommands,
     RankFailed,
     Ready,
     Report,
@@ -140,11 +140,11 @@ class RankLoop:
             match message:
                 case Plan(plan):
                     self._compute(plan)
-                case Orders(orders, num_computed):
+                case RankCommands(commands, num_computed):
                     self._take(num_computed)
-                    self._connector.send_orders(orders)
-                    self._connector.start_load_kv(orders)
-                    self._connector.save_kv_blocks(orders, frozenset())
+                    self._connector.send_commands(commands)
+                    self._connector.start_load_kv(commands)
+                    self._connector.save_kv_blocks(commands, frozenset())
                 case _NewsIsThere():
                     if news := self._connector.get_finished():
                         self._channel.send(News(news))

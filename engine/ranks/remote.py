@@ -12,7 +12,7 @@ from baton.step import KVConnectorOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from engine.pipeline import Pipeline, StepResult
 from engine.ranks.group import RankGroup, RankLink
-from engine.ranks.messages import Orders, Plan
+from engine.ranks.messages import Plan, RankCommands
 from kv_transfer import KVConnectorMetadata
 
 
@@ -62,7 +62,7 @@ class RemoteConnector:
         self._link = link
         self._group = group
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """Blocks that are taken back need no wait here: the rank obeys before it looks at the step that follows."""
         if metadata is not None and metadata.at_once:
             self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)
@@ -73,7 +73,7 @@ class RemoteConnector:
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
         if metadata is not None:
-            filled = tuple(order for order in metadata.after if order.request_id not in lost)
+            filled = tuple(command for command in metadata.after if command.request_id not in lost)
             if filled:
                 self._send(KVConnectorMetadata((), (), filled), self._group.num_computed)
 
@@ -97,5 +97,5 @@ class RemoteConnector:
         """Part of the rank's own end."""
         self._group.begin_stop()
 
-    def _send(self, orders: KVConnectorMetadata, num_computed: int) -> None:
-        self._group.send_to(self._link, Orders(orders, num_computed))
+    def _send(self, commands: KVConnectorMetadata, num_computed: int) -> None:
+        self._group.send_to(self._link, RankCommands(commands, num_computed))

@@ -1,6 +1,6 @@
 """TransferAgent: the thread on which a rank's hand-overs happen; knows no protocol.
 
-Orders come in through a queue, news go out through another. Asleep, it wakes for an order, a message, a deadline, or
+Commands come in through a queue, news go out through another. Asleep, it wakes for a command, a message, a deadline, or
 the end of a process whose pool is open, and for nothing else.
 """
 
@@ -14,7 +14,7 @@ from baton.step import KVConnectorOutput
 from baton.system.standstill import wait_awake
 from baton.system.wakeup import WakeUp
 from kv_transfer.connector.commands import WithdrawBlocks
-from kv_transfer.connector.endpoint import Order, TransferEndpoint
+from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ class TransferAgent:
         self._channel = channel
         self._clock = clock
         self._on_news = on_news
-        self._orders: queue.SimpleQueue[tuple[Sequence[Order], threading.Event]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Sequence[TransferCommand], threading.Event]] = (
+            queue.SimpleQueue()
+        )
         self._news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
         self._wakeup = WakeUp()
         self._channel.wake_on(self._wakeup.fileno())
@@ -54,16 +56,16 @@ class TransferAgent:
             self._thread.join()
         self._wakeup.close()
 
-    def post(self, orders: Sequence[Order]) -> None:
+    def post(self, commands: Sequence[TransferCommand]) -> None:
         """Gives orders. Returns at once, unless one takes blocks back: then when none of them is offered any more."""
         done = threading.Event()
-        self._orders.put((orders, done))
+        self._commands.put((commands, done))
         self._wakeup.set()
-        if any(isinstance(order, WithdrawBlocks) for order in orders):
+        if any(isinstance(command, WithdrawBlocks) for command in commands):
             self._check_taken_back(done)
         self._check_alive()
 
-    def take_news(self) -> KVConnectorOutput:
+    def collect_news(self) -> KVConnectorOutput:
         """Everything that happened since the last call; raises if the agent's thread has died."""
         self._check_alive()
         news = KVConnectorOutput()
@@ -89,7 +91,7 @@ class TransferAgent:
             self._channel.close()
 
     def _publish(self) -> None:
-        if news := self._endpoint.take_news():
+        if news := self._endpoint.collect_news():
             self._news.put(news)
             self._on_news()
 
@@ -107,8 +109,8 @@ class TransferAgent:
         return None if when is None else max(0.0, when - self._clock.now())
 
     def _take_orders(self) -> None:
-        while not self._orders.empty():
-            orders, done = self._orders.get()
-            for order in orders:
-                self._endpoint.obey(order)
+        while not self._commands.empty():
+            commands, done = self._commands.get()
+            for command in commands:
+                self._endpoint.execute(command)
             done.set()

@@ -65,7 +65,7 @@ COUNTERS = (
 )
 """Every counter exists from the start, so that other threads may copy them while they grow."""
 
-Order = ProducerCommand | ConsumerCommand
+TransferCommand = ProducerCommand | ConsumerCommand
 
 
 class TransferEndpoint:
@@ -85,12 +85,12 @@ class TransferEndpoint:
         self._counters = counters
         self.metrics = metrics
 
-    def obey(self, order: Order) -> None:
-        """One order of the engine."""
-        if isinstance(order, ConsumerCommand):
-            self._consumer_end.obey(order)
+    def execute(self, command: TransferCommand) -> None:
+        """One command of the engine."""
+        if isinstance(command, ConsumerCommand):
+            self._consumer_end.execute(command)
         else:
-            self._producer_end.obey(order)
+            self._producer_end.execute(command)
 
     def take(self, arrival: Arrival) -> None:
         """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
@@ -128,7 +128,7 @@ class TransferEndpoint:
         times = [self._producer_end.next_deadline(), self._consumer_end.next_deadline()]
         return min((time for time in times if time is not None), default=None)
 
-    def take_news(self) -> KVConnectorOutput:
+    def collect_news(self) -> KVConnectorOutput:
         """Everything that happened since the last call."""
         producer_end, consumer_end = self._producer_end, self._consumer_end
         news = KVConnectorOutput(

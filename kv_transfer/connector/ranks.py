@@ -21,7 +21,7 @@ from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutc
 class RankConnector(Protocol):
     """One rank's KVConnectorWorker, wherever it runs."""
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None: ...
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None: ...
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None: ...
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None: ...
     def get_finished(self) -> KVConnectorOutput: ...
@@ -41,22 +41,22 @@ class RankedConnector:
         self._records: dict[str, list[TransferRecord]] = {}
         """How it went on the ranks that have reported, while others have not."""
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.at_once if metadata is not None else ():
-            match order:
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
+        for command in metadata.at_once if metadata is not None else ():
+            match command:
                 case BeginSend():
-                    self._sends.begin(order.request_id, range(len(self._ranks)))
+                    self._sends.begin(command.request_id, range(len(self._ranks)))
                 case AbortSend(is_held=False):
-                    self._sends.forget(order.request_id)
-                    self._records.pop(order.request_id, None)
+                    self._sends.forget(command.request_id)
+                    self._records.pop(command.request_id, None)
                 case AbortLoad():
-                    self._loads.abort(order.request_id)
+                    self._loads.abort(command.request_id)
         for rank in self._ranks:
-            rank.send_orders(metadata)
+            rank.send_commands(metadata)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.loads if metadata is not None else ():
-            self._loads.begin(order.request_id, range(len(self._ranks)))
+        for command in metadata.loads if metadata is not None else ():
+            self._loads.begin(command.request_id, range(len(self._ranks)))
         for rank in self._ranks:
             rank.start_load_kv(metadata)
 
@@ -119,9 +119,9 @@ class RankedConnector:
         match outcome:
             case GiveUp(ranks, reason, is_cancelled, is_postponed):
                 give_up = GiveUpLoad(request_id, reason, is_cancelled, is_postponed)
-                orders = KVConnectorMetadata((give_up,), (), ())
+                commands = KVConnectorMetadata((give_up,), (), ())
                 for number in ranks:
-                    self._ranks[number].send_orders(orders)
+                    self._ranks[number].send_commands(commands)
             case LoadArrived(parts):
                 received = ReceivedKV(
                     request_id,
@@ -134,9 +134,9 @@ class RankedConnector:
                 return KVConnectorOutput(finished_recving=(received,), transfers=self._record(request_id))
             case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
                 if not is_postponed:  # some of its ranks may be
-                    orders = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
+                    commands = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
                     for rank in self._ranks:
-                        rank.send_orders(orders)
+                        rank.send_commands(commands)
                 num_blocks = num_valid_tokens // self._block_size
                 failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
                 records = {} if is_postponed else self._record(request_id)

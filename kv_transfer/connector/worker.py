@@ -75,7 +75,7 @@ class KVConnectorWorker:
     def start(self) -> None:
         self._agent.start()
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, to hand over, to give up.
 
         Returns at once, unless blocks are taken back: then when none of them is offered any more.
@@ -91,13 +91,13 @@ class KVConnectorWorker:
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
         """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
         if metadata is not None:
-            filled = tuple(order for order in metadata.after if order.request_id not in lost)
+            filled = tuple(command for command in metadata.after if command.request_id not in lost)
             if filled:
                 self._agent.post(filled)
 
     def get_finished(self) -> KVConnectorOutput:
         """What ended since the last call."""
-        return self._agent.take_news()
+        return self._agent.collect_news()
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""

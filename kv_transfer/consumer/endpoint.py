@@ -76,15 +76,15 @@ class ConsumerEndpoint:
         self.records: dict[str, TransferRecord] = {}
         """How those went that arrived or failed, likewise."""
 
-    def obey(self, order: ConsumerCommand) -> None:
-        """One order of the engine."""
-        match order:
+    def execute(self, command: ConsumerCommand) -> None:
+        """One command of the engine."""
+        match command:
             case BeginLoad():
-                self._begin(order)
+                self._begin(command)
             case LoadBlocks():
-                self._load(order)
+                self._load(command)
             case AbortLoad():
-                self._abort(order)
+                self._abort(command)
             case GiveUpLoad(request_id, reason, is_cancelled, is_postponed):
                 for end in self._rank_transfers.of(request_id):
                     self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
@@ -151,41 +151,41 @@ class ConsumerEndpoint:
 
     # orders
 
-    def _begin(self, order: BeginLoad) -> None:
+    def _begin(self, command: BeginLoad) -> None:
         now = self._clock.now()
-        self._timelines.begin(order.request_id, order.transfer)
-        for end in self._rank_transfers.open(order.request_id, order.transfer):
+        self._timelines.begin(command.request_id, command.transfer)
+        for end in self._rank_transfers.open(command.request_id, command.transfer):
             self._do(
                 self._consumer.begin(
-                    end.rank_transfer, end.key, end.address, order.num_tokens, end.view.shape, now
+                    end.rank_transfer, end.key, end.address, command.num_tokens, end.view.shape, now
                 )
             )
 
-    def _load(self, order: LoadBlocks) -> None:
-        ends = self._rank_transfers.of(order.request_id)
-        self._timelines.mark(order.request_id, TransferEventKind.ASKED)
-        if (reason := self._rank_transfers.refusal(order.request_id)) is not None:
+    def _load(self, command: LoadBlocks) -> None:
+        ends = self._rank_transfers.of(command.request_id)
+        self._timelines.mark(command.request_id, TransferEventKind.ASKED)
+        if (reason := self._rank_transfers.refusal(command.request_id)) is not None:
             reason = f"the workers do not match: {reason}"
-            self._rank_transfers.close(order.request_id)
-            self._timelines.part_ended(order.request_id, TransferEventKind.FAILED, reason=reason)
-            self._record(order.request_id)
-            self.failed.append(FailedKV(order.request_id, 0, reason))
+            self._rank_transfers.close(command.request_id)
+            self._timelines.part_ended(command.request_id, TransferEventKind.FAILED, reason=reason)
+            self._record(command.request_id)
+            self.failed.append(FailedKV(command.request_id, 0, reason))
             return
-        self._loads.begin(order.request_id, [end.rank_transfer for end in ends])
-        first_token, now = order.first_index * self._pool.layout.block_size, self._clock.now()
+        self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
+        first_token, now = command.first_index * self._pool.layout.block_size, self._clock.now()
         effects: list[Effect] = []
         for end in ends:  # all begin before one that fails at once can give the others up
-            effects += self._consumer.load(end.rank_transfer, first_token, order.block_ids, now)
+            effects += self._consumer.load(end.rank_transfer, first_token, command.block_ids, now)
         self._do(effects)
 
-    def _abort(self, order: AbortLoad) -> None:
-        is_loading = order.request_id in self._loads
-        self._loads.abort(order.request_id)
-        for end in self._rank_transfers.of(order.request_id):
-            self._do(self._consumer.abort(end.rank_transfer, order.reason))
+    def _abort(self, command: AbortLoad) -> None:
+        is_loading = command.request_id in self._loads
+        self._loads.abort(command.request_id)
+        for end in self._rank_transfers.of(command.request_id):
+            self._do(self._consumer.abort(end.rank_transfer, command.reason))
         if not is_loading:
-            self._rank_transfers.close(order.request_id)
-            self._timelines.forget(order.request_id)
+            self._rank_transfers.close(command.request_id)
+            self._timelines.forget(command.request_id)
 
     def _give_up(self, rank_transfer: RankTransfer, why: GiveUp[RankTransfer]) -> None:
         if why.is_postponed:

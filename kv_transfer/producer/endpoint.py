@@ -66,25 +66,25 @@ class ProducerEndpoint:
         self.records: dict[str, TransferRecord] = {}
         """How their hand-overs went, likewise."""
 
-    def obey(self, order: ProducerCommand) -> None:
-        """One order of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
-        if isinstance(order, NoteStarvation):
-            self._do(self._producer.note_starvation(order.is_starved))
+    def execute(self, command: ProducerCommand) -> None:
+        """One command of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
+        if isinstance(command, NoteStarvation):
+            self._do(self._producer.note_starvation(command.is_starved))
             return
-        request_id, now = order.request_id, self._clock.now()
-        if isinstance(order, BeginSend):
-            self._begin(order)
+        request_id, now = command.request_id, self._clock.now()
+        if isinstance(command, BeginSend):
+            self._begin(command)
             return
-        if isinstance(order, FinishSend):
+        if isinstance(command, FinishSend):
             self._timelines.mark(request_id, TransferEventKind.PREFILLED)
         if (
-            isinstance(order, FinishSend | AbortSend)
+            isinstance(command, FinishSend | AbortSend)
             and (reason := self._rank_transfers.refusal(request_id)) is not None
         ):
             self._timelines.part_ended(request_id, TransferEventKind.FAILED, reason=reason)
             self._conclude(request_id)
         for end in self._rank_transfers.of(request_id):
-            match order:
+            match command:
                 case SendBlocks(first_index=first, block_ids=block_ids):
                     self._do(self._producer.blocks_ready(end.rank_transfer, first, block_ids))
                 case WithdrawBlocks():
@@ -95,7 +95,7 @@ class ProducerEndpoint:
                     self._do(self._producer.finish(end.rank_transfer, first_token, now))
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
                     self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
-        if isinstance(order, AbortSend) and not order.is_held:
+        if isinstance(command, AbortSend) and not command.is_held:
             self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
             self.records.pop(request_id, None)
 
@@ -126,14 +126,14 @@ class ProducerEndpoint:
     def __len__(self) -> int:
         return max(len(self._producer), len(self._rank_transfers))
 
-    def _begin(self, order: BeginSend) -> None:
-        ends = self._rank_transfers.open(order.request_id, order.transfer)
-        self._timelines.begin(order.request_id, order.transfer)
-        self._open.begin(order.request_id, [end.rank_transfer for end in ends])
+    def _begin(self, command: BeginSend) -> None:
+        ends = self._rank_transfers.open(command.request_id, command.transfer)
+        self._timelines.begin(command.request_id, command.transfer)
+        self._open.begin(command.request_id, [end.rank_transfer for end in ends])
         for end in ends:
             self._do(
                 self._producer.begin(
-                    end.rank_transfer, end.key, order.num_tokens, end.view.shape, end.view.nbytes
+                    end.rank_transfer, end.key, command.num_tokens, end.view.shape, end.view.nbytes
                 )
             )
 

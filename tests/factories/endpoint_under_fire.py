@@ -26,7 +26,7 @@ from kv_transfer.connector.commands import (
     SendBlocks,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import COUNTERS, Order, make_endpoint
+from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, make_endpoint
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import (
@@ -294,18 +294,18 @@ class EndpointUnderFire:
     def _begin_send(self) -> None:
         request_id, transfer = self._new(TransferRole.PRODUCER)
         self._sends[request_id] = Sending(self._rng.choice((16, 40, 96)))
-        self._obey(BeginSend(request_id, transfer, self._sends[request_id].num_tokens))
+        self._execute(BeginSend(request_id, transfer, self._sends[request_id].num_tokens))
 
     def _fill(self, request_id: str) -> None:
         """The next full block of the prompt is computed; which one it is does not matter here."""
         sending = self._sends[request_id]
         if sending.num_ready < sending.num_tokens // 16:
-            self._obey(SendBlocks(request_id, sending.num_ready, (self._rng.randrange(NUM_BLOCKS),)))
+            self._execute(SendBlocks(request_id, sending.num_ready, (self._rng.randrange(NUM_BLOCKS),)))
             sending.num_ready += 1
 
     def _preempt(self, request_id: str) -> None:
         self._sends[request_id].num_ready = 0
-        self._obey(WithdrawBlocks(request_id))
+        self._execute(WithdrawBlocks(request_id))
 
     def _finish_send(self, request_id: str) -> None:
         sending = self._sends[request_id]
@@ -313,19 +313,19 @@ class EndpointUnderFire:
             self._fill(request_id)
         sending.is_over = True
         tail = (self._rng.randrange(NUM_BLOCKS),) if sending.num_tokens % 16 else ()
-        self._obey(FinishSend(request_id, -(-sending.num_tokens // 16), tail, FirstToken(7, None)))
+        self._execute(FinishSend(request_id, -(-sending.num_tokens // 16), tail, FirstToken(7, None)))
 
     def _abort_send(self, request_id: str) -> None:
         self._sends[request_id].is_over = True
         is_held = self._rng.random() < 0.7
         if not is_held:
             del self._sends[request_id]
-        self._obey(AbortSend(request_id, "over", self._rng.random() < 0.5, is_held))
+        self._execute(AbortSend(request_id, "over", self._rng.random() < 0.5, is_held))
 
     def _begin_load(self) -> None:
         request_id, transfer = self._new(TransferRole.CONSUMER)
         self._loads[request_id] = Loading(self._rng.choice((16, 40, 96)))
-        self._obey(BeginLoad(request_id, transfer, self._loads[request_id].num_tokens))
+        self._execute(BeginLoad(request_id, transfer, self._loads[request_id].num_tokens))
 
     def _load(self, request_id: str) -> None:
         load = self._loads[request_id]
@@ -336,7 +336,7 @@ class EndpointUnderFire:
             return
         load.block_ids = tuple(free[:num_blocks])
         first = self._rng.randrange(num_blocks)
-        self._obey(LoadBlocks(request_id, first, load.block_ids[first:]))
+        self._execute(LoadBlocks(request_id, first, load.block_ids[first:]))
 
     def _abort_load(self, request_id: str) -> None:
         load = self._loads[request_id]
@@ -344,7 +344,7 @@ class EndpointUnderFire:
             load.is_aborted = True
         else:
             del self._loads[request_id]
-        self._obey(AbortLoad(request_id, "over"))
+        self._execute(AbortLoad(request_id, "over"))
 
     def _new(self, role: TransferRole) -> tuple[str, KVTransferParams]:
         self._num_requests += 1
@@ -355,14 +355,14 @@ class EndpointUnderFire:
             role, request_id, 0, WorkerRef(peer, peer, (f"tcp://{peer}",), 16)
         )
 
-    def _obey(self, order: Order) -> None:
-        self.endpoint.obey(order)
+    def _execute(self, command: TransferCommand) -> None:
+        self.endpoint.execute(command)
         self._check()
 
     # what must hold
 
     def _check(self) -> None:
-        news = self.endpoint.take_news()
+        news = self.endpoint.collect_news()
         for request_id in news.finished_sending:
             assert self._sends.pop(request_id).is_over, f"{request_id} was freed while it is computed"
         for received in news.finished_recving:

@@ -63,21 +63,21 @@ class EndpointConnector:
         self._endpoint = endpoint
         self._counters = counters
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.at_once if metadata else ():
-            self._endpoint.obey(order)
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
+        for command in metadata.at_once if metadata else ():
+            self._endpoint.execute(command)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.loads if metadata else ():
-            self._endpoint.obey(order)
+        for command in metadata.loads if metadata else ():
+            self._endpoint.execute(command)
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        for order in metadata.after if metadata else ():
-            assert order.request_id not in lost
-            self._endpoint.obey(order)
+        for command in metadata.after if metadata else ():
+            assert command.request_id not in lost
+            self._endpoint.execute(command)
 
     def get_finished(self) -> KVConnectorOutput:
-        return self._endpoint.take_news()
+        return self._endpoint.collect_news()
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
@@ -123,14 +123,14 @@ class Worker:
             connectors.append(EndpointConnector(endpoint, counters))
         self.connector = RankedConnector(connectors, block_size)
 
-    def order(self, *orders: ImmediateCommand) -> None:
-        self.connector.send_orders(KVConnectorMetadata(orders, (), ()))
+    def command(self, *commands: ImmediateCommand) -> None:
+        self.connector.send_commands(KVConnectorMetadata(commands, (), ()))
 
-    def load(self, order: LoadBlocks) -> None:
-        self.connector.start_load_kv(KVConnectorMetadata((), (order,), ()))
+    def load(self, command: LoadBlocks) -> None:
+        self.connector.start_load_kv(KVConnectorMetadata((), (command,), ()))
 
-    def save(self, order: SendBlocks) -> None:
-        self.connector.save_kv_blocks(KVConnectorMetadata((), (), (order,)), set())
+    def save(self, command: SendBlocks) -> None:
+        self.connector.save_kv_blocks(KVConnectorMetadata((), (), (command,)), set())
 
     def news(self) -> KVConnectorOutput:
         return self.connector.get_finished()

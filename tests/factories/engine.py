@@ -41,7 +41,7 @@ class FakeConnectorWorker:
     def get_finished(self) -> KVConnectorOutput:
         return self.news.pop(0) if self.news else KVConnectorOutput()
 
-    def send_orders(self, metadata: Any) -> None:
+    def send_commands(self, metadata: Any) -> None:
         self.orders += metadata.at_once if metadata else ()
 
     def start_load_kv(self, metadata: Any) -> None:

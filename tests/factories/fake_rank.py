@@ -123,25 +123,25 @@ class DiaryConnector:
     def start(self) -> None:
         self._diary.write("start")
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.at_once if metadata else ():
-            self._diary.write(f"at once {type(order).__name__}")
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
+        for command in metadata.at_once if metadata else ():
+            self._diary.write(f"at once {type(command).__name__}")
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        for order in metadata.loads if metadata else ():
-            self._diary.write(f"load {order.request_id}")
-            self._quiesced += (order.request_id,)
+        for command in metadata.loads if metadata else ():
+            self._diary.write(f"load {command.request_id}")
+            self._quiesced += (command.request_id,)
             self._num_loads += 1
-            if order.request_id == "lost":
+            if command.request_id == "lost":
                 raise RuntimeError("the transfer thread has died")
-            if order.request_id == "full":
+            if command.request_id == "full":
                 raise OSError("No space left on device")
             self._on_news()
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        for order in metadata.after if metadata else ():
-            if order.request_id not in lost:
-                self._diary.write(f"save {order.request_id}")
+        for command in metadata.after if metadata else ():
+            if command.request_id not in lost:
+                self._diary.write(f"save {command.request_id}")
 
     def get_finished(self) -> KVConnectorOutput:
         quiesced, self._quiesced = self._quiesced, ()

@@ -204,7 +204,7 @@ class Connector:
         self.ref = WorkerRef(name, f"{name}-life", (self._connector.kv_address,), block_size)
 
     def obey(self, metadata: KVConnectorMetadata) -> None:
-        self._connector.send_orders(metadata)
+        self._connector.send_commands(metadata)
         self._connector.start_load_kv(metadata)
         self._connector.save_kv_blocks(metadata, set())
 

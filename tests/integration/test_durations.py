@@ -22,9 +22,9 @@ def begin(fabric: Fabric) -> tuple[Worker, Worker]:
     """A prompt of 32 tokens, for which the decode worker waits a while, and then has room."""
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
-    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), 32))
+    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), 32))
     fabric.advance(1.5)
-    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), 32))
+    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), 32))
     decode.load(LoadBlocks("r", 0, (1, 2)))
     fabric.advance(0.25)
     prefill.save(SendBlocks("r", 0, (1,)))
@@ -34,14 +34,14 @@ def begin(fabric: Fabric) -> tuple[Worker, Worker]:
 
 def succeeds(fabric: Fabric) -> None:
     prefill, decode = begin(fabric)
-    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.deliver()
     assert decode.news().finished_recving
 
 
 def is_aborted(fabric: Fabric) -> None:
     prefill, _ = begin(fabric)
-    prefill.order(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
     fabric.deliver()
 
 
@@ -54,7 +54,7 @@ def takes_too_long(fabric: Fabric) -> None:
 def loses_its_consumer(fabric: Fabric) -> None:
     prefill, _ = begin(fabric)
     fabric.cut("p0/0")
-    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.advance(LEASE_S + LOAD_TIMEOUT_S)
     assert prefill.news().finished_sending
 
@@ -94,7 +94,7 @@ def outputs_of(origin: float, role: TransferRole) -> bytes:
 def news_of(fabric: Fabric, role: TransferRole) -> KVConnectorOutput:
     """How a real hand-over of the same request ended at one of its ends."""
     prefill, decode = begin(fabric)
-    prefill.order(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
     fabric.deliver()
     return (prefill if role is TransferRole.PRODUCER else decode).news()
 

@@ -85,11 +85,11 @@ class Worker:
         self.pool = np.frombuffer(self.host.memories[device.address], np.uint8).reshape(-1, BLOCK_BYTES)
         return DeviceBlocks(device, BLOCK_BYTES), None
 
-    def order(self, *orders: ImmediateCommand | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
-        at_once = tuple(order for order in orders if not isinstance(order, LoadBlocks))
-        loads = tuple(order for order in orders if isinstance(order, LoadBlocks))
+    def command(self, *commands: ImmediateCommand | LoadBlocks, after: tuple[SendBlocks, ...] = ()) -> None:
+        at_once = tuple(command for command in commands if not isinstance(command, LoadBlocks))
+        loads = tuple(command for command in commands if isinstance(command, LoadBlocks))
         metadata = KVConnectorMetadata(at_once, loads, after)
-        self.connector.send_orders(metadata)
+        self.connector.send_commands(metadata)
         self.connector.start_load_kv(metadata)
         self.connector.save_kv_blocks(metadata, set())
 
@@ -156,15 +156,15 @@ def legs(
 def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
     """A prompt of 40 tokens: two full blocks, and a tail. It goes to blocks 10, 11, 12 of the decode worker."""
     to_prefill, to_decode = legs(prefill, decode, request_id)
-    prefill.order(BeginSend(request_id, to_prefill, 40))
-    decode.order(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
+    prefill.command(BeginSend(request_id, to_prefill, 40))
+    decode.command(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
 
 
 def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
-    prefill.order(after=(SendBlocks("r", 0, (1,)),))
-    prefill.order(after=(SendBlocks("r", 1, (2,)),))
-    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    prefill.command(after=(SendBlocks("r", 0, (1,)),))
+    prefill.command(after=(SendBlocks("r", 1, (2,)),))
+    prefill.command(FinishSend("r", 3, (3,), TOKEN))
     received = decode.until(lambda news: news.finished_recving)
     assert (received.request_id, received.first_token, received.num_bytes) == ("r", TOKEN, 3 * BLOCK_BYTES)
     assert received.transport == Worker.transport
@@ -180,9 +180,9 @@ def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Wor
         for giver, taker in pairs:
             name = f"{giver.ref.name} {first}"
             to_giver, to_taker = legs(giver, taker, name)
-            giver.order(BeginSend(name, to_giver, 40), after=(SendBlocks(name, 0, (1, 2)),))
-            taker.order(BeginLoad(name, to_taker, 40), LoadBlocks(name, 0, (first, first + 1, first + 2)))
-            giver.order(FinishSend(name, 3, (3,), TOKEN))
+            giver.command(BeginSend(name, to_giver, 40), after=(SendBlocks(name, 0, (1, 2)),))
+            taker.command(BeginLoad(name, to_taker, 40), LoadBlocks(name, 0, (first, first + 1, first + 2)))
+            giver.command(FinishSend(name, 3, (3,), TOKEN))
     for giver, taker in pairs:
         news = taker.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
         assert sorted(load.request_id for load in news.finished_recving) == [
@@ -199,8 +199,8 @@ def test_workers_hand_over_wherever_they_listen(bind_host: str, monkeypatch: pyt
     prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
     try:
         start(prefill, decode)
-        prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
-        prefill.order(FinishSend("r", 3, (3,), TOKEN))
+        prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
+        prefill.command(FinishSend("r", 3, (3,), TOKEN))
         decode.until(lambda news: news.finished_recving)
         assert (decode.pool[10:13] == prefill.pool[1:4]).all()
     finally:
@@ -219,7 +219,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     decode = Worker("d0", "d-life-1")
     try:
         start(prefill, decode)
-        prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
+        prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
         failed = decode.until(lambda news: news.failed_recving)
         assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
         assert prefill.connector.counters()["kv_bytes_sent"] == 0
@@ -233,23 +233,23 @@ def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(
 ) -> None:
     to_prefill, to_decode = legs(prefill, decode)
     truth = prefill.pool[1:4].copy()
-    prefill.order(BeginSend("r", to_prefill, 40), after=(SendBlocks("r", 0, (1, 2)),))
-    prefill.order(WithdrawBlocks("r"))
+    prefill.command(BeginSend("r", to_prefill, 40), after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.command(WithdrawBlocks("r"))
     prefill.pool[5:8] = truth
     prefill.pool[1:3] = 99  # another request's
-    decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
-    prefill.order(after=(SendBlocks("r", 0, (5, 6)),))
-    prefill.order(FinishSend("r", 3, (7,), TOKEN))
+    decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+    prefill.command(after=(SendBlocks("r", 0, (5, 6)),))
+    prefill.command(FinishSend("r", 3, (7,), TOKEN))
     decode.until(lambda news: news.finished_recving)
     assert (decode.pool[10:13] == truth).all()
 
 
 def test_c32_an_abort_while_loading_is_quiet_and_frees_the_other_end(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
-    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
-    decode.order(AbortLoad("r", "the client left"))
+    prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
+    decode.command(AbortLoad("r", "the client left"))
     assert decode.until(lambda news: news.quiesced) == "r"
-    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    prefill.command(FinishSend("r", 3, (3,), TOKEN))
     assert prefill.until(lambda news: news.finished_sending) == "r"
 
 
@@ -257,10 +257,10 @@ def test_c33_an_abort_that_crosses_the_arrival_hurts_nobody(prefill: Worker, dec
     for number in range(5):
         name = f"r{number}"
         start(prefill, decode, name)
-        prefill.order(after=(SendBlocks(name, 0, (1, 2)),))
-        prefill.order(FinishSend(name, 3, (3,), TOKEN))
+        prefill.command(after=(SendBlocks(name, 0, (1, 2)),))
+        prefill.command(FinishSend(name, 3, (3,), TOKEN))
         decode.until(lambda news: news.finished_recving)
-        decode.order(AbortLoad(name, "the client left"))
+        decode.command(AbortLoad(name, "the client left"))
         prefill.until(lambda news: news.finished_sending)
 
 
@@ -270,18 +270,18 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
 ) -> None:
     if not is_late:
         start(prefill, decode)
-        prefill.order(AbortSend("r", "the request ended", True, False))
+        prefill.command(AbortSend("r", "the request ended", True, False))
     else:
         to_prefill, to_decode = legs(prefill, decode)
-        prefill.order(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
-        decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+        prefill.command(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
+        decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving, timeout_s=2.0)
     assert failed.is_cancelled
 
 
 def test_c42_a_prefill_worker_that_dies_is_noticed_by_heartbeat(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
-    prefill.order(after=(SendBlocks("r", 0, (1,)),))
+    prefill.command(after=(SendBlocks("r", 0, (1,)),))
     decode_sees = threading.Event()
     assert not decode_sees.wait(0.2)
     prefill.stop()
@@ -294,8 +294,8 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
     decode = Worker("d0", "d-life-1")
     start(prefill, decode)
     decode.stop()
-    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
-    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.command(FinishSend("r", 3, (3,), TOKEN))
     assert prefill.until(lambda news: news.finished_sending) == "r"
     assert prefill.connector.counters()["kv_lease_expiries"] == 1
 
@@ -303,11 +303,11 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
 def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
     first = Worker("p0", "p-life-1")
     to_prefill, to_decode = legs(first, decode)
-    first.order(BeginSend("r", to_prefill, 40))
+    first.command(BeginSend("r", to_prefill, 40))
     address = first.ref.kv_addresses[0]
     first.stop()
     second = rebound("p0", "p-life-2", address)
-    decode.order(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
+    decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving)
     assert "restarted" in failed.reason
     second.stop()
@@ -333,8 +333,8 @@ def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode:
         while prefill.connector.counters()["kv_bad_messages"] < 3:
             assert time.monotonic() < deadline
     start(prefill, decode)
-    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
-    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.command(FinishSend("r", 3, (3,), TOKEN))
     decode.until(lambda news: news.finished_recving)
 
 
@@ -351,8 +351,8 @@ def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.Mon
     before = threading.active_count()
     prefill, decode = Worker("p0", "p-life-1"), Worker("d0", "d-life-1")
     start(prefill, decode)
-    prefill.order(after=(SendBlocks("r", 0, (1, 2)),))
-    prefill.order(FinishSend("r", 3, (3,), TOKEN))
+    prefill.command(after=(SendBlocks("r", 0, (1, 2)),))
+    prefill.command(FinishSend("r", 3, (3,), TOKEN))
     decode.until(lambda news: news.finished_recving)
     prefill.stop()
     decode.stop()

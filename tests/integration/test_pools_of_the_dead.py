@@ -45,7 +45,7 @@ class Worker:
         self.ref = WorkerRef(name, f"{name}-life", (self.connector.kv_address,), 16)
 
     def obey(self, metadata: KVConnectorMetadata) -> None:
-        self.connector.send_orders(metadata)
+        self.connector.send_commands(metadata)
         self.connector.start_load_kv(metadata)
         self.connector.save_kv_blocks(metadata, frozenset())
 

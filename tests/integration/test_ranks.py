@@ -119,7 +119,7 @@ def rank_pids(parent: int) -> list[int]:
 
 def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp_path: Path) -> None:
     """A rank obeys orders when it has computed what rank 0 had computed."""
-    orders = KVConnectorMetadata(
+    commands = KVConnectorMetadata(
         (WithdrawBlocks("w"),),
         (LoadBlocks("r", 0, (1,)),),
         (SendBlocks("kept", 0, (2,)), SendBlocks("lost", 0, (3,))),
@@ -131,11 +131,11 @@ def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp
         ranks.compute(2, "collectives")
         ranks.pipeline.submit(make_plan(3, "r", "delay-1"))
         time.sleep(DELAY_S / 5)
-        ranks.connector.send_orders(orders)
+        ranks.connector.send_commands(commands)
         ranks.pipeline.take()
-        ranks.connector.save_kv_blocks(orders, {"lost"})
-        ranks.connector.start_load_kv(orders)
-        ranks.connector.send_orders(abort)
+        ranks.connector.save_kv_blocks(commands, {"lost"})
+        ranks.connector.start_load_kv(commands)
+        ranks.connector.send_commands(abort)
         end = time.monotonic() + SOON_S
         news = KVConnectorOutput()
         while not news and time.monotonic() < end:

@@ -67,7 +67,7 @@ class Engine:
         self._note(self.scheduler.update_connector_output(connector.get_finished()))
         plan = self.scheduler.schedule()
         metadata = plan.kv_connector_metadata
-        connector.send_orders(metadata)
+        connector.send_commands(metadata)
         connector.start_load_kv(metadata)
         connector.save_kv_blocks(metadata, set())
         requests = [self._running[name] for name in plan.num_scheduled_tokens]

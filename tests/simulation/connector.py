@@ -24,7 +24,7 @@ from kv_transfer.connector.commands import (
     NoteStarvation,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import Order, TransferEndpoint
+from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
 from kv_transfer.transport.base import Arrival
 from tests.simulation.leases import Leases
 from tests.simulation.network import SimChannel
@@ -50,7 +50,7 @@ class SimConnector:
         self._clock = clock
         self._name = process.incarnation
         self._wake = wake
-        self._orders: deque[Order] = deque()
+        self._commands: deque[TransferCommand] = deque()
         self._news = KVConnectorOutput()
         self._timer: float | None = None
         self.endpoint: TransferEndpoint
@@ -71,7 +71,7 @@ class SimConnector:
         news, self._news = self._news, KVConnectorOutput()
         return news
 
-    def send_orders(self, metadata: KVConnectorMetadata | None) -> None:
+    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         if metadata is not None and metadata.at_once:
             self._post(metadata.at_once)
 
@@ -81,7 +81,7 @@ class SimConnector:
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
         if metadata is not None:
-            self._post(tuple(order for order in metadata.after if order.request_id not in lost))
+            self._post(tuple(command for command in metadata.after if command.request_id not in lost))
 
     def counters(self) -> dict[str, int]:
         return dict(self.counts)
@@ -99,7 +99,7 @@ class SimConnector:
         num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
         num_expired = self.counts["kv_lease_expiries"] - num_expired
-        news = self.endpoint.take_news()
+        news = self.endpoint.collect_news()
         if news:
             freed = [self.holds[name].transfer for name in news.finished_sending if name in self.holds]
             self._leases.check(num_expired, freed)
@@ -118,26 +118,26 @@ class SimConnector:
         self.endpoint.take(arrival)
         self.turn()
 
-    def _post(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            whose = "" if isinstance(order, NoteStarvation) else order.request_id
-            self._world.log(self._name, f"order {type(order).__name__} {whose}", partial(repr, order))
-            self._orders.append(order)
-        if any(isinstance(order, WithdrawBlocks) for order in orders):
+    def _post(self, commands: Sequence[TransferCommand]) -> None:
+        for command in commands:
+            whose = "" if isinstance(command, NoteStarvation) else command.request_id
+            self._world.log(self._name, f"order {type(command).__name__} {whose}", partial(repr, command))
+            self._commands.append(command)
+        if any(isinstance(command, WithdrawBlocks) for command in commands):
             self._world.counts["orders taken back"] += 1
-            self._obey()
-        elif orders:
+            self._execute()
+        elif commands:
             delay_s = self._world.between(0.0, self.max_order_delay_s)
             if delay_s > 0.0:
-                self._world.after(delay_s, self._obey, self._process)
+                self._world.after(delay_s, self._execute, self._process)
             else:
-                self._obey()
+                self._execute()
 
-    def _obey(self) -> None:
-        while self._orders:
-            order = self._orders.popleft()
-            self._note_hold(order)
-            self.endpoint.obey(order)
+    def _execute(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            self._note_hold(command)
+            self.endpoint.execute(command)
         self.turn()
 
     def _set_timer(self) -> None:
@@ -157,11 +157,11 @@ class SimConnector:
 
     # the ledger
 
-    def _note_hold(self, order: Order) -> None:
-        if isinstance(order, NoteStarvation):
+    def _note_hold(self, command: TransferCommand) -> None:
+        if isinstance(command, NoteStarvation):
             return
-        now, request_id = self._world.now, order.request_id
-        match order:
+        now, request_id = self._world.now, command.request_id
+        match command:
             case BeginSend(transfer=transfer):
                 self.holds[request_id] = Hold("sending", now, transfer)
             case BeginLoad(transfer=transfer):

@@ -176,10 +176,10 @@ def end_a_lease_twice() -> Patch:
 def go_on_before_blocks_are_given_back() -> Patch:
     """The engine does not wait until withdrawn blocks are not sent any more."""
 
-    def post(self: SimConnector, orders: Sequence[Any]) -> None:
-        self._orders += orders
-        is_withdrawn = any(isinstance(order, WithdrawBlocks) for order in self._orders)
-        self._world.after(0.05 if is_withdrawn else 0.0, self._obey, self._process)
+    def post(self: SimConnector, commands: Sequence[Any]) -> None:
+        self._commands += commands
+        is_withdrawn = any(isinstance(command, WithdrawBlocks) for command in self._commands)
+        self._world.after(0.05 if is_withdrawn else 0.0, self._execute, self._process)
 
     return patch.object(SimConnector, "_post", post)
 

@@ -112,17 +112,17 @@ class Worker(Process):
         status = WorkerStatus(self.ref, self.kind, state, blocks, requests, {})
         return self.sessions.heartbeat(gateway.encode(), status)
 
-    def take(self, gateway: str, order: SubmitRequest | AbortRequests) -> None:
+    def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
         """RequestServer._receive, of what is not a Hello."""
         try:
-            self.sessions.take(gateway.encode(), order)
+            self.sessions.take(gateway.encode(), command)
         except WireError:
             self._world.counts["path order of another session"] += 1
             return
-        if isinstance(order, SubmitRequest):
-            self.submit(gateway, order.request)
+        if isinstance(command, SubmitRequest):
+            self.submit(gateway, command.request)
         else:
-            self.abort(order.request_ids)
+            self.abort(command.request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
         """It is out of reach, or was silent for too long."""

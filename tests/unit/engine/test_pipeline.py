@@ -50,7 +50,7 @@ def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: 
     pipeline.close()
 
 
-class Orders:
+class RankCommands:
     """A device that takes orders, and has done nothing before somebody waits for it."""
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class Orders:
         return Order(self, plan.step)
 
 
-class FakeLaunchingRunner(Orders):
+class FakeLaunchingRunner(RankCommands):
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(plan).wait()
 
 
 class Order:
-    def __init__(self, orders: Orders, step: int) -> None:
+    def __init__(self, orders: RankCommands, step: int) -> None:
         self._orders, self._step = orders, step
 
     def wait(self) -> ModelRunnerOutput:
@@ -81,7 +81,7 @@ class Order:
 
 
 def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> None:
-    device = Orders()
+    device = RankCommands()
     pipeline = StreamPipeline(device)
     for step in (1, -1, 0, 2):
         pipeline.submit(make_plan(step))
@@ -112,7 +112,7 @@ class Diary(FakeConnectorWorker):
         super().__init__()
         self.entries: list[tuple[str, Any]] = []
 
-    def send_orders(self, metadata: Any) -> None:
+    def send_commands(self, metadata: Any) -> None:
         self.entries.append(
             ("orders", [type(order).__name__ for order in metadata.at_once] if metadata else [])
         )

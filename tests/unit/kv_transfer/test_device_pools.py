@@ -24,8 +24,8 @@ def begin(transport: str) -> tuple[Fabric, Worker, Worker]:
     """Both ends know of a prompt of four blocks, and it has its place on the decode worker."""
     fabric = Fabric(transport, on_device=True)
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref), NUM_TOKENS))
-    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "r", 0, prefill.ref), NUM_TOKENS))
+    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref), NUM_TOKENS))
+    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "r", 0, prefill.ref), NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
     return fabric, prefill, decode
@@ -37,7 +37,7 @@ def give(prefill: Worker) -> None:
 
 
 def finish(prefill: Worker) -> None:
-    prefill.order(FinishSend("r", 4, (), TOKEN))
+    prefill.command(FinishSend("r", 4, (), TOKEN))
 
 
 def num_offered(fabric: Fabric) -> int:
@@ -79,7 +79,7 @@ def test_c41_blocks_taken_back_while_they_are_copied_out_are_not_vouched_for(tra
     fabric.drivers[0].is_slow = True
     give(prefill)
     fabric.advance(0.01)
-    prefill.order(WithdrawBlocks("r"))
+    prefill.command(WithdrawBlocks("r"))
     prefill.blocks[0][:] = 0x2A
     fabric.drivers[0].run()
     fabric.advance(0.01)
@@ -99,7 +99,7 @@ def test_c33_a_hand_over_that_ends_while_it_is_copied_out_is_never_sent() -> Non
     fabric.drivers[0].is_slow = True
     give(prefill)
     fabric.advance(0.01)
-    prefill.order(AbortSend("r", "the client left", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=True))
     fabric.drivers[0].run()
     fabric.advance(0.1)
     assert num_offered(fabric) == 0
@@ -115,7 +115,7 @@ def test_c32_a_load_that_is_given_up_is_quiet_only_when_nothing_writes_its_block
     give(prefill)
     fabric.advance(0.01)
     assert driver.queued, "the bytes are on their way into the device"
-    decode.order(AbortLoad("r", "the client left"))
+    decode.command(AbortLoad("r", "the client left"))
     fabric.advance(0.1)
     assert not decode.news().quiesced
     driver.run()

@@ -104,15 +104,15 @@ def begin(prefill: Worker, decode: Worker, name: str, block_ids: Sequence[int]) 
     """Both ends know of the request, and its blocks are reserved."""
     to_prefill = KVTransferParams(TransferRole.PRODUCER, name, 0, decode.ref)
     to_decode = KVTransferParams(TransferRole.CONSUMER, name, 0, prefill.ref)
-    prefill.order(BeginSend(name, to_prefill, NUM_TOKENS))
-    decode.order(BeginLoad(name, to_decode, NUM_TOKENS))
+    prefill.command(BeginSend(name, to_prefill, NUM_TOKENS))
+    decode.command(BeginLoad(name, to_decode, NUM_TOKENS))
     decode.load(LoadBlocks(name, 0, tuple(block_ids)))
 
 
 def give(prefill: Worker, name: str) -> None:
     prefill.compute(NUM_TOKENS)
     prefill.save(SendBlocks(name, 0, prefill.blocks_for(NUM_TOKENS)))
-    prefill.order(FinishSend(name, 4, (), TOKEN))
+    prefill.command(FinishSend(name, 4, (), TOKEN))
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -140,7 +140,7 @@ def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
     fabric.drivers[1].is_slow = True
     give(prefill, "r")
     fabric.advance(0.01)
-    decode.order(AbortLoad("r", "the client left"))
+    decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     assert decode.news().quiesced == (), "it is being copied"
     fabric.drivers[1].failure = "an illegal memory access was encountered (700)"
@@ -159,7 +159,7 @@ def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_abo
     give(prefill, "r")
     fabric.deliver()
     if is_aborted:
-        decode.order(AbortLoad("r", "the client left"))
+        decode.command(AbortLoad("r", "the client left"))
     fabric.advance(READ_TIMEOUT_S - 0.1)
     assert not decode.news(), "its bytes may still be on their way"
     fabric.advance(0.1)

@@ -59,9 +59,9 @@ def make_open(fingerprint: KVFingerprint = FINGERPRINT, transports: tuple[str, .
 
 def give_a_prompt(end: TransferEndpoint) -> None:
     peer = WorkerRef("d0", "peer", ("tcp://peer",), 16)
-    end.obey(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, peer), 16))
-    end.obey(SendBlocks("r", 0, (1,)))
-    end.obey(FinishSend("r", 1, (), FirstToken(7, None)))
+    end.execute(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, peer), 16))
+    end.execute(SendBlocks("r", 0, (1,)))
+    end.execute(FinishSend("r", 1, (), FirstToken(7, None)))
 
 
 def test_a_name_too_long_to_be_answered_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
         make_open(transports=(ZMQ_TCP,) * 17)
     odd = KVFingerprint(2, "x" * 512, "x" * 512, "x" * 512, 2, 2, 8, 16, 1)
     end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
-    assert end.take_news().finished_sending == ("r",)
+    assert end.collect_news().finished_sending == ("r",)
 
 
 def test_two_who_cannot_read_each_other_do_not_say_so_for_ever() -> None:

@@ -24,9 +24,9 @@ from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start
 def begin(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
     to_prefill = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
     to_decode = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    decode.order(BeginLoad(request_id, to_decode, 32))
+    decode.command(BeginLoad(request_id, to_decode, 32))
     decode.load(LoadBlocks(request_id, 0, (1, 2)))
-    prefill.order(BeginSend(request_id, to_prefill, 32))
+    prefill.command(BeginSend(request_id, to_prefill, 32))
     fabric.deliver()
 
 
@@ -39,7 +39,7 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     fabric.clock.advance(0.25)
-    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.clock.advance(0.125)
     fabric.deliver()
     block = prefill.blocks[0][0].nbytes
@@ -56,7 +56,7 @@ def test_a_worker_counts_the_legs_of_all_its_ranks_together() -> None:
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
     prefill.compute(32)
     begin(fabric, prefill, decode, "r")
-    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     fabric.deliver()
     (gave,), (took,) = prefill.connector.peers(), decode.connector.peers()
     assert (gave.done, gave.num_bytes) == (took.done, took.num_bytes)
@@ -72,13 +72,13 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode, "r")
-    prefill.order(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
     fabric.deliver()
     assert ends(prefill) == ends(decode) == [(0, 1, 0)]
     begin(fabric, prefill, decode, "late")
     fabric.cut("p0/0")
     fabric.advance(LOAD_TIMEOUT_S)
-    prefill.order(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
+    prefill.command(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
     assert ends(prefill) == ends(decode) == [(0, 2, 0)]
 
 
@@ -90,7 +90,7 @@ def test_c40_what_the_prefill_worker_answered_alone_was_not_needed_and_is_no_fai
     begin(fabric, prefill, decode, "r")
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
-    prefill.order(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
     fabric.deliver()
     assert ends(decode) == [(0, 0, num_ranks)]
     assert ends(prefill) == [(0, 0, num_ranks)]
@@ -103,8 +103,8 @@ def test_a_request_that_ends_in_the_queue_has_not_failed_to_be_handed_over() -> 
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     transfer = KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref)
-    prefill.order(BeginSend("r", transfer, 32))
-    prefill.order(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    prefill.command(BeginSend("r", transfer, 32))
+    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
     assert ends(prefill) == [(0, 0, 1)]
 
 
@@ -113,9 +113,9 @@ def test_a_request_whose_client_left_was_not_needed_on_both_ends() -> None:
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
     begin(fabric, prefill, decode, "r")
-    decode.order(AbortLoad("r", "the client left"))
+    decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
-    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    prefill.command(FinishSend("r", 2, (2,), TOKEN))
     assert ends(prefill) == ends(decode) == [(0, 0, 1)]
 
 
@@ -128,7 +128,7 @@ def test_bytes_that_were_lost_on_the_way_do_not_count_as_received() -> None:
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     assert decode.connector.counters()["kv_checksum_failures"] == 1
-    prefill.order(FinishSend("r", 2, (2,), TOKEN))
+    prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.deliver()
     num_bytes = 2 * prefill.blocks[0][0].nbytes
     assert decode.connector.counters()["kv_bytes_received"] == num_bytes

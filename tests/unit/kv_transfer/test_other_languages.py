@@ -32,8 +32,8 @@ Alter = Callable[[str, bytes], bytes]
 
 def start(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
     """Both ends know of the prompt, and have said what they say at once; no time has passed."""
-    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), NUM_TOKENS))
-    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), NUM_TOKENS))
+    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), NUM_TOKENS))
+    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
 
@@ -77,7 +77,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     start(fabric, prefill, decode)
     (failed,) = decode.news().failed_recving
     assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
-    prefill.order(FinishSend("r", 4, prefill.blocks_for(NUM_TOKENS), TOKEN))
+    prefill.command(FinishSend("r", 4, prefill.blocks_for(NUM_TOKENS), TOKEN))
     fabric.deliver()
     assert prefill.news().finished_sending == ("r",)
     assert counters(prefill, decode)["kv_bytes_sent"] == counters(prefill, decode)["kv_bytes_received"] == 0
@@ -127,7 +127,7 @@ def test_only_loads_from_that_producer_fail() -> None:
     fabric = Fabric("zmq_tcp")
     stranger, prefill, decode = fabric.add("p1"), fabric.add("p0"), fabric.add("d0")
     (address,) = stranger.ref.kv_addresses
-    decode.order(BeginLoad("s", KVTransferParams(TransferRole.CONSUMER, "s", 0, stranger.ref), NUM_TOKENS))
+    decode.command(BeginLoad("s", KVTransferParams(TransferRole.CONSUMER, "s", 0, stranger.ref), NUM_TOKENS))
     fabric.alter = lambda source, header: of_version(9, header) if source == address else header
     start(fabric, prefill, decode)
     assert decode.news().failed_recving == ()

@@ -62,14 +62,14 @@ def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) 
     """The decode worker has asked for a prompt, and the prefill worker has computed it."""
     to_decode = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
     to_prefill = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    prefill.order(BeginSend(request_id, to_decode, NUM_TOKENS))
-    decode.order(BeginLoad(request_id, to_prefill, NUM_TOKENS))
+    prefill.command(BeginSend(request_id, to_decode, NUM_TOKENS))
+    decode.command(BeginLoad(request_id, to_prefill, NUM_TOKENS))
     decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
     prefill.compute(NUM_TOKENS)
     blocks = prefill.blocks_for(NUM_TOKENS)
     prefill.save(SendBlocks(request_id, 0, blocks))
-    prefill.order(FinishSend(request_id, len(blocks), (), TOKEN))
+    prefill.command(FinishSend(request_id, len(blocks), (), TOKEN))
     fabric.deliver()
 
 
@@ -133,8 +133,8 @@ def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list
         KVTransferParams(role, "r", 0, ref)
         for role, ref in ((TransferRole.PRODUCER, decode.ref), (TransferRole.CONSUMER, prefill.ref))
     ]
-    prefill.order(BeginSend("r", begin[0], NUM_TOKENS))
-    decode.order(BeginLoad("r", begin[1], NUM_TOKENS))
+    prefill.command(BeginSend("r", begin[0], NUM_TOKENS))
+    decode.command(BeginLoad("r", begin[1], NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
     assert len(fabric.drivers[1].opened) == 1
@@ -142,7 +142,7 @@ def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list
     fabric.advance(0.0)
     prefill.compute(NUM_TOKENS)
     prefill.save(SendBlocks("r", 0, prefill.blocks_for(NUM_TOKENS)))
-    prefill.order(FinishSend("r", 4, (), TOKEN))
+    prefill.command(FinishSend("r", 4, (), TOKEN))
     fabric.advance(1.0)
     [received] = decode.news().finished_recving
     assert received.transport == ZMQ_TCP

@@ -100,8 +100,8 @@ def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_ta
     ]
     assert len(under_way) == 4
     wire.deliver()
-    order = [block.key.transfer_id for block in sent(wire, Pieces)]
-    assert sorted(order[4:10]) == ["a"] * 3 + ["b"] * 3, "the transfers did not take turns"
+    command = [block.key.transfer_id for block in sent(wire, Pieces)]
+    assert sorted(command[4:10]) == ["a"] * 3 + ["b"] * 3, "the transfers did not take turns"
 
 
 def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -> None:

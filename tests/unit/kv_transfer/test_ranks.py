@@ -18,8 +18,8 @@ def start(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str = "r"
     """Both ends know of a prompt, and the consumer has room for it in its blocks 1, 2, ..."""
     to_prefill = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
     to_decode = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    prefill.order(BeginSend(request_id, to_prefill, NUM_TOKENS))
-    decode.order(BeginLoad(request_id, to_decode, NUM_TOKENS))
+    prefill.command(BeginSend(request_id, to_prefill, NUM_TOKENS))
+    decode.command(BeginLoad(request_id, to_decode, NUM_TOKENS))
     decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
 
@@ -31,7 +31,7 @@ def finish(fabric: Fabric, prefill: Worker, request_id: str = "r") -> None:
     for index in range(num_full):
         prefill.save(SendBlocks(request_id, index, (block_ids[index],)))
         fabric.deliver()
-    prefill.order(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
+    prefill.command(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
     fabric.advance(0.01)  # reads that a device does are looked after now and then
 
 
@@ -93,7 +93,7 @@ def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
     (failed,) = decode.news().failed_recving
     assert (failed.request_id, failed.num_valid_blocks) == ("r", 2)
     fabric.mend()
-    prefill.order(FinishSend("r", 5, block_ids[4:], TOKEN))
+    prefill.command(FinishSend("r", 5, block_ids[4:], TOKEN))
     fabric.advance(LEASE_S + 1)
     assert prefill.news().finished_sending == ("r",)
     assert decode.news() == KVConnectorOutput()
@@ -105,7 +105,7 @@ def test_c47_an_abort_ends_on_every_rank() -> None:
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 4)
     prefill.compute(NUM_TOKENS)
     start(fabric, prefill, decode)
-    decode.order(AbortLoad("r", "the client left"))
+    decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     assert decode.news().quiesced == ("r",)
     finish(fabric, prefill)
@@ -143,11 +143,11 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(NUM_TOKENS)
     stranger = WorkerRef("x0", "x-life", tuple(decode.ref.kv_addresses * num_ranks), block_size)
-    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, stranger), NUM_TOKENS))
+    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, stranger), NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, (1, 2, 3, 4, 5)))
     (failed,) = decode.news().failed_recving
     assert reason in failed.reason
-    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, stranger), NUM_TOKENS))
+    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, stranger), NUM_TOKENS))
     finish(fabric, prefill)
     assert prefill.news().finished_sending == ("r",)
     fabric.assert_at_rest()

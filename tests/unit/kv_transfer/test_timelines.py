@@ -21,8 +21,8 @@ ATTEMPT = 3
 
 def begin(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
     """Both ends know of a prompt of 32 tokens; the decode worker has room a second later."""
-    prefill.order(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", ATTEMPT, decode.ref), 32))
-    decode.order(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", ATTEMPT, prefill.ref), 32))
+    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", ATTEMPT, decode.ref), 32))
+    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", ATTEMPT, prefill.ref), 32))
     fabric.deliver()
     fabric.clock.advance(1.0)
     decode.load(LoadBlocks("r", 0, decode.blocks_for(32)))
@@ -38,7 +38,7 @@ def hand_over(fabric: Fabric, prefill: Worker) -> None:
     fabric.deliver()
     fabric.clock.advance(0.25)
     prefill.save(SendBlocks("r", len(block_ids) // 2, block_ids[len(block_ids) // 2 :]))
-    prefill.order(FinishSend("r", len(block_ids), (), TOKEN))
+    prefill.command(FinishSend("r", len(block_ids), (), TOKEN))
     fabric.clock.advance(0.125)
     fabric.deliver()
 
@@ -87,7 +87,7 @@ def test_c34_a_load_that_failed_says_when_and_why(num_ranks: int) -> None:
     taken = told(decode)
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "failed": 1.0 + LOAD_TIMEOUT_S}
     assert (taken.reason, taken.num_bytes, taken.elapsed_s) == (reason, 0, LOAD_TIMEOUT_S)
-    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     given = told(prefill)
     assert (given.events[-1].kind, given.reason, given.exposed_s) == (TransferEventKind.FAILED, reason, 0.0)
 
@@ -108,7 +108,7 @@ def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
-    prefill.order(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
+    prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
     fabric.deliver()
     for worker in (prefill, decode):
         record = told(worker)
@@ -123,8 +123,8 @@ def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0", num_ranks)
     begin(fabric, prefill, decode)
-    decode.order(AbortLoad("r", "the client left"))
-    prefill.order(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
+    decode.command(AbortLoad("r", "the client left"))
+    prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
     fabric.deliver()
     assert not prefill.news().transfers
     assert not decode.news().transfers
@@ -137,7 +137,7 @@ def test_workers_that_do_not_match_say_so_in_their_records() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", block_size=16), fabric.add("d0", block_size=24)
     begin(fabric, prefill, decode)
-    prefill.order(FinishSend("r", 2, (1, 2), TOKEN))
+    prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     for worker in (prefill, decode):
         record = told(worker)
         assert record.events[-1].kind is TransferEventKind.FAILED

@@ -75,7 +75,7 @@ def test_blocks_that_were_in_the_prefix_cache_are_sent_too() -> None:
     scheduler.add_request(request)
     metadata = step(scheduler, runner)
     assert metadata is not None
-    assert [len(order.block_ids) for order in metadata.after] == [2]
+    assert [len(command.block_ids) for command in metadata.after] == [2]
     assert metadata.after[0].first_index == 0
 
 
@@ -88,10 +88,10 @@ def test_c41_a_preempted_producer_takes_its_blocks_back_before_others_write_them
     again = step(scheduler, runner)
     assert again is not None
     assert again.at_once == (WithdrawBlocks(request.request_id),)
-    assert [order.first_index for order in again.after] == [0]
+    assert [command.first_index for command in again.after] == [0]
     rest = step(scheduler, runner)
     assert rest is not None
-    assert [order.first_index for order in rest.after] == [2]
+    assert [command.first_index for command in rest.after] == [2]
 
 
 def test_a_consumer_announces_itself_loads_once_and_is_quiet_after_arrival() -> None:
@@ -115,7 +115,7 @@ def test_c39_a_consumer_that_ends_before_it_had_room_still_tells_its_producer() 
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
     metadata = step(scheduler, runner)
     assert metadata is not None
-    assert [type(order) for order in metadata.at_once] == [BeginLoad, AbortLoad]
+    assert [type(command) for command in metadata.at_once] == [BeginLoad, AbortLoad]
 
 
 def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt_is_still_wanted() -> None:
@@ -131,9 +131,9 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         scheduler.finish_requests([request.request_id], status)
         metadata = step(scheduler, runner)
         assert metadata is not None
-        (order,) = metadata.at_once
-        assert isinstance(order, AbortSend)
-        assert (order.is_cancelled, order.is_held) == (is_cancelled, True)
+        (command,) = metadata.at_once
+        assert isinstance(command, AbortSend)
+        assert (command.is_cancelled, command.is_held) == (is_cancelled, True)
         assert scheduler.kv_block_counts().leased == 1
 
 
@@ -157,8 +157,8 @@ def test_c31_starvation_is_told_when_it_begins_and_when_it_ends_and_not_where_th
     scheduler, runner = make_scheduler(num_blocks=5), FakeRunner(lambda *_: 9)
     first, second = make_request(60, role=PRODUCER), make_request(60, role=PRODUCER)
     scheduler.add_request(first)
-    orders = _at_once(step(scheduler, runner))
-    assert NoteStarvation not in map(type, orders)
+    commands = _at_once(step(scheduler, runner))
+    assert NoteStarvation not in map(type, commands)
     scheduler.add_request(second)
     assert _at_once(step(scheduler, runner))[-1] == NoteStarvation(is_starved=True)
     assert step(scheduler, runner) is None
