@@ -12,9 +12,9 @@ from baton.kv import WorkerRef
 from baton.request import FinishReason
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import ANYBODY
-from gateway.requests.client_request import Finish, Timing
 from gateway.requests.record import Outcome, RequestRecord
-from gateway.requests.ttft import HandoverParts, TtftParts
+from gateway.requests.request import Finish
+from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.metrics import GatewayMetrics
 from worker.metrics import WorkerMetrics

@@ -27,7 +27,7 @@ from baton.messages.request_plane import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from benchmarks.routing_fleet import KEY, Result, VirtualFleet
 from benchmarks.routing_workloads import Session, conversations, strangers
-from gateway.routing.placement import Ask
+from gateway.routing.placement import RouteQuery
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.router import Router
 
@@ -87,7 +87,10 @@ def decisions_part() -> list[dict[str, Any]]:
     print(f"{'workers':>8}  {'policy':14}{'us':>10}{'a second':>12}")
     for num_workers in FLEETS:
         for policy in POLICIES:
-            router, ask = _warm_router(policy, num_workers), Ask(token_ids=_prompt(), max_new_tokens=200)
+            router, ask = (
+                _warm_router(policy, num_workers),
+                RouteQuery(token_ids=_prompt(), max_new_tokens=200),
+            )
             choice_us = _median_us(lambda router=router, ask=ask: router.route(ask))  # type: ignore[misc]
             row = {"workers": num_workers, "policy": policy, "us": choice_us, "per_s": 1e6 / choice_us}
             rows.append(row)

@@ -15,7 +15,7 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerRole, WorkerStatus
 from benchmarks.routing_worker import BYTES_PER_TOKEN, LINK_BYTES_PER_S, SimWorker
 from benchmarks.routing_workloads import Session
-from gateway.routing.placement import Ask, NoRoom, Placement
+from gateway.routing.placement import NoRoom, Placement, RouteQuery
 from gateway.routing.router import Router
 from scheduler import Request
 
@@ -142,7 +142,7 @@ class VirtualFleet:
             flight = self._line[0]
             try:
                 placement = self._router.route(
-                    Ask(token_ids=flight.prompt, max_new_tokens=len(flight.answer))
+                    RouteQuery(token_ids=flight.prompt, max_new_tokens=len(flight.answer))
                 )
             except NoRoom:
                 return

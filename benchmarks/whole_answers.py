@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.request import TokenLogprobs
+from gateway.choices import MAX_VALUES, PORTION_TOKENS
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.http.openai.answers import PromptTokensDetails, Usage
 from gateway.http.openai.chat import ChatAnswer
@@ -33,10 +34,9 @@ from gateway.http.openai.choices import Collected
 from gateway.http.openai.completions import CompletionAnswer
 from gateway.http.openai.events import Head
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.requests.client_request import Delta
-from gateway.requests.turn_budget import TURN_S
-from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS
+from gateway.requests.request import Delta
 from gateway.text import Tokenizer
+from gateway.turn_budget import TURN_S
 from tests.factories.answers import finish_of
 from tests.factories.models import make_tokenizer_dir
 

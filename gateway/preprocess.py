@@ -14,11 +14,10 @@ from hashlib import blake2b
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
+from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
-from gateway.requests.request_id import WELL_FORMED, is_well_formed
-from gateway.requests.run import Generation
-from gateway.requests.trace_context import TraceContext
+from gateway.requests.request import GatewayRequest
 from gateway.routing.placement import Mode
 from gateway.text import ChatMessage, TextStream, Tokenizer, TokenizerPool
 
@@ -70,7 +69,7 @@ class Preprocessor:
         caller: Caller = ANYBODY,
         door: str = "grpc",
         trace: TraceContext | None = None,
-    ) -> Generation:
+    ) -> GatewayRequest:
         """Tokenises, and holds everything against the model; InvalidRequest names the field.
 
         `request_id` None draws one; `timeout_s` None: the client waits for as long as it takes.
@@ -95,7 +94,7 @@ class Preprocessor:
             params = sampling(room)
             self._check_token_ids("logit_bias", tuple(params.logit_bias))
             self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        return Generation(
+        return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
@@ -121,7 +120,9 @@ class Preprocessor:
             )
         return room
 
-    def samples(self, generation: Generation, number: int, keep_special_tokens: bool) -> list[Generation]:
+    def samples(
+        self, generation: GatewayRequest, number: int, keep_special_tokens: bool
+    ) -> list[GatewayRequest]:
         """`number` independent answers to one request: itself, and others with ids and seeds made of its own.
 
         The same seed gives the same answers again, and the first of many is the one that would come alone.

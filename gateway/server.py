@@ -1,4 +1,4 @@
-"""Gateway: puts its doors, gRPC and HTTP, in front of one dispatcher, and runs them."""
+"""Gateway: puts its doors, gRPC and HTTP, in front of one request driver, and runs them."""
 
 import asyncio
 import secrets
@@ -37,9 +37,9 @@ from gateway.http.trial import PageTrial
 from gateway.model import ServedModel
 from gateway.open_files import fitted_to_open_files, raise_open_files
 from gateway.preprocess import Preprocessor
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.journey import LoadFailurePolicy
+from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
+from gateway.requests.retry import LoadFailurePolicy
 from gateway.telemetry.access_log import log_request
 from gateway.telemetry.call_error import CallError
 from gateway.telemetry.call_log import log_call_error
@@ -86,7 +86,7 @@ class Gateway:
         self._loop_lag = LoopLag(self._metrics.loop_was_late)
         self._tracing = tracing_for(config, model.name, self._incarnation)
         traced = [] if self._tracing is None else [self._tracing.ended]
-        self._dispatcher = Dispatcher(
+        self._driver = RequestDriver(
             config,
             network,
             keys,
@@ -96,7 +96,7 @@ class Gateway:
             on_end=[self._metrics.ended, log_request, *traced],
             on_first_token=self._metrics.first_token,
         )
-        self._metrics.collect_too(GatewayScrape(self._dispatcher, model.name).collect)
+        self._metrics.collect_too(GatewayScrape(self._driver, model.name).collect)
         authenticator = Authenticator(config, clock)
         self._grammars = GrammarCheck(
             partial(CompileProcess, process_arguments(tokenizer.folder, model)),
@@ -106,9 +106,9 @@ class Gateway:
         self._preprocessor = preprocessor = Preprocessor(
             tokenizer, model, self._grammars, log_prompts=log_prompts
         )
-        self._cluster = ClusterService(self._dispatcher, model, fleet_control)
-        generation = GenerationService(self._dispatcher, preprocessor, model)
-        engine = VllmEngine(self._dispatcher, preprocessor, model, self._not_ready, clock)
+        self._cluster = ClusterService(self._driver, model, fleet_control)
+        generation = GenerationService(self._driver, preprocessor, model)
+        engine = VllmEngine(self._driver, preprocessor, model, self._not_ready, clock)
         self._grpc = GrpcServer(
             config,
             {
@@ -121,14 +121,14 @@ class Gateway:
             [GrpcAuthentication(authenticator)],
             certificates,
         )
-        self._feed = LiveFeed(ClusterView(self._dispatcher, model, fleet_control, clock), clock)
+        self._feed = LiveFeed(ClusterView(self._driver, model, fleet_control, clock), clock)
         routes = [
             probe_routes(self._not_ready),
             metrics_routes(self._metrics.render, self._endpoints),
-            openai_routes(self._dispatcher, preprocessor, model),
+            openai_routes(self._driver, preprocessor, model),
             page_routes(),
             docs_routes(),
-            cluster_routes(self._feed, PageTrial(self._dispatcher, preprocessor, clock)),
+            cluster_routes(self._feed, PageTrial(self._driver, preprocessor, clock)),
             tokenize_routes(preprocessor.pool, model),
         ]
         also_open = frozenset() if config.metrics_need_key else frozenset({"/metrics"})
@@ -172,15 +172,15 @@ class Gateway:
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
         """From its first heartbeat on, the worker gets requests."""
-        self._dispatcher.add_worker(endpoint)
+        self._driver.add_worker(endpoint)
 
     async def wait_for_worker(self, name: str) -> None:
         """Returns when an added worker can be given requests, or is lost; WorkerUnavailable if it refuses us."""
-        await self._dispatcher.wait_for_worker(name)
+        await self._driver.wait_for_worker(name)
 
     def remove_worker(self, name: str, reason: str) -> None:
         """The worker gets no more requests, and what it had is tried elsewhere."""
-        self._dispatcher.remove_worker(name, reason)
+        self._driver.remove_worker(name, reason)
 
     @property
     def model_name(self) -> str:
@@ -194,14 +194,14 @@ class Gateway:
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
         """What clients of the last `window_s` waited for, at most a minute, and what workers last said."""
-        dispatcher = self._dispatcher
-        seen = dispatcher.latencies.latencies(window_s, self._clock.now())
+        driver = self._driver
+        seen = driver.latencies.latencies(window_s, self._clock.now())
         return GatewayReport(
             gateway=self._incarnation,
             window_s=min(window_s, MAX_WINDOW_S),
-            num_queued=dispatcher.num_queued,
-            oldest_queued_s=dispatcher.oldest_queued_s,
-            num_in_flight=dispatcher.num_in_flight,
+            num_queued=driver.num_queued,
+            oldest_queued_s=driver.oldest_queued_s,
+            num_in_flight=driver.num_in_flight,
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,
@@ -213,7 +213,7 @@ class Gateway:
         self._cluster.end_watches()
         doors = (self._grpc, self._http) if self._http else (self._grpc,)
         await asyncio.gather(*[door.stop(grace_s) for door in doors], self._feed.stop())
-        await self._dispatcher.stop()
+        await self._driver.stop()
         if self._tracing is not None:
             await self._tracing.stop()
         self._loop_lag.stop()
@@ -237,4 +237,4 @@ class Gateway:
         return [client.endpoint for client in self._heard()]
 
     def _heard(self) -> list[WorkerClient]:
-        return [client for client in self._dispatcher.fleet.clients if not client.is_silent]
+        return [client for client in self._driver.fleet.clients if not client.is_silent]

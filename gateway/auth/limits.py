@@ -1,8 +1,5 @@
 """What each caller's key grants at most: how often, and how many at once; pure, time is an argument."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from baton.errors import RateLimited
 from gateway.auth.callers import Caller
 
@@ -61,20 +58,20 @@ class Concurrency:
     def __init__(self) -> None:
         self._running: dict[str, int] = {}
 
-    @contextmanager
-    def one_more(self, caller: Caller) -> Iterator[None]:
-        """While it lasts, the caller has one request more; RateLimited if it may not."""
+    def begin(self, caller: Caller) -> RateLimited | None:
+        """The caller has one request more, until `end`; or the reason why it may not."""
         running = self._running.get(caller.name, 0)
         if caller.max_concurrent is not None and running >= caller.max_concurrent:
-            raise RateLimited(
+            return RateLimited(
                 f"the key of '{caller.name}' grants {caller.max_concurrent} requests at once, and so many run "
                 "already; try again when one of them has ended",
                 CONCURRENCY_RETRY_S,
             )
         self._running[caller.name] = running + 1
-        try:
-            yield
-        finally:
-            self._running[caller.name] -= 1
-            if not self._running[caller.name]:
-                del self._running[caller.name]
+        return None
+
+    def end(self, caller: Caller) -> None:
+        """Once for each request that began."""
+        self._running[caller.name] -= 1
+        if not self._running[caller.name]:
+            del self._running[caller.name]

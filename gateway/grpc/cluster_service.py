@@ -16,7 +16,7 @@ from gateway.auth import callers
 from gateway.fleet_control import FleetControl
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
-from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.driver import RequestDriver
 from gateway.workers.appearance import in_order
 
 DESCRIBE_TIMEOUT_S = 1.0
@@ -38,10 +38,8 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     An order that was passed on is the controller's: a caller who leaves does not call it back.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, fleet_control: FleetControl | None
-    ) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: RequestDriver, model: ServedModel, fleet_control: FleetControl | None) -> None:
+        self._driver = driver
         self._model = model
         self._fleet_control = fleet_control
         self._is_closing = asyncio.Event()
@@ -138,13 +136,13 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
 
     async def _description(self) -> pb.DescribeClusterResponse:
         controller, fleet = await self._controller()
-        clients = self._dispatcher.fleet.clients
+        clients = self._driver.fleet.clients
         response = pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
             workers=fleet_messages.workers_to_messages(clients, fleet.slots if fleet else ()),
             gateway=fleet_messages.gateway_to_message(
-                self._dispatcher.num_in_flight, self._dispatcher.num_queued, self._dispatcher.tally
+                self._driver.num_in_flight, self._driver.num_queued, self._driver.tally
             ),
             nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
             controller=controller,

@@ -18,7 +18,8 @@ from baton.sampling import (
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
 from gateway.preprocess import Prompt
-from gateway.requests.client_request import Delta, Finish, SeenTransfer
+from gateway.requests.request import Delta, Finish
+from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode
 from gateway.text import ChatMessage
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
-from gateway.requests.tally import Tally
+from gateway.requests.record import Tally
 from gateway.workers.appearance import in_order, state_of, state_without_process
 from gateway.workers.worker_client import WorkerClient
 

@@ -1,4 +1,4 @@
-"""GenerationService: gRPC's calls for text and tokens; what they mean is up to intake and dispatcher."""
+"""GenerationService: gRPC's calls for text and tokens; the intake and the request driver say what they mean."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -14,8 +14,8 @@ from gateway.grpc import convert
 from gateway.grpc.guard import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.run import Generation
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import GatewayRequest
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -23,8 +23,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """One instance serves all calls."""
 
-    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
+        self._driver = driver
         self._preprocessor = preprocessor
         self._model = model
 
@@ -32,14 +32,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         generation = await self._generation(request, context)
-        async with aclosing(self._dispatcher.generate(generation)) as deltas:
+        async with aclosing(self._driver.generate(generation)) as deltas:
             async for delta in deltas:
                 yield convert.delta_to_response(generation.request_id, delta)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
         caller = current_caller.get()
         request_ids = convert.ids_to_abort(request.request_ids)
-        aborted = [self._dispatcher.abort(request_id, caller) for request_id in request_ids]
+        aborted = [self._driver.abort(request_id, caller) for request_id in request_ids]
         return pb.AbortResponse(num_aborted=sum(aborted))
 
     async def GetModelInfo(  # noqa: N802
@@ -56,7 +56,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             has_chat_template=self._preprocessor.has_chat_template,
         )
 
-    async def _generation(self, request: pb.GenerateRequest, context: Context) -> Generation:
+    async def _generation(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
         self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
         return await self._preprocessor.generation(
             convert.prompt_from(request),

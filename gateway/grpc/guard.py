@@ -14,9 +14,8 @@ from google.protobuf.message import DecodeError, Message
 
 from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
 from gateway.auth.callers import current_caller
+from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
 from gateway.grpc.status import REQUEST_ID, Context, abort_call, code_of
-from gateway.requests.request_id import offered_id, request_id_for
-from gateway.requests.trace_context import TraceContext, trace_context_from
 from gateway.telemetry.call_error import INTERNAL_ERROR, CallError, OnCallError
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from baton.errors import (
     Unsupported,
     WorkerUnavailable,
 )
-from gateway.requests.request_id import is_well_formed
+from gateway.call_ids import is_well_formed
 
 CODES: dict[type[BatonError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, SamplingParams, StructuredOutput
+from gateway.choices import MAX_CHOICES
 from gateway.grpc.convert import check_counts, exact
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.preprocess import Prompt
-from gateway.requests.choices import MAX_CHOICES
-from gateway.requests.client_request import Delta, Finish
+from gateway.requests.request import Delta, Finish
 
 ELSEWHERE = "this gateway picks the workers and hands KV over by itself; leave it out"
 TEXT_ONLY = "models here read text only; leave it out"

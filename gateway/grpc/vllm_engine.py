@@ -19,6 +19,7 @@ from baton.clock import Clock
 from baton.errors import Unsupported
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.auth.callers import current_caller
+from gateway.choices import ChoiceDelta, batches_of, check_whole_answer, in_turns
 from gateway.grpc import vllm_convert as convert
 from gateway.grpc.convert import ids_to_abort
 from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
@@ -27,10 +28,8 @@ from gateway.grpc.guard import trace_of
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
-from gateway.requests.choices import ChoiceDelta, batches_of
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.run import Generation
-from gateway.requests.whole_answer import check_whole_answer, in_turns
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import GatewayRequest
 
 CHUNK_BYTES = 64 * 1024
 
@@ -44,14 +43,14 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        driver: RequestDriver,
         preprocessor: Preprocessor,
         model: ServedModel,
         not_ready: Callable[[], str | None],
         clock: Clock,
     ) -> None:
         """`not_ready` says why no request could be served now; None if it could."""
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._preprocessor = preprocessor
         self._model = model
         self._not_ready = not_ready
@@ -65,14 +64,14 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[Any]:
         """An answer that is not streamed comes as bytes, serialised already; else GenerateResponses."""
         generations = await self._generations(request, context)
-        async with aclosing(batches_of(self._dispatcher, generations)) as batches:
+        async with aclosing(batches_of(self._driver, generations)) as batches:
             answer = _streamed(generations, batches) if request.stream else _whole(generations, batches)
             async for response in answer:
                 yield response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
         for request_id in ids_to_abort(request.request_ids):
-            self._dispatcher.abort(request_id, current_caller.get())
+            self._driver.abort(request_id, current_caller.get())
         return pb.AbortResponse()
 
     async def HealthCheck(  # noqa: N802
@@ -107,7 +106,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> pb.GetServerInfoResponse:
         now = self._clock.now()
         return pb.GetServerInfoResponse(
-            active_requests=self._dispatcher.num_in_flight + self._dispatcher.num_queued,
+            active_requests=self._driver.num_in_flight + self._driver.num_queued,
             last_receive_timestamp=time.time(),
             uptime_seconds=now - self._began_at,
             server_type="baton",
@@ -120,7 +119,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         decode = [status for status in self._statuses() if status.role is WorkerRole.DECODE]
         total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
         free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
-        running, waiting = self._dispatcher.num_in_flight, self._dispatcher.num_queued
+        running, waiting = self._driver.num_in_flight, self._driver.num_queued
         load = pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
@@ -172,10 +171,10 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             return self._archive
 
     def _statuses(self) -> list[WorkerStatus]:
-        clients = self._dispatcher.fleet.clients
+        clients = self._driver.fleet.clients
         return [client.status for client in clients if client.status is not None and not client.is_silent]
 
-    async def _generations(self, request: pb.GenerateRequest, context: Context) -> list[Generation]:
+    async def _generations(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         self._preprocessor.room_behind(
             len(request.tokenized.input_ids)
         )  # before millions of them become a tuple
@@ -198,7 +197,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 async def _streamed(
-    generations: Sequence[Generation], batches: Batches
+    generations: Sequence[GatewayRequest], batches: Batches
 ) -> AsyncIterator[pb.GenerateResponse]:
     num_prompt_tokens = len(generations[0].prompt_token_ids)
     async for index, delta in (each async for batch in batches for each in batch):
@@ -207,7 +206,7 @@ async def _streamed(
             yield convert.to_complete(index, delta, delta.finish)
 
 
-async def _whole(generations: Sequence[Generation], batches: Batches) -> AsyncIterator[bytes]:
+async def _whole(generations: Sequence[GatewayRequest], batches: Batches) -> AsyncIterator[bytes]:
     answers = [WholeResponse(index) for index in range(len(generations))]
     async for index, delta in in_turns(batches):
         answers[index].take(delta)

@@ -6,7 +6,7 @@ A message of a hundred thousand tokens takes the event loop a tenth of a second 
 from baton.request import TokenLogprobs
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.vllm_convert import logprobs_to_message, to_end
-from gateway.requests.client_request import Delta, Finish
+from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
 """Serialised together; some hundred answers may wait for theirs."""

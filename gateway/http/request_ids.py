@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.requests.request_id import offered_id, request_id_for
+from gateway.call_ids import offered_id, request_id_for
 
 HEADER = "x-request-id"
 

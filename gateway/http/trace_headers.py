@@ -2,7 +2,7 @@
 
 from starlette.datastructures import Headers
 
-from gateway.requests.trace_context import TraceContext, trace_context_from
+from gateway.call_ids import TraceContext, trace_context_from
 
 
 def trace_of(headers: Headers) -> TraceContext | None:

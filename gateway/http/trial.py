@@ -12,13 +12,13 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
+from gateway.call_ids import TraceContext
 from gateway.http.errors import body_of
 from gateway.http.event_stream import event
 from gateway.preprocess import Preprocessor
-from gateway.requests.client_request import Delta, Finish, SeenTransfer
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.run import Generation
-from gateway.requests.trace_context import TraceContext
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode, Placement
 from gateway.text import ChatMessage
 
@@ -40,8 +40,8 @@ class TrialRequest(BaseModel):
 class PageTrial:
     """One instance serves all viewers; each of their requests is one of the gateway's like any other."""
 
-    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, clock: Clock) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, clock: Clock) -> None:
+        self._driver = driver
         self._preprocessor = preprocessor
         self._clock = clock
 
@@ -65,7 +65,7 @@ class PageTrial:
         )
         return self._events(generation)
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def _events(self, generation: GatewayRequest) -> AsyncGenerator[bytes, None]:
         arrived_at = self._clock.now() - generation.intake_s
         num_prompt_tokens = len(generation.prompt_token_ids)
         yield event("received", {"request_id": generation.request_id, "num_prompt_tokens": num_prompt_tokens})
@@ -85,11 +85,11 @@ class PageTrial:
         except BatonError as error:
             yield event("error", body_of(error))
 
-    async def _news(self, generation: Generation) -> AsyncGenerator[Placement | Delta, None]:
+    async def _news(self, generation: GatewayRequest) -> AsyncGenerator[Placement | Delta, None]:
         """Deltas, and each placement before those that come from it."""
         placements: asyncio.Queue[Placement] = asyncio.Queue()  # one an attempt, whose number is bounded
         watched = replace(generation, on_placed=placements.put_nowait)
-        async with aclosing(self._dispatcher.generate(watched)) as deltas:
+        async with aclosing(self._driver.generate(watched)) as deltas:
             delta = asyncio.create_task(_next(deltas))
             placed = asyncio.create_task(placements.get())
             try:

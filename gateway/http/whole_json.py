@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pydantic_core import to_json
 from starlette.types import Send
 
-from gateway.requests.turn_budget import TurnBudget
+from gateway.turn_budget import TurnBudget
 
 PIECE_CHARACTERS = 16 * 1024
 """Of a long text."""

@@ -1,269 +1,400 @@
-"""Dispatcher: sees each client's request through to exactly one end, over as many attempts as it takes.
+"""Dispatcher: sees each client's request through to exactly one end, over as many attempts as needed; sans-IO.
 
-Speaks no protocol of clients. Places come from gateway/requests/admission.py, an attempt at workers is in the hands of
-gateway/requests/in_flight.py, and whether there is to be another one decides gateway/requests/journey.py.
+    effects = dispatcher.handle(event, now)       what happened, and what to do about it: gateway/requests/events.py
+    dispatcher.next_deadline()                    when to send a Tick at the latest
+
+    Submitted ----> queue ----> placed on a pair ---- WorkerOutputs ----> Deliver ... Deliver with a finish
+                      ^               |
+                      |            failure (an output that says so, or WorkerLost)
+                      |               v
+                      +------ RetryState.on_failure ----> Refuse
+
+The dispatcher has no clock, no sockets and no randomness of its own, so the simulation runs it as it is. The
+driver is gateway/requests/driver.py.
 """
 
-import asyncio
 import logging
-import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from itertools import starmap
 
-from baton.clock import Clock
-from baton.config import GatewayConfig, NetworkConfig
-from baton.errors import DeadlinePassed, RequestAborted
-from baton.messages.request_plane import KVEvents
-from baton.request import RequestOutput
-from baton.sampling import MAX_SEED
-from baton.system.curve import PlaneKeys
-from baton.worker import WorkerEndpoint, WorkerStatus
+from baton.errors import DeadlinePassed, DeadlineTooClose, InvalidRequest, RequestError
+from baton.request import FinishReason, RequestOutput
+from baton.worker import WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.auth.limits import Concurrency
-from gateway.requests.admission import Admission
-from gateway.requests.attempt import Attempt, AttemptFailed
-from gateway.requests.client_request import ClientRequest, Delta, Finish
-from gateway.requests.in_flight import InFlight
-from gateway.requests.journey import Errand, Journey, LoadFailurePolicy
+from gateway.requests.attempt import Attempt, AttemptFailure
+from gateway.requests.events import (
+    AbortAt,
+    AbortRequested,
+    Deliver,
+    Effect,
+    Event,
+    Placed,
+    Record,
+    Refuse,
+    StreamEnded,
+    Submitted,
+    SubmitTo,
+    Tick,
+    WorkerLost,
+    WorkerOutputs,
+    WorkerReported,
+)
+from gateway.requests.fair_queue import QueueEntry
 from gateway.requests.latency_window import LatencyWindow
-from gateway.requests.prefill_times import PrefillTimes
-from gateway.requests.record import OnEnd, Outcome
-from gateway.requests.run import Generation, Run, record_of
-from gateway.requests.running import Running
-from gateway.requests.tally import Tally
-from gateway.requests.unread import Unread
+from gateway.requests.queue import RequestQueue
+from gateway.requests.record import Outcome, Tally, record_of
+from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.request_state import RequestPhase, RequestState
+from gateway.requests.retry import LoadFailurePolicy, RetryState
+from gateway.routing.placement import NoRoom, Placement
+from gateway.routing.prefill_times import PrefillTimes
 from gateway.routing.router import Router
-from gateway.workers.connections import WorkerConnections
 from gateway.workers.worker_list import WorkerList
 
 logger = logging.getLogger(__name__)
 
-
 DEADLINE_SLACK_S = 0.05
-"""Whoever leaves so shortly before the deadline has left for that."""
+"""A disconnect this close to the deadline counts as a timeout: frontends keep deadlines too, and leave as
+clients do."""
 
 
 class Dispatcher:
-    """Everything in flight at one gateway."""
+    """All requests of one gateway. Times must not run backwards."""
 
     def __init__(
         self,
-        config: GatewayConfig,
-        network: NetworkConfig,
-        keys: PlaneKeys | None,
-        prefix_key: bytes,
-        load_failure_policy: LoadFailurePolicy,
-        clock: Clock,
-        on_end: Sequence[OnEnd] = (),
+        router: Router,
+        policy: LoadFailurePolicy,
+        draw_id: Callable[[int], str],
+        *,
+        max_in_flight: int,
+        max_queued: int,
+        placement_timeout_s: float,
+        must_not_fall_back: bool = False,
         on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """Everyone in `on_end` hears of every request once, when it is over; `on_first_token` how long each client
-        waited for its first token, in seconds. None may raise."""
-        self._config = config
-        self._load_failure_policy = load_failure_policy
-        self._clock = clock
-        self._on_end = on_end
-        self._router = Router(config, prefix_key)
-        self._worker_list = WorkerList()
-        self._fleet = WorkerConnections(network, keys, self)
-        self._running = Running()
-        self._concurrency = Concurrency()
-        self._prefill_times = PrefillTimes()
-        self._in_flight = InFlight(self._fleet, self._router, self._prefill_times, clock, self._note_room)
-        self._admission = Admission(config, self._router, self._in_flight, self._prefill_times, clock)
-        self._subscribing: set[asyncio.Task[None]] = set()
-        """Orders on their way into a socket, which takes them at once or not at all."""
+        """`draw_id` returns an id of so many bytes, in hexadecimal, that was never drawn before. `on_first_token` is
+        called with how long each client waited for its first token, in seconds; it must not raise."""
+        self.router = router
         self.tally = Tally()
         self.latencies = LatencyWindow(on_first_token)
+        self._policy = policy
+        self._draw_id = draw_id
+        self._max_in_flight = max_in_flight
+        self._placement_timeout_s = placement_timeout_s
+        self._must_not_fall_back = must_not_fall_back
+        self._workers = WorkerList()
+        self._prefill_times = PrefillTimes()
+        self._concurrency = Concurrency()
+        self._queue = RequestQueue[RequestState](max_queued, self._try_to_place, placement_timeout_s)
+        self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
+        """Of requests that wait."""
+        self._placed: dict[str, RequestState] = {}
+        """By the id that workers know."""
+        self._open: dict[GatewayRequest, RequestState] = {}
+        """Every request whose stream has not ended."""
+        self._calls: dict[tuple[str, str], dict[str, RequestState]] = {}
+        """Admitted ones by their caller's name and the call's, then by their own ids: callers have names of
+        their own."""
+        self._may_have_room = False
+        self._now = 0.0
+        self._effects: list[Effect] = []
 
-    @property
-    def fleet(self) -> WorkerConnections:
-        return self._fleet
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What to do about it, in this order."""
+        self._now = now
+        match event:
+            case WorkerOutputs(worker, outputs):
+                self._on_outputs(worker, outputs)
+            case Submitted(request):
+                self._on_submitted(request)
+            case StreamEnded(request, error):
+                self._on_stream_ended(request, error)
+            case AbortRequested(request):
+                self._drop(self._open[request])
+            case WorkerReported(status):
+                self._on_report(status)
+            case WorkerLost(worker, reason):
+                self._on_worker_lost(worker, reason)
+            case Tick():
+                self._refuse_overdue()
+        if self._may_have_room:
+            self._may_have_room = False
+            if len(self._queue):
+                self._queue.sweep(now)
+        effects, self._effects = self._effects, []
+        return effects
 
-    @property
-    def router(self) -> Router:
-        return self._router
+    def next_deadline(self) -> float | None:
+        """None while no request waits."""
+        return self._queue.next_deadline()
+
+    # what others see of it
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are with workers."""
-        return len(self._running) - self.num_queued
+        """Requests that are with workers, or whose clients have yet to read the end of their answers."""
+        return len(self._open) - len(self._queue)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a worker with room."""
-        return self._admission.num_queued
+        return len(self._queue)
 
     @property
-    def oldest_queued_s(self) -> float:
-        return self._admission.oldest_queued_s
+    def queued_since(self) -> float | None:
+        """When the request came that waits longest."""
+        return self._queue.oldest_since
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
-        """Streams a request's deltas up to the one with `finish`, or raises a RequestError.
+    def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
+        """The requests of one call of a caller's, by what the caller calls it, whose streams have not ended."""
+        return [state.request for state in self._calls.get((caller.name, call_id), {}).values()]
 
-        Closing the generator ends the request everywhere.
-        """
+    # a request comes and goes
+
+    def _on_submitted(self, request: GatewayRequest) -> None:
         self.tally.received()
-        arrived_at = self._clock.now() - generation.intake_s
-        outcome, failure = Outcome.FINISHED, None
-        run: Run | None = None
-        try:
-            with self._concurrency.one_more(generation.caller):
-                run = self._admit(generation)
-                async with aclosing(self._attempts_at(run)) as deltas:
-                    async for delta in deltas:
-                        yield delta if generation.caller.may_administer else delta.without_reasons()
-        except BaseException as error:
-            if run is None or run.finish is None:
-                failure = self._what_ended(run, error)
-                outcome = self.tally.ended(failure, was_placed=run is not None and run.is_resumed)
-            raise
-        finally:
-            if run is not None and run.finish is None:
-                self._running.remove(run)
-            record = record_of(generation, run, outcome, failure, arrived_at, self._clock.now())
-            for hear in self._on_end:
-                hear(record)
-
-    def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends a request of this caller's by the id that it gave, with all answers to it; False if there is none."""
-        runs = self._running.of_call(request_id, caller)
-        for run in runs:
-            run.is_aborted = True
-            self._admission.abort(run)
-            if run.attempt is not None:
-                self._in_flight.close(run, run.attempt)
-            run.unread.cut_short(RequestAborted(f"request {request_id} was aborted"))
-        return bool(runs)
-
-    def add_worker(self, endpoint: WorkerEndpoint) -> None:
-        self._fleet.add(endpoint)
-
-    async def wait_for_worker(self, name: str) -> None:
-        await self._fleet.wait_for(name)
-
-    def remove_worker(self, name: str, reason: str) -> None:
-        self._fleet.remove(name, reason)
-
-    async def stop(self) -> None:
-        await self._in_flight.stop()
-        await self._fleet.stop()
-
-    # what the fleet says: WorkerListener
-
-    def heard(self, status: WorkerStatus) -> None:
-        self._worker_list.heard(status)
-        self._router.heard(status)
-        rate = status.load.prefill_tokens_per_s
-        self._prefill_times.told(status.ref.name, rate, self._clock.now())
-        self._note_room()
-        self._subscribe_if_lacking(status.ref.name)
-
-    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
-        self._in_flight.outputs(worker, outputs)
-
-    def kv_events(self, worker: str, events: KVEvents) -> None:
-        """After a gap, a new account is asked for with the next heartbeat: once, not with all that still comes."""
-        self._router.kv_events(worker, events)
-
-    def lost(self, worker: str, reason: str) -> None:
-        logger.warning("what worker %s had is lost: %s", worker, reason, extra={"worker": worker})
-        was_leaving = self._worker_list.is_leaving(worker)
-        self._worker_list.gone(worker)
-        self._router.gone(worker)
-        self._prefill_times.forget(worker)
-        self._in_flight.lost(worker, reason, was_leaving=was_leaving)
-
-    def _note_room(self) -> None:
-        self._admission.note_room()
-
-    def _subscribe_if_lacking(self, worker: str) -> None:
-        client = self._fleet.client(worker)
-        if client is not None and self._router.lacks_kv_account(worker):
-            task = asyncio.create_task(client.subscribe_kv_events())
-            self._subscribing.add(task)
-            task.add_done_callback(self._subscribing.discard)
-
-    # one request
-
-    def _admit(self, generation: Generation) -> Run:
-        params, now = generation.sampling_params, self._clock.now()
-        if params.seed is None:  # so that it can be continued elsewhere, whatever happens
-            params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))
-        errand = Errand(
-            prompt_token_ids=generation.prompt_token_ids,
-            max_tokens=params.max_tokens,
-            cache_salt=generation.cache_salt,
-            mode=generation.mode,
-            must_not_fall_back=self._config.require_disaggregated,
-            is_told_reasons=generation.caller.may_administer,
+        arrived_at = self._now - request.intake_s
+        retry = RetryState(
+            request, self._workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
-        arrived_at = now - generation.intake_s
-        num_prompt_tokens = len(generation.prompt_token_ids)
-        request = ClientRequest(num_prompt_tokens, params, generation.text, arrived_at, generation.intake_s)
-        journey = Journey(errand, self._load_failure_policy, self._worker_list, now)
-        unread = Unread(self._config.max_unread_tokens)
-        run = Run(generation, request, journey, self.latencies.stream(arrived_at), unread)
-        self._running.add(run)
-        return run
+        state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
+        self._open[request] = state
+        if error := self._admit(state):
+            self._refuse(state, error)
+        else:
+            self._enqueue(state)
 
-    def _what_ended(self, run: Run | None, error: BaseException) -> BaseException:
-        """Doors keep deadlines, too, and then leave as clients do."""
-        has_left = not isinstance(error, Exception)
-        left_s = None if run is None else run.time_left(self._clock.now())
-        if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
-            return DeadlinePassed("the request's deadline passed")
-        return error
-
-    async def _attempts_at(self, run: Run) -> AsyncGenerator[Delta, None]:
-        """One attempt after the other until the request is complete, or there is nobody left to ask."""
-        while True:
-            attempt = await self._admission.place(run)
-            _log(logging.DEBUG, run, attempt, f"goes to {' and '.join(attempt.workers)}")
-            try:
-                await self._in_flight.submit(run, attempt)
-                while run.finish is None:
-                    delta = await run.unread.read()
-                    if delta.finish is not None:
-                        self._finish(run, delta.finish)
-                    yield delta
-                return
-            except AttemptFailed as failure:
-                run.note_attempt_failure(failure)
-                _log(logging.INFO, run, attempt, f"{failure.worker}: {failure}")
-                if (last := self._go_on(run, attempt, failure)) is not None:
-                    yield last
-                    return
-            finally:
-                self._in_flight.close(run, attempt)
-
-    def _go_on(self, run: Run, attempt: Attempt, failure: AttemptFailed) -> Delta | None:
-        """After an attempt that failed: None if there is to be another. The last delta, if only the end was lost."""
-        now = self._clock.now()
-        run.request.end_attempt(now)
-        error = run.journey.end(attempt, failure, run.request.num_output_tokens, now)
-        if (last := run.request.end_if_whole(now)) is not None:
-            self._finish(run, last.finish)
-            return last
-        if run.time_left(now) == 0.0:
-            raise DeadlinePassed("the request's deadline passed") from failure
-        if error is not None:
-            _log(logging.WARNING, run, attempt, f"is given up: {failure}")
-            raise error from failure
-        self.tally.migrated(failure.cause)
+    def _admit(self, state: RequestState) -> RequestError | None:
+        request = state.request
+        answers = self._calls.get(_call_of(request), {})
+        if request.request_id in answers:
+            return InvalidRequest("request_id", f"{request.request_id!r} is in use by a running request")
+        if error := self._concurrency.begin(request.caller):
+            return error
+        self._calls.setdefault(_call_of(request), answers)[request.request_id] = state
         return None
 
-    def _finish(self, run: Run, finish: Finish | None) -> None:
-        """It has its answer, which its client may yet have to read."""
-        run.finish = finish
-        self._running.remove(run)
-        self.tally.finished(run.request.path, run.request.path_reason)
-        self.latencies.finished(self._clock.now())
+    def _on_stream_ended(self, request: GatewayRequest, error: BaseException | None) -> None:
+        state = self._open.pop(request)
+        self._drop(state)
+        answers = self._calls.get(_call_of(request), {})
+        if answers.get(request.request_id) is state:
+            del answers[request.request_id]
+            if not answers:
+                del self._calls[_call_of(request)]
+            self._concurrency.end(request.caller)
+        if error is None:
+            outcome, finish = Outcome.FINISHED, state.finish
+            assert finish is not None, "a whole answer has an end"
+            self.tally.finished(state.path or "", finish.placement.reason)
+            self.latencies.finished(self._now)
+        else:
+            error = _client_error(state, error, self._now)
+            outcome = self.tally.ended(error, was_placed=state.num_attempts > 0)
+        self._effects.append(Record(record_of(state, outcome, error, self._now)))
+
+    def _drop(self, state: RequestState) -> None:
+        """Its client waits for it no longer."""
+        if state.phase is RequestPhase.PLACED:
+            self._close_attempt(state)
+        elif state.phase is RequestPhase.WAITING:
+            self._leave_queue(state)
+        state.phase = RequestPhase.FINISHED
+
+    def _refuse(self, state: RequestState, error: Exception) -> None:
+        self._drop(state)
+        self._effects.append(Refuse(state.request, error))
+
+    # waiting
+
+    def _enqueue(self, state: RequestState) -> None:
+        """Places the request, or lets it wait, or refuses it, or another one for its sake."""
+        request, now = state.request, self._now
+        least_prefill_s = 0.0
+        if state.deadline is not None and not state.num_attempts:
+            least_prefill_s = self._prefill_times.least_s(state.retry.lacking(self.router), now)
+            left_s = max(0.0, state.deadline - now)
+            if least_prefill_s > left_s:
+                self._refuse(state, _too_close(least_prefill_s, left_s))
+                return
+        entry = self._entries[state] = QueueEntry(
+            item=state,
+            caller=request.caller.name,
+            num_tokens=state.num_tokens,
+            priority=request.priority,
+            is_resumed=state.num_attempts > 0,
+            needs=state.retry.needs,
+            begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
+            deadline=state.deadline,
+            patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
+        )
+        if refusal := self._queue.join(entry, now):
+            refused, error = refusal
+            self._refuse(refused.item, error)
+
+    def _leave_queue(self, state: RequestState) -> None:
+        if entry := self._entries.pop(state, None):
+            self._queue.leave(entry, self._now)
+
+    def _refuse_overdue(self) -> None:
+        for entry in self._queue.past_deadline(self._now):
+            self._refuse(entry.item, DeadlinePassed("the request's deadline passed while it waited"))
+        for entry in self._queue.out_of_patience(self._now):
+            reason = entry.reason or NoRoom("others came first")
+            retry, retry_after_s = entry.item.retry, self._queue.retry_after_s(entry)
+            self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
+
+    def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
+        """Sends the request to its workers, or returns why that cannot be."""
+        state = entry.item
+        if len(self._placed) >= self._max_in_flight:
+            return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
+        placement = state.retry.route(self.router, state.output_token_ids)
+        if not isinstance(placement, Placement):
+            return placement
+        del self._entries[state]
+        self._begin_attempt(state, placement)
+        return None
+
+    # attempts
+
+    def _begin_attempt(self, state: RequestState, placement: Placement) -> None:
+        # The id begins with the client's own, so that a search for that finds what workers log.
+        engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
+        attempt = state.retry.begin(placement, engine_request_id, state.num_output_tokens, self._now)
+        state.begin_attempt(attempt, self._now)
+        self._placed[engine_request_id] = state
+        refs = {}
+        for name in attempt.workers:
+            self.router.sent(name, placement)
+            worker = self._workers.get(name)
+            assert worker is not None, f"{name} takes no requests"
+            refs[name] = worker.ref
+        _log(logging.DEBUG, state, f"goes to {' and '.join(attempt.workers)}")
+        if state.request.on_placed is not None:
+            self._effects.append(Placed(state.request, placement))
+        transfer_id = "" if placement.prefill is None else self._draw_id(16)
+        self._effects += starmap(SubmitTo, state.sub_requests(refs, transfer_id, self._now))
+
+    def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
+        attempt = state.attempt
+        del self._placed[attempt.engine_request_id]
+        state.end_attempt(self._now, failure)
+        self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
+        self._count_ended(attempt)
+
+    def _fail(self, state: RequestState, failure: AttemptFailure) -> None:
+        """The one way of every failure: the request goes on with another attempt, or ends."""
+        attempt = state.attempt
+        _log(logging.INFO, state, f"{failure.worker}: {failure}")
+        self._close_attempt(state, failure)
+        error = state.retry.on_failure(attempt, failure, state.num_output_tokens, self._now)
+        if (last := state.end_if_whole(self._now)) is not None:
+            self._effects.append(Deliver(state.request, last))
+            state.phase = RequestPhase.FINISHED
+        elif state.time_left(self._now) == 0.0:
+            self._refuse(state, DeadlinePassed("the request's deadline passed"))
+        elif error is not None:
+            _log(logging.WARNING, state, f"is given up: {failure}")
+            self._refuse(state, error)
+        else:
+            self.tally.migrated(failure.cause)
+            self._enqueue(state)
+
+    def _count_ended(self, attempt: Attempt) -> None:
+        for worker in attempt.newly_ended():
+            self.router.ended(worker, attempt.placement)
+            self._may_have_room = True
+
+    # what workers say
+
+    def _on_outputs(self, worker: str, outputs: Iterable[RequestOutput]) -> None:
+        """Outputs of requests that are not placed any more are ignored."""
+        for output in outputs:
+            state = self._placed.get(output.request_id)
+            if state is None:
+                continue
+            try:
+                self._on_output(state, worker, output)
+            except Exception as error:  # a bug: it must cost this request, not the connection to its worker
+                self._refuse(state, error)
+
+    def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
+        attempt, now = state.attempt, self._now
+        state.latency.tokens(output.first_position, len(output.token_ids), now)
+        result = state.on_output(worker, output, now)
+        if isinstance(result, Delta):
+            self._effects.append(Deliver(state.request, result))
+        if output.stage_times is not None and not isinstance(result, AttemptFailure):
+            self._learn(state, worker, output)
+        if state.finish is not None:
+            self._drop(state)
+        elif failure := result if isinstance(result, AttemptFailure) else attempt.abandoned():
+            self._fail(state, failure)
+        else:
+            if (prefill := attempt.prefill_to_abort()) is not None:
+                self._effects.append(AbortAt(prefill, attempt.engine_request_id))
+            self._count_ended(attempt)
+
+    def _learn(self, state: RequestState, worker: str, output: RequestOutput) -> None:
+        """From what a worker reports of its stages: how long links and prompts take."""
+        attempt, times = state.attempt, output.stage_times
+        assert times is not None
+        if worker == attempt.placement.decode and output.finish_reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        ):
+            self.router.measured(attempt.placement, times)
+        if output.token_ids and output.first_position == attempt.num_tokens_before and times.prefill_s > 0.0:
+            num_tokens = len(state.request.prompt_token_ids) + attempt.num_tokens_before
+            num_computed = num_tokens - output.num_cached_tokens
+            self._prefill_times.computed(worker, num_computed, times.prefill_s, self._now)
+
+    def _on_report(self, status: WorkerStatus) -> None:
+        self._workers.update(status)
+        self.router.heard(status)
+        self._prefill_times.told(status.ref.name, status.load.prefill_tokens_per_s, self._now)
+        self._may_have_room = True
+
+    def _on_worker_lost(self, worker: str, reason: str) -> None:
+        logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
+        was_draining = self._workers.is_draining(worker)
+        self._workers.remove(worker)
+        self.router.gone(worker)
+        self._prefill_times.forget(worker)
+        for state in list(self._placed.values()):
+            if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
+                attempt = state.attempt
+                if failure := attempt.on_lost(worker, reason, was_draining=was_draining):
+                    self._fail(state, failure)
+                else:
+                    self._count_ended(attempt)
 
 
-def _log(level: int, run: Run, attempt: Attempt, what: str) -> None:
-    """With both of its names, so that lines of workers, who know the attempt, can be found from the client's."""
-    name = run.generation.request_id
-    extra = {"request_id": name, "engine_request_id": attempt.engine_request_id}
-    logger.log(level, "request %s: %s", name, what, extra=extra)
+def _call_of(request: GatewayRequest) -> tuple[str, str]:
+    return request.caller.name, request.call_id or request.request_id
+
+
+def _client_error(state: RequestState, error: BaseException, now: float) -> BaseException:
+    has_left, left_s = not isinstance(error, Exception), state.time_left(now)
+    if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
+        return DeadlinePassed("the request's deadline passed")
+    return error
+
+
+def _too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:
+    """To come back later is of no use: the prompt alone takes too long, even if it began now."""
+    return DeadlineTooClose(
+        f"the prompt takes at least {least_prefill_s:.1f} s to compute, and the request's deadline is in {left_s:.1f} s"
+    )
+
+
+def _log(level: int, state: RequestState, what: str) -> None:
+    """With both of its ids, so that log lines of workers, which know the attempt's, can be found from the
+    client's."""
+    if logger.isEnabledFor(level):
+        name = state.request.request_id
+        extra = {"request_id": name, "engine_request_id": state.attempt.engine_request_id}
+        logger.log(level, "request %s: %s", name, what, extra=extra)

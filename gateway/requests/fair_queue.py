@@ -1,38 +1,56 @@
-"""FairLine: who waits, in the order in which they are to be served; pure, and knows nothing of room.
+"""FairQueue: requests that wait, in the order in which to serve them; pure, and knows nothing of room.
 
 Order: priority (lower first), then those that ran already, as they came, then start-time fair queueing over callers
 (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), each with the same weight:
 
     what a caller was served, in tokens, moves its next request back in virtual time
-    virtual time is where whoever was served last began; a caller that comes anew begins there, so nobody saves up
+    virtual time is where the request began that was served last; a caller that comes anew begins there, so that
+    unused time is not saved up
 
-So of callers that all have something waiting, none gets ahead of another by more than the largest request of each,
-however many requests it has waiting. Whoever leaves unserved costs its caller nothing. Where nobody waits any more,
-all is even again.
+So of callers that all have requests waiting, none gets ahead of another by more than the largest request of each,
+however many requests it has waiting. A request that leaves unserved costs its caller nothing. Once the queue is
+empty, all callers are even again.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+from baton.errors import RequestError
+
+T = TypeVar("T")
 
 
-class Waiting(Protocol):
-    """What stands in line. `number` grows with each that comes."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class QueueEntry(Generic[T]):
+    """One request in the queue. Nothing of it changes while it waits but the last three."""
 
-    @property
-    def number(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def is_resumed(self) -> bool: ...
-    @property
-    def caller(self) -> str: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
-T = TypeVar("T", bound=Waiting)
+    item: T
+    caller: str
+    """By name: callers of the same priority share the room that there is."""
+    num_tokens: int
+    """What it is likely to cost, at least 1."""
+    priority: int = 0
+    is_resumed: bool = False
+    """It ran already."""
+    needs: Callable[[], object] = lambda: None
+    """Two with equal needs find a worker both or neither; asked anew by each sweep."""
+    begin_by: float | None = None
+    """When it would be too late to place it, for its deadline."""
+    deadline: float | None = None
+    """When it must have left the queue."""
+    patience_s: float = math.inf
+    """How long it may wait. Time in which this process stood still does not count: no worker could offer room
+    then."""
+    number: int = 0
+    """Grows with each that joins."""
+    since: float = 0.0
+    reason: RequestError | None = None
+    """Why it was not placed, as of the latest try."""
+    num_passed: int = 0
+    """How many were placed that came after it."""
 
 
 @dataclass(slots=True)
@@ -40,18 +58,18 @@ class _Flow(Generic[T]):
     """One caller's at one priority."""
 
     begins_at: float
-    """Its first one, in virtual time."""
-    seats: dict[T, None] = field(default_factory=dict)
-    """As they came."""
+    """Its first request, in virtual time."""
+    entries: dict[QueueEntry[T], None] = field(default_factory=dict)
+    """In order of arrival."""
     num_tokens: int = 0
 
-    def add(self, seat: T) -> None:
-        self.seats[seat] = None
-        self.num_tokens += seat.num_tokens
+    def add(self, entry: QueueEntry[T]) -> None:
+        self.entries[entry] = None
+        self.num_tokens += entry.num_tokens
 
-    def remove(self, seat: T) -> None:
-        del self.seats[seat]
-        self.num_tokens -= seat.num_tokens
+    def remove(self, entry: QueueEntry[T]) -> None:
+        del self.entries[entry]
+        self.num_tokens -= entry.num_tokens
 
 
 class _Level(Generic[T]):
@@ -69,50 +87,50 @@ class _Level(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        return not self.resumed.seats and not any(flow.seats for flow in self.flows.values())
+        return not self.resumed.entries and not any(flow.entries for flow in self.flows.values())
 
-    def flow_of(self, seat: T) -> _Flow[T]:
-        return self.resumed if seat.is_resumed else self.flows[seat.caller]
+    def flow_of(self, entry: QueueEntry[T]) -> _Flow[T]:
+        return self.resumed if entry.is_resumed else self.flows[entry.caller]
 
-    def add(self, seat: T) -> None:
-        if seat.is_resumed:
-            self.resumed.add(seat)
+    def add(self, entry: QueueEntry[T]) -> None:
+        if entry.is_resumed:
+            self.resumed.add(entry)
             return
-        flow = self.flows.setdefault(seat.caller, _Flow(self.now))
-        if not flow.seats:
+        flow = self.flows.setdefault(entry.caller, _Flow(self.now))
+        if not flow.entries:
             flow.begins_at = max(flow.begins_at, self.now)
-        flow.add(seat)
+        flow.add(entry)
 
-    def charge(self, seat: T) -> None:
-        if seat.is_resumed:
+    def charge(self, entry: QueueEntry[T]) -> None:
+        if entry.is_resumed:
             return  # it was charged when it began
-        flow = self.flows[seat.caller]
+        flow = self.flows[entry.caller]
         self.now = max(self.now, flow.begins_at)
-        flow.begins_at += seat.num_tokens
+        flow.begins_at += entry.num_tokens
 
     def forget_even(self) -> None:
-        """Callers that are as if they had never been here."""
+        """Callers whose next request would begin where a new caller's does."""
         self.flows = {
-            name: flow for name, flow in self.flows.items() if flow.seats or flow.begins_at > self.now
+            name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
         }
 
-    def in_order(self) -> Iterator[T]:
-        yield from self.resumed.seats
-        rests = [(flow.begins_at, iter(flow.seats)) for flow in self.flows.values() if flow.seats]
+    def in_order(self) -> Iterator[QueueEntry[T]]:
+        yield from self.resumed.entries
+        rests = [(flow.begins_at, iter(flow.entries)) for flow in self.flows.values() if flow.entries]
         heap = [(begins_at, (first := next(rest)).number, first, rest) for begins_at, rest in rests]
         heapify(heap)
         while heap:
-            begins_at, _, seat, rest = heap[0]
-            yield seat
+            begins_at, _, entry, rest = heap[0]
+            yield entry
             following = next(rest, None)
             if following is None:
                 heappop(heap)
             else:
-                heapreplace(heap, (begins_at + seat.num_tokens, following.number, following, rest))
+                heapreplace(heap, (begins_at + entry.num_tokens, following.number, following, rest))
 
 
-class FairLine(Generic[T]):
-    """Must not change while somebody goes through it."""
+class FairQueue(Generic[T]):
+    """Must not change while it is iterated over."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level[T]] = {}
@@ -123,61 +141,61 @@ class FairLine(Generic[T]):
 
     @property
     def num_new(self) -> int:
-        """Those that never ran."""
-        return self._num_waiting - sum(len(level.resumed.seats) for level in self._levels.values())
+        """Requests that never ran."""
+        return self._num_waiting - sum(len(level.resumed.entries) for level in self._levels.values())
 
-    def __contains__(self, seat: T) -> bool:
-        level = self._levels.get(seat.priority)
-        if level is None or (not seat.is_resumed and seat.caller not in level.flows):
+    def __contains__(self, entry: QueueEntry[T]) -> bool:
+        level = self._levels.get(entry.priority)
+        if level is None or (not entry.is_resumed and entry.caller not in level.flows):
             return False
-        return seat in level.flow_of(seat).seats
+        return entry in level.flow_of(entry).entries
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[QueueEntry[T]]:
         for priority in sorted(self._levels):
             yield from self._levels[priority].in_order()
 
-    def add(self, seat: T) -> None:
-        self._levels.setdefault(seat.priority, _Level()).add(seat)
+    def add(self, entry: QueueEntry[T]) -> None:
+        self._levels.setdefault(entry.priority, _Level()).add(entry)
         self._num_waiting += 1
 
-    def remove(self, seat: T) -> None:
+    def remove(self, entry: QueueEntry[T]) -> None:
         """Unserved."""
-        level = self._levels[seat.priority]
-        level.flow_of(seat).remove(seat)
+        level = self._levels[entry.priority]
+        level.flow_of(entry).remove(entry)
         self._num_waiting -= 1
         if level.is_empty:
-            del self._levels[seat.priority]
-        elif not seat.is_resumed and not level.flows[seat.caller].seats:
+            del self._levels[entry.priority]
+        elif not entry.is_resumed and not level.flows[entry.caller].entries:
             level.forget_even()
 
-    def serve(self, seat: T) -> None:
+    def serve(self, entry: QueueEntry[T]) -> None:
         """It has what it waited for, whether or not it was the first in order."""
-        self._levels[seat.priority].charge(seat)
-        self.remove(seat)
+        self._levels[entry.priority].charge(entry)
+        self.remove(entry)
 
-    def num_tokens_before(self, seat: T) -> int:
+    def num_tokens_before(self, entry: QueueEntry[T]) -> int:
         """About how much is to be served before one that was added last; errs towards too little."""
         more_urgent = sum(
-            level.num_tokens for priority, level in self._levels.items() if priority < seat.priority
+            level.num_tokens for priority, level in self._levels.items() if priority < entry.priority
         )
-        level = self._levels[seat.priority]
-        own = level.flow_of(seat)
-        if seat.is_resumed:
-            return more_urgent + own.num_tokens - seat.num_tokens
-        own_tokens = own.num_tokens - seat.num_tokens
+        level = self._levels[entry.priority]
+        own = level.flow_of(entry)
+        if entry.is_resumed:
+            return more_urgent + own.num_tokens - entry.num_tokens
+        own_tokens = own.num_tokens - entry.num_tokens
         begins_at = own.begins_at + own_tokens
         others = (flow for flow in level.flows.values() if flow is not own)
         share = sum(min(flow.num_tokens, max(0, int(begins_at - flow.begins_at))) for flow in others)
         return more_urgent + level.resumed.num_tokens + own_tokens + share
 
-    def last_of_largest(self) -> T | None:
+    def last_of_largest(self) -> QueueEntry[T] | None:
         """Of those that never ran, of the least urgent, of the caller with most of them waiting: the latest.
 
         Among equals, the one that came last. None if all that wait ran already.
         """
         for priority in sorted(self._levels, reverse=True):
-            flows = [flow for flow in self._levels[priority].flows.values() if flow.seats]
+            flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]
             if flows:
-                latest = [(len(flow.seats), next(reversed(flow.seats))) for flow in flows]
-                return max(latest, key=lambda entry: (entry[0], entry[1].number))[1]
+                latest = [(len(flow.entries), next(reversed(flow.entries))) for flow in flows]
+                return max(latest, key=lambda pair: (pair[0], pair[1].number))[1]
         return None

@@ -15,7 +15,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class RouteQuery:
     """A request that needs a placement: a new one, or one that goes on elsewhere."""
 
     token_ids: tuple[int, ...]

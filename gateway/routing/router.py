@@ -14,7 +14,7 @@ from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
-from gateway.routing.placement import Ask, Mode, NoRoom, Placement
+from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_snapshot import WorkerSnapshot
@@ -96,7 +96,7 @@ class Router:
                 times.transfer_moving_s,
             )
 
-    def route(self, ask: Ask) -> Placement:
+    def route(self, ask: RouteQuery) -> Placement:
         """A placement without excluded workers; NoRoom if those that could decode are full, WorkerUnavailable if there
         is none of them, or no prefill worker for a request that must not do without.
 
@@ -121,7 +121,7 @@ class Router:
         need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
         return self._place(ask, mode, need, prefills, decodes)
 
-    def lacking(self, ask: Ask) -> dict[str, int]:
+    def lacking(self, ask: RouteQuery) -> dict[str, int]:
         """How many tokens of it each worker lacks that may compute them, were it placed now, of those that take
         requests; empty if nobody knows, because no decision depends on what is in prefix caches."""
         if not self._follows_kv:
@@ -139,7 +139,7 @@ class Router:
 
     def _place(
         self,
-        ask: Ask,
+        ask: RouteQuery,
         mode: Mode | None,
         need: Need,
         prefills: list[WorkerSnapshot],
@@ -192,7 +192,7 @@ class Router:
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 
-    def _hits(self, ask: Ask) -> dict[str, int]:
+    def _hits(self, ask: RouteQuery) -> dict[str, int]:
         """How many tokens of it each worker has; all but one at most, since that one has to be computed anyway."""
         hits: dict[str, int] = {}
         for size in self._block_sizes:

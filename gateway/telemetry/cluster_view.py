@@ -1,4 +1,4 @@
-"""ClusterView: looks at a gateway's dispatcher and at its controller, and says how the cluster stands."""
+"""ClusterView: looks at a gateway's requests and at its controller, and says how the cluster stands."""
 
 import asyncio
 import math
@@ -13,9 +13,9 @@ from baton.version import baton_version
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.fleet_control import FleetControl
 from gateway.model import ServedModel
-from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S, LatencyWindow
-from gateway.requests.tally import OUTCOMES
+from gateway.requests.record import OUTCOMES
 from gateway.telemetry.snapshot import (
     BlocksSeen,
     ClusterSnapshot,
@@ -40,9 +40,9 @@ class ClusterView:
     """All methods belong to the gateway's event loop."""
 
     def __init__(
-        self, dispatcher: Dispatcher, model: ServedModel, fleet_control: FleetControl | None, clock: Clock
+        self, driver: RequestDriver, model: ServedModel, fleet_control: FleetControl | None, clock: Clock
     ) -> None:
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._model = model
         self._controller = _Controller(fleet_control, clock)
         self._clock = clock
@@ -60,14 +60,14 @@ class ClusterView:
         """Of now, with what the controller said last; asks it again, for later, if that is long ago."""
         self._controller.begin_to_ask()
         fleet = self._controller.fleet
-        clients = self._dispatcher.fleet.clients
+        clients = self._driver.fleet.clients
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,
             workers=_workers(clients, fleet.slots if fleet else ()),
             handovers=_handovers(clients),
-            gateway=_gateway(self._dispatcher),
-            last_minute=_last_minute(self._dispatcher.latencies, self._clock.now()),
+            gateway=_gateway(self._driver),
+            last_minute=_last_minute(self._driver.latencies, self._clock.now()),
             controller=self._controller.state,
             nodes=tuple(
                 NodeSeen(name=node.name, address=node.address, is_alive=node.is_alive, is_head=node.is_head)
@@ -176,13 +176,13 @@ def _handovers(clients: Iterable[WorkerClient]) -> tuple[HandoversSeen, ...]:
     )
 
 
-def _gateway(dispatcher: Dispatcher) -> GatewaySeen:
-    counters = dispatcher.tally.counters
+def _gateway(driver: RequestDriver) -> GatewaySeen:
+    counters = driver.tally.counters
     return GatewaySeen(
-        in_flight=dispatcher.num_in_flight,
-        queued=dispatcher.num_queued,
-        oldest_queued_s=dispatcher.oldest_queued_s,
-        paths=dict(dispatcher.tally.paths),
+        in_flight=driver.num_in_flight,
+        queued=driver.num_queued,
+        oldest_queued_s=driver.oldest_queued_s,
+        paths=dict(driver.tally.paths),
         outcomes={outcome: counters[outcome] for outcome in OUTCOMES},
     )
 

@@ -23,9 +23,9 @@ from baton.system.histogram import Histogram as PlainHistogram
 from baton.transfer import TransferEventKind
 from baton.version import baton_version
 from gateway.grammars.check import VERDICTS
-from gateway.requests.client_request import Finish, SeenTransfer, Timing
 from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
-from gateway.requests.ttft import HandoverParts, TtftParts
+from gateway.requests.request import Finish
+from gateway.requests.timing import HandoverParts, SeenTransfer, Timing, TtftParts
 from gateway.telemetry import buckets
 from gateway.telemetry.call_error import INTERNAL_ERROR, CallError
 

@@ -8,15 +8,15 @@ from prometheus_client import Metric
 from baton.system.exposition import counter, gauge
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.attempt import Cause
-from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.driver import RequestDriver
 from gateway.workers.worker_client import WorkerClient
 
 
 class GatewayScrape:
     """To be collected on the gateway's event loop."""
 
-    def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: RequestDriver, model_name: str) -> None:
+        self._driver = driver
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -24,13 +24,13 @@ class GatewayScrape:
         yield from self._workers()
 
     def _requests(self) -> Iterator[Metric]:
-        dispatcher = self._dispatcher
-        counts = dispatcher.tally.counters
+        driver = self._driver
+        counts = driver.tally.counters
         yield counter(
             "generation_tokens",
             "Tokens that came for clients, also while answers go on",
             ["model_name"],
-            {(self._model,): dispatcher.latencies.num_tokens},
+            {(self._model,): driver.latencies.num_tokens},
         )
         yield counter("requests_received", "Requests that came in", [], {(): counts["received"]})
         yield counter(
@@ -39,19 +39,17 @@ class GatewayScrape:
             ["cause"],
             {(cause.value,): counts[f"migrated_{cause.value}"] for cause in Cause},
         )
-        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): dispatcher.num_in_flight})
-        yield gauge(
-            "gateway_requests_queued", "Requests that wait for a worker", [], {(): dispatcher.num_queued}
-        )
+        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): driver.num_in_flight})
+        yield gauge("gateway_requests_queued", "Requests that wait for a worker", [], {(): driver.num_queued})
         yield gauge(
             "gateway_oldest_queued_seconds",
             "How long the one has waited that waits longest",
             [],
-            {(): dispatcher.oldest_queued_s},
+            {(): driver.oldest_queued_s},
         )
 
     def _workers(self) -> Iterator[Metric]:
-        clients = self._dispatcher.fleet.clients
+        clients = self._driver.fleet.clients
         states = Counter[tuple[str, ...]](
             {(role.value, state.value): 0 for role in WorkerRole for state in _STATES}
         )

@@ -6,8 +6,9 @@ their order: clocks of two machines are never compared.
 
 from dataclasses import dataclass, field
 
-from gateway.requests.client_request import SeenTransfer
-from gateway.requests.record import RequestRecord, SeenAttempt
+from gateway.requests.attempt import Attempt
+from gateway.requests.record import RequestRecord
+from gateway.requests.timing import SeenTransfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ def stages_of(record: RequestRecord) -> list[TimelineStage]:
     return stages
 
 
-def _attempt(record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float) -> TimelineStage:
+def _attempt(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: float) -> TimelineStage:
     placement, failure = attempt.placement, attempt.failure
     attributes: dict[str, str | int | float] = {
         "baton.attempt.id": attempt.engine_request_id,
@@ -99,9 +100,7 @@ def _transfer(seen: SeenTransfer) -> TimelineStage:
     )
 
 
-def _decode(
-    record: RequestRecord, attempt: SeenAttempt, began_s: float, ended_s: float
-) -> list[TimelineStage]:
+def _decode(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: float) -> list[TimelineStage]:
     """From the first token, or from the attempt's beginning if there was one before, to the end of the attempt."""
     ttft_s = record.ttft_s
     if ttft_s is None or ttft_s > ended_s:

@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 1.0
 
 
 class Tracing:
-    """Give `ended` to a dispatcher. Spans leave on a thread of their own; if nobody takes them, they are dropped."""
+    """`ended` is for a request driver. Spans leave on their own thread, or are dropped if no collector takes them."""
 
     def __init__(
         self,

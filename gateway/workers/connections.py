@@ -60,7 +60,7 @@ class WorkerConnections:
             task.cancel()
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-            self._listener.lost(name, reason)
+            self._listener.on_worker_lost(name, reason)
 
     def client(self, name: str) -> WorkerClient | None:
         return self._clients.get(name)
@@ -102,4 +102,4 @@ class WorkerConnections:
             logger.warning("worker %s is lost: %s", client.name, reason)
             del self._clients[client.name]
             del self._tasks[client.name]
-            self._listener.lost(client.name, reason)
+            self._listener.on_worker_lost(client.name, reason)

@@ -43,19 +43,19 @@ REFUSED = "it refused the connection in the handshake; are its cluster secret an
 
 
 class WorkerListener(Protocol):
-    """Who wants to know what workers say and what becomes of them: the dispatcher."""
+    """What a Fleet reports to: the request driver."""
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         """A worker that is alive says how it stands."""
         ...
 
-    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
+    def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
 
-    def kv_events(self, worker: str, events: KVEvents) -> None:
+    def on_kv_events(self, worker: str, events: KVEvents) -> None:
         """What its prefix cache holds, or what changed in it; only if that was subscribed to."""
         ...
 
-    def lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, reason: str) -> None:
         """What the worker had cannot be waited for. It may go on, and be heard again."""
         ...
 
@@ -135,25 +135,25 @@ class WorkerClient:
         self._connection.close()
         self._socket.close()
 
-    async def submit(self, request: EngineRequest) -> None:
-        await self._order(self._session.submit(request))
+    def submit(self, request: EngineRequest) -> None:
+        self._order(self._session.submit(request))
 
-    async def abort(self, request_ids: tuple[str, ...]) -> None:
+    def abort(self, request_ids: tuple[str, ...]) -> None:
         """Requests that were submitted over this connection, or over a former one: these end with its session."""
         if self._session.number is None:
             return  # nothing was; and an order would count, so that a worker may take our session for the former one
-        await self._order(self._session.abort(request_ids))
+        self._order(self._session.abort(request_ids))
 
-    async def subscribe_kv_events(self) -> None:
+    def subscribe_kv_events(self) -> None:
         """Asks for an account of the worker's prefix cache and what changes in it from then on; to be repeated after a
         gap in what came. A new session is subscribed by itself."""
         self._wants_kv_events = True
         if self._session.number is not None:
-            await self._order(self._session.subscribe_kv_events())
+            self._order(self._session.subscribe_kv_events())
 
     async def _greet(self) -> None:
         while True:
-            await self._send(TO_WORKER.encode(self._session.hello()))
+            self._send(TO_WORKER.encode(self._session.hello()))
             await asyncio.sleep(self._network.heartbeat_interval_s)
 
     async def _watch_connection(self) -> None:
@@ -233,13 +233,13 @@ class WorkerClient:
         match self._decode(frame):
             case Outputs(outputs):
                 self._session.note_outputs()
-                self._listener.outputs(self.name, outputs)
+                self._listener.on_outputs(self.name, outputs)
                 if any(output.logprobs for output in outputs):
                     await asyncio.sleep(0)  # a frame with these is milliseconds of work: others get a turn
             case KVEvents() as events:
-                self._listener.kv_events(self.name, events)
+                self._listener.on_kv_events(self.name, events)
             case Heartbeat() as heartbeat:
-                return await self._take_heartbeat(heartbeat)
+                return self._take_heartbeat(heartbeat)
         return None
 
     def _decode(self, frame: bytes) -> ToGateway | None:
@@ -267,34 +267,36 @@ class WorkerClient:
     def _fall_silent(self, reason: str) -> None:
         self.is_silent = True
         self.first_sign.set()
-        self._listener.lost(self.name, reason)
+        self._listener.on_worker_lost(self.name, reason)
 
-    async def _take_heartbeat(self, message: Heartbeat) -> str | None:
+    def _take_heartbeat(self, message: Heartbeat) -> str | None:
         """Why the worker is lost, if this heartbeat says so."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             return "restarted"
         former = self._session.number
         if loss := self._session.note_heartbeat(message):
-            self._listener.lost(self.name, loss)
+            self._listener.on_worker_lost(self.name, loss)
         if self._wants_kv_events and self._session.number not in (former, None):
-            await self._order(self._session.subscribe_kv_events())
+            self._order(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
         if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
             reason = f"its engine is {message.status.state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
         if not self.is_silent:
-            self._listener.heard(message.status)
+            self._listener.on_status(message.status)
         return None
 
-    async def _order(self, order: Order) -> None:
+    def _order(self, order: Order) -> None:
         frame = TO_WORKER.encode(order)
         self._session.count_order()
-        await self._send(frame)
+        self._send(frame)
 
-    async def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes) -> None:
         try:
-            await self._socket.send(frame, zmq.NOBLOCK)
+            sent = self._socket.send(frame, zmq.NOBLOCK)  # has sent it, or failed, when it returns
+            assert isinstance(sent, asyncio.Future)
+            sent.result()
         except zmq.ZMQError as error:
             # A full queue or a closed socket. `_listen` will notice, or the worker, when it hears the next Hello.
             logger.warning("could not send to worker %s: %s", self.name, error)

@@ -1,48 +1,49 @@
-"""WorkerList: which workers there are at present, and in which incarnation; pure, fed with what they report."""
+"""WorkerList: the workers that take requests at present, by their incarnations; pure, fed with their heartbeats."""
 
 from dataclasses import dataclass
 
+from baton.kv import WorkerRef
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
 class ListedWorker:
-    """One worker that takes requests, as of its last sign of life."""
+    """One worker that takes requests, as of its latest heartbeat."""
 
-    incarnation: str
+    ref: WorkerRef
     role: WorkerRole
-    num_heard: int
-    """Signs of life so far; what it said before the latest is old."""
+    heartbeat: int
+    """Number of that heartbeat among all that were listed: a later one may report another state."""
 
 
 class WorkerList:
-    """Workers by name. Those that do not take requests are not on it."""
+    """Workers by name. Workers that take no requests are not listed."""
 
     def __init__(self) -> None:
-        self._lives: dict[str, ListedWorker] = {}
-        self._leaving: set[str] = set()
-        self._num_heard = 0
+        self._workers: dict[str, ListedWorker] = {}
+        self._draining: set[str] = set()
+        self._num_heartbeats = 0
 
-    def heard(self, status: WorkerStatus) -> None:
-        self._num_heard += 1
+    def update(self, status: WorkerStatus) -> None:
+        self._num_heartbeats += 1
         if status.state is WorkerState.READY:
-            self._lives[status.ref.name] = ListedWorker(status.ref.incarnation, status.role, self._num_heard)
+            self._workers[status.ref.name] = ListedWorker(status.ref, status.role, self._num_heartbeats)
         else:
-            self.gone(status.ref.name)
+            self.remove(status.ref.name)
         if status.state is WorkerState.DRAINING:
-            self._leaving.add(status.ref.name)
+            self._draining.add(status.ref.name)
 
-    def gone(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Unknown names are no error."""
-        self._lives.pop(name, None)
-        self._leaving.discard(name)
+        self._workers.pop(name, None)
+        self._draining.discard(name)
 
-    def is_leaving(self, name: str) -> bool:
-        """Whether its last word was that it takes nothing more, since it was asked to end or to change its role."""
-        return name in self._leaving
+    def is_draining(self, name: str) -> bool:
+        """Whether its latest heartbeat said that it takes no more requests: it ends, or changes its role."""
+        return name in self._draining
 
     def get(self, name: str) -> ListedWorker | None:
-        return self._lives.get(name)
+        return self._workers.get(name)
 
     def num_of(self, role: WorkerRole) -> int:
-        return sum(life.role is role for life in self._lives.values())
+        return sum(worker.role is role for worker in self._workers.values())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway import GatewayClient, GatewayError
-from gateway.requests.run import Run
+from gateway.requests.request_state import RequestState
 from tests.factories.gateway import GatewayUnderTest
 
 LONG = 200
@@ -61,7 +61,7 @@ async def held_by(under_test: GatewayUnderTest) -> Held:
         num_files=len(os.listdir("/proc/self/fd")),
         num_tasks=len(asyncio.all_tasks()),
         num_runs=num_runs,
-        num_legs=sum(under_test.gateway._dispatcher.router.num_legs.values()),
+        num_legs=sum(under_test.gateway._driver.router.num_legs.values()),
     )
 
 
@@ -72,7 +72,7 @@ def _rss_mib() -> float:
 
 def _num_runs() -> int:
     gc.collect()
-    return sum(type(thing) is Run for thing in gc.get_objects())
+    return sum(type(thing) is RequestState for thing in gc.get_objects())
 
 
 async def swarm(under_test: GatewayUnderTest, num_each: int) -> None:

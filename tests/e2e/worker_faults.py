@@ -228,10 +228,10 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     seen = {worker["name"]: worker["state"] for worker in (await cluster.client.describe())["workers"]}
     found += [f"the gateway sees {name} {state}" for name, state in seen.items() if state != "ready"]
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
-    dispatcher = cluster.gateway._dispatcher
-    legs = {name: number for name, number in dispatcher.router.num_legs.items() if number}
-    if legs or dispatcher.num_in_flight or len(dispatcher._in_flight):
-        found.append(f"the gateway has {dispatcher.num_in_flight} requests and legs {legs}")
+    driver = cluster.gateway._driver
+    legs = {name: number for name, number in driver.router.num_legs.items() if number}
+    if legs or driver.num_in_flight or driver._dispatcher._placed:
+        found.append(f"the gateway has {driver.num_in_flight} requests and legs {legs}")
     return found
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.request import FinishReason, TokenLogprobs
-from gateway.requests.client_request import Delta, Finish, Timing
+from gateway.requests.request import Delta, Finish
+from gateway.requests.timing import Timing
 from gateway.routing.placement import Mode, Placement
 from gateway.text import Tokenizer
 

@@ -25,7 +25,7 @@ from baton.worker import (
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 from gateway.fleet_control import FleetControl
-from gateway.requests.journey import LoadFailurePolicy
+from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.security import KEYS
 from worker.kv_events import KVChange
 from worker.request_plane import RequestServer

@@ -47,7 +47,7 @@ def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> None:
             assert after.num_tasks <= before.num_tasks
             assert after.num_files <= before.num_files
             assert after.rss_mib <= before.rss_mib + 30.0
-            counters = under_test.gateway._dispatcher.tally.counters
+            counters = under_test.gateway._driver.tally.counters
             assert counters["received"] == 180
             assert counters["aborted"] >= 120, "whoever vanishes or cancels"
 

@@ -234,16 +234,16 @@ class Losses:
         self.reasons: list[str] = []
         self.names: set[str] = set()
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         self.names.add(status.ref.name)
 
-    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+    def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         raise AssertionError("nobody asked for anything")
 
-    def kv_events(self, worker: str, events: KVEvents) -> None:
+    def on_kv_events(self, worker: str, events: KVEvents) -> None:
         raise AssertionError("nobody asked for any")
 
-    def lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, reason: str) -> None:
         assert worker == "p0"
         self.reasons.append(reason)
 

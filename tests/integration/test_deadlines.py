@@ -12,7 +12,7 @@ import pytest
 from baton.request import EngineRequest, RequestOutput, StageTimes
 from baton.worker import WorkerLoad
 from gateway import GatewayError
-from gateway.requests.prefill_times import MIN_SEEN
+from gateway.routing.prefill_times import MIN_SEEN
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -35,7 +35,7 @@ def slow(request: EngineRequest) -> list[RequestOutput]:
 
 
 def told_by(under_test: GatewayUnderTest) -> WorkerLoad | None:
-    client = under_test.gateway._dispatcher.fleet.client("d0")
+    client = under_test.gateway._driver.fleet.client("d0")
     return client.status.load if client is not None and client.status is not None else None
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(folder:
             worker = under_test.workers["d0"]
             worker.load = WorkerLoad(prefill_tokens_per_s=0.5)
             await under_test.until(lambda: told_by(under_test) == worker.load)
-            prefill_times = under_test.gateway._dispatcher._prefill_times
+            prefill_times = under_test.gateway._driver._dispatcher._prefill_times
             prefill_times.forget("d0")  # it told of another rate before
             await under_test.until(lambda: "d0" in prefill_times._workers)
             for _ in range(MIN_SEEN):

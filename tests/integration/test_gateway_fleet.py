@@ -20,15 +20,15 @@ class Listener:
         self.error = error
         self.losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         if self.error is not None:
             raise self.error
 
-    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
+    def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
 
-    def kv_events(self, worker: str, events: KVEvents) -> None: ...
+    def on_kv_events(self, worker: str, events: KVEvents) -> None: ...
 
-    def lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, reason: str) -> None:
         self.losses.put_nowait((worker, reason))
 
 

@@ -191,7 +191,7 @@ def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folder: Pat
                 stream = under_test.client.generate(text="Hello")
                 first = await anext(stream)
                 tokens, completion = list(first.token_ids), first.completion
-                if "d0" in {client.name for client in under_test.gateway._dispatcher.fleet.clients}:
+                if "d0" in {client.name for client in under_test.gateway._driver.fleet.clients}:
                     under_test.gateway.remove_worker("d0", "killed by the test")
                 async for event in stream:
                     tokens += event.token_ids
@@ -209,7 +209,7 @@ def test_c51_when_nobody_can_finish_a_request_it_ends_with_an_error(folder: Path
         async with gateway_with(folder, {}, decode) as under_test:
             error = await refusal(under_test)
             assert error.code == "UNAVAILABLE"
-            assert "gave up after 3 attempt(s): the decode leg failed: out of luck" in str(error)
+            assert "gave up after 3 attempt(s): the decode request failed: out of luck" in str(error)
 
     run(test())
 

@@ -326,7 +326,7 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_workers_say_is_for_administrators(folder: Path) -> None:
-    """Others learn which leg failed, and the log has the rest."""
+    """Others learn which request failed, and the log has the rest."""
     inside = "cannot open /srv/weights at tcp://10.0.0.7:4711"
 
     async def test() -> None:
@@ -340,7 +340,7 @@ def test_what_workers_say_is_for_administrators(folder: Path) -> None:
             for key, is_told in ((ALICE, False), (ADMIN, True)):
                 async with client_with(under_test, key) as client:
                     with pytest.raises(
-                        GatewayError, match=r"gave up after 3 attempt.*: the decode leg failed"
+                        GatewayError, match=r"gave up after 3 attempt.*: the decode request failed"
                     ) as error:
                         await tokens_of(client)
                 assert (inside in str(error.value)) == is_told

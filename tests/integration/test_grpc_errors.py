@@ -111,7 +111,7 @@ def test_grpcs_own_retries_come_back_when_they_were_told_to(folder: Path) -> Non
             first = asyncio.create_task(tokens_of(under_test, []))
             leg = await worker.next_leg()
             second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
-            tally = under_test.gateway._dispatcher.tally
+            tally = under_test.gateway._driver.tally
             await under_test.until(lambda: tally.counters["rejected"] == 1)
             worker.say(leg, outputs_of(leg, ANSWER))
             leg = await worker.next_leg()

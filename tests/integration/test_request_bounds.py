@@ -19,11 +19,11 @@ from baton.sampling import (
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
+from gateway import choices
 from gateway.grpc.convert import MAX_MESSAGES
 from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.preprocess import MAX_SALT_CHARACTERS
-from gateway.requests import whole_answer
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -94,7 +94,7 @@ def test_an_answer_that_is_not_streamed_is_bounded_at_every_door(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 answers of 391 tokens with 20 log-probabilities each are too much; 390 are not. Streams are not bounded."""
-    monkeypatch.setattr(whole_answer, "MAX_VALUES", 2**20)
+    monkeypatch.setattr(choices, "MAX_VALUES", 2**20)
 
     async def run() -> None:
         async with (

@@ -37,21 +37,21 @@ class Listener:
         self.numbers: list[int] = []
         self.losses: list[str] = []
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         self.statuses.put_nowait(status)
 
-    def outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
+    def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
             self.news.put_nowait(output)
 
-    def kv_events(self, worker: str, events: KVEvents) -> None:
+    def on_kv_events(self, worker: str, events: KVEvents) -> None:
         self.numbers.append(events.number)
         if events.is_anew:
             self.prefixes.clear()
         self.prefixes -= set(split(events.removed))
         self.prefixes |= set(split(events.stored))
 
-    def lost(self, worker: str, reason: str) -> None:
+    def on_worker_lost(self, worker: str, reason: str) -> None:
         self.losses.append(reason)
 
     async def until(self, role: WorkerRole, state: WorkerState) -> None:
@@ -86,7 +86,7 @@ class WorkerUnderTest:
             peer = WorkerRef("w9", "life", ("tcp://127.0.0.1:1",), 16)
             transfer = KVTransferParams(TransferRole.PRODUCER, producer_of, 0, peer)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        await self.client.submit(
+        self.client.submit(
             EngineRequest(
                 request_id=request_id, prompt_token_ids=PROMPT, sampling_params=params, kv_transfer=transfer
             )
@@ -114,7 +114,7 @@ async def worker(
     running = asyncio.create_task(client.run())
     try:
         await client.first_sign.wait()
-        await client.subscribe_kv_events()
+        client.subscribe_kv_events()
         yield WorkerUnderTest(host, client, listener)
     finally:
         await asyncio.to_thread(host.stop)

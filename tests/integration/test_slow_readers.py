@@ -12,8 +12,7 @@ from baton.errors import RequestAborted, SlowReader
 from baton.request import FinishReason
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY
-from gateway.requests.client_request import Delta
-from gateway.requests.run import Generation
+from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir
@@ -30,14 +29,14 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-def generation_of(folder: Path, *stop: str) -> Generation:
+def generation_of(folder: Path, *stop: str) -> GatewayRequest:
     params = SamplingParams(max_tokens=100, stop=stop)
     text = TextStream(Tokenizer(folder).backend, params.stop, 0, True)
-    return Generation(request_id="slow", prompt_token_ids=(5, 6, 7), sampling_params=params, text=text)
+    return GatewayRequest(request_id="slow", prompt_token_ids=(5, 6, 7), sampling_params=params, text=text)
 
 
 def num_legs(under_test: GatewayUnderTest) -> int:
-    return sum(under_test.gateway._dispatcher.router.num_legs.values())
+    return sum(under_test.gateway._driver.router.num_legs.values())
 
 
 def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None:
@@ -46,7 +45,7 @@ def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
             w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._dispatcher.generate(generation_of(folder))
+            deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
             leg = await w0.next_leg()
             w0.say(leg, outputs_of(leg, [5], finish=None))
@@ -69,7 +68,7 @@ def test_what_came_while_the_gateway_was_busy_goes_out_together(folder: Path) ->
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._dispatcher.generate(generation_of(folder))
+            deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
             leg = await w0.next_leg()
             w0.say(leg, outputs_of(leg, [5], finish=None))
@@ -96,7 +95,7 @@ def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> None:
         stop = Tokenizer(folder).backend.decode([9])
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._dispatcher.generate(generation_of(folder, stop))
+            deltas = under_test.gateway._driver.generate(generation_of(folder, stop))
             first = asyncio.ensure_future(anext(deltas))
             leg = await w0.next_leg()
             w0.say(leg, outputs_of(leg, [5], finish=None))
@@ -113,7 +112,7 @@ def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
             w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._dispatcher.generate(generation_of(folder))
+            deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
             leg = await w0.next_leg()
             w0.say(leg, outputs_of(leg, [5], finish=None))
@@ -123,7 +122,7 @@ def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path
             assert num_legs(under_test) == 0
             with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
                 await anext(deltas)
-            assert under_test.gateway._dispatcher.tally.counters["aborted"] == 1
+            assert under_test.gateway._driver.tally.counters["aborted"] == 1
 
     run(test())
 
@@ -132,12 +131,12 @@ def test_who_is_aborted_while_nobody_reads_is_over_at_its_worker(folder: Path) -
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._dispatcher.generate(generation_of(folder))
+            deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
             leg = await w0.next_leg()
             w0.say(leg, outputs_of(leg, [5], finish=None))
             await first
-            assert under_test.gateway._dispatcher.abort("slow", ANYBODY)
+            assert under_test.gateway._driver.abort("slow", ANYBODY)
             assert await w0.next_abort() == leg.request_id
             with pytest.raises(RequestAborted, match="request slow was aborted"):
                 await anext(deltas)

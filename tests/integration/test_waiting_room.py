@@ -233,7 +233,7 @@ def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: 
             call = ask(under_test, "a")
             await under_test.workers["w0"].next_leg()
             under_test.gateway.remove_worker("w0", "killed by the test")
-            assert under_test.gateway._dispatcher.abort("a", ANYBODY)
+            assert under_test.gateway._driver.abort("a", ANYBODY)
             assert (await asyncio.wait_for(refusal(call), 5)).code == "ABORTED"
             assert await counted(under_test) == (0, 0)
 

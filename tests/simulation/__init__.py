@@ -10,7 +10,7 @@ reading.py     one-sided reads of a peer's pool: slow, torn, failing, hanging
 device.py      a device whose KV is a function of the tokens, and which notices every slot that is not what it should be
 connector.py   the connector's worker half without a thread, and a ledger of what it holds
 worker.py      one life of a worker: the real engine core, scheduler, endpoint and role
-gateway.py     a stand-in for the gateway's dispatcher around what decides there: journeys, attempts, the waiting room
+gateway.py     the gateway's own dispatcher, and clients that check what they get
 request_plane.py  messages between gateway and workers, which can be cut off from each other
 faults.py      carries the scenario's faults out
 invariants.py  what must hold after every event, and at rest

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
-from tests.simulation.attempts import End
 from tests.simulation.faults import Fleet
-from tests.simulation.gateway import SimGateway
+from tests.simulation.gateway import End, SimGateway
 from tests.simulation.scenario import Scenario
 from tests.simulation.worker import Worker
 from tests.simulation.world import Violation, World
@@ -93,11 +92,12 @@ class Invariants:
             expect("idle: no timer is set", deadline is None, f"{worker.incarnation}: {deadline}")
 
     def _check_gateway_at_rest(self, gateway: SimGateway) -> None:
-        for request in gateway.requests.values():
-            if request.end is None:
-                raise Violation("every request ends", f"{request.spec.request_id} has not")
-            if self._is_crowded and request.end is End.ERROR:
-                raise Violation("room is found for everybody", f"{request.spec.request_id}: {request.error}")
+        for client in gateway.clients.values():
+            if client.end is None:
+                raise Violation("every request ends", f"{client.spec.request_id} has not")
+            if self._is_crowded and client.end is End.ERROR:
+                raise Violation("room is found for everybody", f"{client.spec.request_id}: {client.error}")
+        expect("rest: no timer is set", gateway.dispatcher.next_deadline() is None, gateway.name)
         legs = {name: number for name, number in gateway.router.num_legs.items() if number}
         expect("rest: no leg is counted", not legs, f"the router of {gateway.name} counts {legs}")
 
@@ -185,11 +185,13 @@ def expect(invariant: str, holds: bool, message: str) -> None:
 
 
 def _check_gateway(gateway: SimGateway) -> None:
-    num_known = gateway.num_waiting + gateway.num_with_workers + gateway.ended.total()
-    if num_known != len(gateway.requests):
-        raise Violation(
-            f"conservation at the {gateway.name}", f"{num_known} of {len(gateway.requests)} are known"
+    dispatcher, num_ended = gateway.dispatcher, gateway.ended.total()
+    num_known = dispatcher.num_queued + dispatcher.num_in_flight + num_ended
+    if num_known != len(gateway.clients) or len(gateway.records) != num_ended:
+        known = (
+            f"{num_known} of {len(gateway.clients)} are known, {len(gateway.records)} of {num_ended} recorded"
         )
+        raise Violation(f"conservation at the {gateway.name}", known)
 
 
 def _check_scheduler(worker: Worker, *, is_dear: bool) -> None:

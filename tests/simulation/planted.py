@@ -19,7 +19,8 @@ from baton.messages.request_plane import Heartbeat
 from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
-from gateway.requests.attempt import Attempt, legs
+from gateway.requests import request_state
+from gateway.requests.attempt import Attempt, AttemptFailure, sub_requests
 from kv_transfer.connector.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
@@ -31,7 +32,6 @@ from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
-from tests.simulation import gateway
 from tests.simulation.connector import SimConnector
 from tests.simulation.run import Result
 from tests.simulation.runs import results
@@ -211,28 +211,27 @@ def go_on_behind_too_few_tokens() -> Patch:
     """A request that moves is computed from its last token but one."""
 
     def forgetful(request: EngineRequest, *args: Any) -> list[tuple[str, EngineRequest]]:
-        return legs(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
+        return sub_requests(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
 
-    return patch.object(gateway, "legs", forgetful)
+    return patch.object(request_state, "sub_requests", forgetful)
 
 
 def overlook_losses_while_it_moves() -> Patch:
     """A request is placed on workers, and hears of their losses only once they have said something."""
-    original = Attempt.note_loss
+    original = Attempt.on_lost
 
-    def note_loss(self: Attempt, worker: str, reason: str) -> None:
-        if self._is_decoding:
-            original(self, worker, reason)
+    def on_lost(self: Attempt, worker: str, reason: str, **options: bool) -> AttemptFailure | None:
+        return original(self, worker, reason, **options) if self._is_decoding else None
 
-    return patch.object(Attempt, "note_loss", note_loss)
+    return patch.object(Attempt, "on_lost", on_lost)
 
 
 def count_legs_of_ended_attempts() -> Patch:
     """The router takes workers for busy with what they were relieved of."""
 
     def close(self: Attempt) -> list[str]:
-        left = sorted(self.open_legs)
-        self._counted_legs.clear()
+        left = sorted(self.open_workers)
+        self._uncounted.clear()
         return left
 
     return patch.object(Attempt, "close", close)

@@ -4,35 +4,20 @@ Real: the session with each worker. Who is silent, and what gets through, is for
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import GatewaySession
 from baton.request import RequestOutput
-from baton.worker import WorkerStatus
+from gateway.workers.worker_client import WorkerListener
 from tests.simulation.request_plane import RequestPlane
 from tests.simulation.worker import Worker
 from tests.simulation.world import World
 
 
-class Listener(Protocol):
-    """The gateway; see gateway.workers.worker_client.WorkerListener."""
-
-    def heard(self, status: WorkerStatus) -> None: ...
-
-    def gone(self, worker: str) -> None:
-        """It gets nothing until it is heard again."""
-        ...
-
-    def lost(self, worker: str, reason: str) -> None: ...
-
-    def output(self, worker: str, output: RequestOutput) -> None: ...
-
-
 class WorkerLinks:
     """Of one gateway, until it dies."""
 
-    def __init__(self, world: World, name: str, listener: Listener) -> None:
+    def __init__(self, world: World, name: str, listener: WorkerListener) -> None:
         self.name = name
         self.is_dead = False
         self._world = world
@@ -61,23 +46,21 @@ class WorkerLinks:
         worker.hear(self.name, session.hello())
         heartbeat = worker.heartbeat(self.name)
         session.note_heartbeat(heartbeat)
-        self._listener.heard(heartbeat.status)
+        self._listener.on_status(heartbeat.status)
 
     def lose(self, name: str, reason: str) -> None:
         if self._workers.pop(name, None) is not None:
-            self._listener.gone(name)
-            self._listener.lost(name, reason)
+            self._listener.on_worker_lost(name, reason)
 
     def note_silence(self, name: str) -> None:
         if name in self._workers and name not in self._silent:
             self._silent.add(name)
-            self._listener.gone(name)
-            self._listener.lost(name, "silent")
+            self._listener.on_worker_lost(name, "silent")
 
     def hear_again(self, name: str) -> None:
         self._silent.discard(name)
         if worker := self._workers.get(name):
-            self._listener.heard(worker.heartbeat(self.name).status)
+            self._listener.on_status(worker.heartbeat(self.name).status)
 
     def cut_off(self, name: str) -> None:
         """Nothing gets through between gateway and worker, in neither direction, until `reconnect`."""
@@ -123,8 +106,7 @@ class WorkerLinks:
         def arrive() -> None:
             if self._workers.get(worker.name) is worker:
                 self._sessions[worker.name].note_outputs()
-                for output in outputs:
-                    self._listener.output(worker.name, output)
+                self._listener.on_outputs(worker.name, tuple(outputs))
 
         self._plane.send(worker.name, "gateway", arrive)
 
@@ -137,7 +119,7 @@ class WorkerLinks:
         is_mute = worker.is_dead or worker.paused_until > self._world.now
         is_known = self._workers.get(worker.name) is worker
         if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
-            self._listener.heard(worker.heartbeat(self.name).status)
+            self._listener.on_status(worker.heartbeat(self.name).status)
 
     def _answer(self, worker: Worker, hello: Hello) -> None:
         """On a worker's request plane."""
@@ -150,7 +132,9 @@ class WorkerLinks:
             return
         if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
             self._world.counts["path session lost"] += 1
-            self._listener.lost(worker.name, loss)
+            self._listener.on_worker_lost(worker.name, loss)
+        if worker.name not in self._silent:
+            self._listener.on_status(heartbeat.status)
 
     def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
         if not worker.is_dead:

@@ -7,7 +7,7 @@ from gateway.http.openai.choices import Collected
 from gateway.http.openai.events import EventWriter, Head
 from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
 from gateway.http.openai.whole import whole_answer
-from gateway.requests.client_request import Delta
+from gateway.requests.request import Delta
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 """Opens every choice of a stream."""

@@ -8,7 +8,7 @@ from baton.request import FinishReason as Reason
 from gateway.http.openai.answers import FinishReason, PromptTokensDetails, Usage
 from gateway.http.openai.logprobs import LogprobColumns
 from gateway.http.whole_json import string_pieces
-from gateway.requests.client_request import Delta, Finish
+from gateway.requests.request import Delta, Finish
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from gateway.http.openai.events import EventWriter, Head
 from gateway.http.openai.logprobs import CompletionLogprobsStream, LogprobColumns
 from gateway.http.openai.whole import whole_answer
 from gateway.http.whole_json import string_pieces
-from gateway.requests.client_request import Delta
+from gateway.requests.request import Delta
 
 
 class CompletionAnswer:

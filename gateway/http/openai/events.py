@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from baton.request import FinishReason
 from gateway.http.openai.answers import Usage
 from gateway.http.whole_json import in_ascii
-from gateway.requests.client_request import Delta
+from gateway.requests.request import Delta
 
 DONE = b"data: [DONE]\n\n"
 

@@ -18,8 +18,8 @@ from baton.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from gateway.choices import MAX_CHOICES
 from gateway.http.openai.structured import ResponseFormat, StructuredOutputs, structured_output_of
-from gateway.requests.choices import MAX_CHOICES
 from gateway.routing.placement import Mode
 
 MAX_TOKEN_ID = 2**31 - 1

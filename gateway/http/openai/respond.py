@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, DeadlinePassed, InvalidRequest
+from gateway.choices import ChoiceDelta, batches_of, in_turns
 from gateway.http.connection import while_connected
 from gateway.http.errors import INTERNAL, body_of, error_body
 from gateway.http.event_stream import EventStream, Write
@@ -19,10 +20,8 @@ from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.events import DONE, EventWriter, error_event
 from gateway.http.openai.fields import StreamOptions
 from gateway.http.whole_json import send_json
-from gateway.requests.choices import ChoiceDelta, batches_of
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.run import Generation
-from gateway.requests.whole_answer import in_turns
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import GatewayRequest
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,8 @@ class Generated(Response):
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        generations: Sequence[Generation],
+        driver: RequestDriver,
+        generations: Sequence[GatewayRequest],
         num_samples: int,
         answer: OpenAIAnswer,
         stream_options: StreamOptions | None,
@@ -58,7 +57,7 @@ class Generated(Response):
         """`generations`: `num_samples` of each prompt. `stream_options`: None for a whole answer.
         `names`: what the client calls fields that we call otherwise."""
         super().__init__()
-        self._dispatcher = dispatcher
+        self._driver = driver
         self._generations = generations
         self._answer = answer
         self._stream_options = stream_options
@@ -115,7 +114,7 @@ class Generated(Response):
     async def _batches(self) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
         """Tells of errors in the client's words."""
         try:
-            async with aclosing(batches_of(self._dispatcher, self._generations)) as batches:
+            async with aclosing(batches_of(self._driver, self._generations)) as batches:
                 async for batch in batches:
                     yield batch
         except InvalidRequest as error:

@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
+from gateway.call_ids import TraceContext
+from gateway.choices import check_whole_answer
 from gateway.http.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -33,10 +35,8 @@ from gateway.http.strict_json import JsonRoute
 from gateway.http.trace_headers import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt, SamplingInRoom
-from gateway.requests.dispatcher import Dispatcher
-from gateway.requests.run import Generation
-from gateway.requests.trace_context import TraceContext
-from gateway.requests.whole_answer import check_whole_answer
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import GatewayRequest
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
@@ -85,8 +85,8 @@ class HttpCall:
 class OpenAIRoutes:
     """What becomes of a body; one instance serves all calls."""
 
-    def __init__(self, dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
+        self._driver = driver
         self._preprocessor = preprocessor
         self._model = model
         self._chat_tokens = ChatTokens(preprocessor.pool.tokenizer)
@@ -123,11 +123,11 @@ class OpenAIRoutes:
         prompts: Sequence[Prompt],
         sampling: SamplingInRoom,
         names: dict[str, str],
-    ) -> list[Generation]:
+    ) -> list[GatewayRequest]:
         """`num_samples` for each prompt, in the prompts' order."""
         if body.model != self._model.name:
             raise UnknownModel("model", f"{body.model!r} is not served here, {self._model.name!r} is")
-        generations: list[Generation] = []
+        generations: list[GatewayRequest] = []
         for number, prompt in enumerate(prompts):
             try:
                 generation = await self._preprocessor.generation(
@@ -167,18 +167,18 @@ class OpenAIRoutes:
     def _generated(
         self,
         body: GenerationFields,
-        generations: list[Generation],
+        generations: list[GatewayRequest],
         answer: OpenAIAnswer,
         names: dict[str, str],
     ) -> Generated:
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return Generated(self._dispatcher, generations, body.num_samples, answer, options, names)
+        return Generated(self._driver, generations, body.num_samples, answer, options, names)
 
 
-def openai_routes(dispatcher: Dispatcher, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
+def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
     """Completions of both kinds, and what is served."""
     routes = APIRouter(route_class=JsonRoute)
-    api = OpenAIRoutes(dispatcher, preprocessor, model)
+    api = OpenAIRoutes(driver, preprocessor, model)
     card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)
 
     @routes.post(

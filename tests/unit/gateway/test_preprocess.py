@@ -15,7 +15,7 @@ from baton.sampling import SamplingParams
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
-from gateway.requests.run import Generation
+from gateway.requests.request import GatewayRequest
 from gateway.text import ChatMessage, Tokenizer
 from tests.factories.models import make_model_dir, make_tokenizer
 
@@ -31,7 +31,9 @@ def preprocessor(tmp_path_factory: pytest.TempPathFactory) -> Preprocessor:
     return Preprocessor(Tokenizer(folder), model, grammars)
 
 
-def take_in(preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+def take_in(
+    preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None
+) -> GatewayRequest:
     def sampling(room: int) -> SamplingParams:
         return params or SamplingParams(max_tokens=room)
 

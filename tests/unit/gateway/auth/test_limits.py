@@ -60,15 +60,14 @@ def test_no_more_pass_than_capacity_and_rate_allow_and_the_hint_is_right(
 
 def test_so_many_at_once_and_one_more_when_one_has_ended() -> None:
     running, caller = Concurrency(), Caller("a", max_concurrent=2)
-    with running.one_more(caller):
-        with running.one_more(caller):
-            with (
-                pytest.raises(RateLimited, match="'a' grants 2 requests at once"),
-                running.one_more(caller),
-            ):
-                raise AssertionError("a third one ran")
-            with running.one_more(Caller("b", max_concurrent=1)):
-                pass
-        with running.one_more(caller):
-            pass
+    other = Caller("b", max_concurrent=1)
+    assert (running.begin(caller), running.begin(caller)) == (None, None)
+    refused = running.begin(caller)
+    assert isinstance(refused, RateLimited)
+    assert "'a' grants 2 requests at once" in str(refused)
+    assert running.begin(other) is None
+    running.end(caller)
+    assert running.begin(caller) is None
+    for each in (caller, caller, other):
+        running.end(each)
     assert running._running == {}  # nothing is kept of callers that have left

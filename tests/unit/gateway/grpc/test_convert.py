@@ -14,8 +14,8 @@ from baton.v1 import sampling_pb2
 from gateway.grpc import convert, vllm_convert
 from gateway.grpc.generated import vllm_engine_pb2
 from gateway.preprocess import Prompt
-from gateway.requests.client_request import Delta, Finish, Timing
-from gateway.requests.ttft import HandoverParts, TtftParts
+from gateway.requests.request import Delta, Finish
+from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.text import ChatMessage
 

@@ -6,7 +6,7 @@ from baton.request import FinishReason
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.vllm_convert import to_complete
 from gateway.grpc.vllm_whole import TOKENS_PER_PIECE, WholeResponse
-from gateway.requests.client_request import Delta
+from gateway.requests.request import Delta
 from tests.factories.answers import finish_of, logprobs_of
 
 ENDS = [

@@ -10,6 +10,7 @@ from starlette.types import Message
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
+from gateway.choices import PORTION_TOKENS
 from gateway.http.openai.answers import (
     MIN_LOGPROB,
     ChatChoice,
@@ -38,11 +39,9 @@ from gateway.http.openai.logprobs import (
 )
 from gateway.http.openai.respond import Generated
 from gateway.http.whole_json import PIECE_CHARACTERS
-from gateway.requests.client_request import Delta
-from gateway.requests.run import Generation
-from gateway.requests.turn_budget import TURN_S
-from gateway.requests.whole_answer import PORTION_TOKENS
+from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import Detokenizer, TextStream, Tokenizer
+from gateway.turn_budget import TURN_S
 from tests.factories.answers import WorkClock, long_answer
 from tests.factories.models import make_tokenizer_dir
 
@@ -178,12 +177,12 @@ class Watched:
 
 
 class Answering:
-    """A dispatcher that has all of an answer already."""
+    """A request driver that has all of an answer already."""
 
     def __init__(self, deltas: Sequence[Delta]) -> None:
         self._deltas = deltas
 
-    async def generate(self, _: Generation) -> AsyncGenerator[Delta, None]:
+    async def generate(self, _: GatewayRequest) -> AsyncGenerator[Delta, None]:
         for delta in self._deltas:
             yield delta
 
@@ -205,8 +204,8 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
     monkeypatch.setattr(LogprobColumns, "extend", noted)
     answer: Any = Watched(ChatAnswer(HEAD, 2, ChatTokens(tokenizer)), clock)
     generations = [generation_of(tokenizer) for _ in range(2)]
-    dispatcher: Any = Answering(deltas)
-    response = Generated(dispatcher, generations, 2, answer, None, {})
+    driver: Any = Answering(deltas)
+    response = Generated(driver, generations, 2, answer, None, {})
     bodies: list[bytes] = []
 
     async def send(message: Message) -> None:
@@ -222,8 +221,8 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
     assert clock.longest_turn_s < 1.5 * TURN_S
 
 
-def generation_of(tokenizer: Tokenizer, **params: Any) -> Generation:
+def generation_of(tokenizer: Tokenizer, **params: Any) -> GatewayRequest:
     text = TextStream(tokenizer.backend, (), 0, True, PROMPT)
-    return Generation(
+    return GatewayRequest(
         request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams(**params), text=text
     )

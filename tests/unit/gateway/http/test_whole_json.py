@@ -14,7 +14,7 @@ from gateway.http.whole_json import (
     send_json,
     string_pieces,
 )
-from gateway.requests.turn_budget import TURN_S
+from gateway.turn_budget import TURN_S
 from tests.factories.answers import WorkClock
 
 TEXT = 'é "\\\n\x00\x1f\x7f\u2028\U0001f600' * PIECE_CHARACTERS

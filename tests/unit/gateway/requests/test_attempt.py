@@ -1,14 +1,20 @@
-"""One try at a request: which ends of its legs matter, and what is made of them."""
+"""One try at a request: which ends of its sub-requests matter, and what is made of them."""
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.request import ErrorKind, FinishReason, RequestOutput
-from gateway.requests.attempt import Attempt, AttemptFailed, Cause
+from gateway.requests.attempt import Attempt, AttemptFailure, Cause, Verdict
 from gateway.routing.placement import Mode, Placement
 
 
-def make_attempt(*, decoder_copes: bool = False) -> Attempt:
-    return Attempt("id", Placement(Mode.DISAGGREGATED, "p", "d"), 0, decoder_copes, {})
+def make_attempt(*, decode_recomputes: bool = False) -> Attempt:
+    return Attempt("id", Placement(Mode.DISAGGREGATED, "p", "d"), 0, decode_recomputes)
+
+
+def failure_of(result: Verdict | AttemptFailure | None) -> AttemptFailure:
+    assert isinstance(result, AttemptFailure), f"it is {result}"
+    return result
 
 
 def tokens(*token_ids: int, finish: FinishReason | None = None) -> RequestOutput:
@@ -31,11 +37,10 @@ def test_c52_a_prompt_that_was_given_back_is_nobodys_failure_whoever_tells_of_it
 ) -> None:
     attempt = make_attempt()
     if not is_prefill_first:
-        assert not attempt.take("d", error(ErrorKind.KV_LOAD_FAILED))
-        assert attempt.open_legs == {"p"}
-    with pytest.raises(AttemptFailed) as caught:
-        attempt.take("p", error(ErrorKind.GIVEN_BACK))
-    assert (caught.value.cause, caught.value.is_prompt_lost) == (Cause.GIVEN_BACK, False)
+        assert attempt.on_output("d", error(ErrorKind.KV_LOAD_FAILED)) is Verdict.IGNORE
+        assert attempt.open_workers == {"p"}
+    failure = failure_of(attempt.on_output("p", error(ErrorKind.GIVEN_BACK)))
+    assert (failure.cause, failure.is_prompt_lost) == (Cause.GIVEN_BACK, False)
 
 
 @pytest.mark.parametrize("word", [aborted(), tokens(7, finish=FinishReason.HANDED_OVER)])
@@ -43,55 +48,67 @@ def test_c34_a_prompt_that_does_not_come_is_lost_for_the_reason_that_the_decode_
     word: RequestOutput,
 ) -> None:
     attempt = make_attempt()
-    assert not attempt.take("d", error(ErrorKind.KV_LOAD_FAILED, "no piece came"))
-    assert attempt.leg_to_abort() == "p", "so that it has the last word soon"
-    assert attempt.leg_to_abort() is None
-    with pytest.raises(AttemptFailed, match="no piece came") as caught:
-        attempt.take("p", word)
-    assert (caught.value.worker, caught.value.cause) == ("p", Cause.FAILED)
-    assert caught.value.is_prompt_lost
+    assert attempt.on_output("d", error(ErrorKind.KV_LOAD_FAILED, "no piece came")) is Verdict.IGNORE
+    assert attempt.prefill_to_abort() == "p", "so that it has the last word soon"
+    assert attempt.prefill_to_abort() is None
+    failure = failure_of(attempt.on_output("p", word))
+    assert (failure.worker, failure.cause) == ("p", Cause.FAILED)
+    assert failure.is_prompt_lost
+    assert "no piece came" in str(failure)
 
 
 def test_c34_a_prefill_worker_that_is_lost_does_not_have_to_say_why_its_prompt_did_not_come() -> None:
     attempt = make_attempt()
-    assert not attempt.take("d", error(ErrorKind.KV_LOAD_FAILED))
-    with pytest.raises(AttemptFailed) as caught:
-        attempt.note_loss("p", "killed")
-    assert (caught.value.cause, caught.value.is_prompt_lost) == (Cause.LOST, True)
+    assert attempt.on_output("d", error(ErrorKind.KV_LOAD_FAILED)) is Verdict.IGNORE
+    failure = failure_of(attempt.on_lost("p", "killed"))
+    assert (failure.cause, failure.is_prompt_lost) == (Cause.LOST, True)
 
 
 @pytest.mark.parametrize("worker", ["p", "d"])
 def test_c52_what_is_lost_with_a_worker_that_was_leaving_is_given_back(worker: str) -> None:
     """It was sent before the gateway heard of the drain, and came when nobody was there to refuse it."""
-    with pytest.raises(AttemptFailed) as caught:
-        make_attempt().note_loss(worker, "its engine is stopped", was_leaving=True)
-    assert (caught.value.cause, caught.value.is_prompt_lost) == (Cause.GIVEN_BACK, False)
+    failure = failure_of(make_attempt().on_lost(worker, "its engine is stopped", was_draining=True))
+    assert (failure.cause, failure.is_prompt_lost) == (Cause.GIVEN_BACK, False)
 
 
 def test_c34_a_prompt_that_was_handed_over_and_did_not_come_is_lost_at_once() -> None:
     attempt = make_attempt()
-    assert attempt.take("p", tokens(7, finish=FinishReason.HANDED_OVER))
-    with pytest.raises(AttemptFailed):
-        attempt.take("d", error(ErrorKind.KV_LOAD_FAILED))
-    assert attempt.leg_to_abort() is None
+    assert attempt.on_output("p", tokens(7, finish=FinishReason.HANDED_OVER)) is Verdict.DELIVER
+    failure_of(attempt.on_output("d", error(ErrorKind.KV_LOAD_FAILED)))
+    assert attempt.prefill_to_abort() is None
 
 
 def test_c52_who_decodes_needs_no_prefill_worker_even_if_its_last_word_was_lost() -> None:
     attempt = make_attempt()
-    assert attempt.take("d", tokens(7, 8))
-    attempt.note_loss("p", "killed")
-    assert attempt.open_legs == {"d"}
-    attempt.check_under_way()
-    with pytest.raises(AttemptFailed):
-        attempt.note_loss("d", "killed")
+    assert attempt.on_output("d", tokens(7, 8)) is Verdict.DELIVER
+    assert attempt.on_lost("p", "killed") is None
+    assert attempt.open_workers == {"d"}
+    assert attempt.abandoned() is None
+    failure_of(attempt.on_lost("d", "killed"))
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.GIVEN_BACK, ErrorKind.INTERNAL, ErrorKind.OVERLOADED])
 def test_c52_who_decodes_goes_on_whatever_its_prefill_worker_says_after_that(kind: ErrorKind) -> None:
     attempt = make_attempt()
-    assert attempt.take("d", tokens(7, 8))
-    assert not attempt.take("p", error(kind))
-    assert not attempt.take("p", tokens(9, finish=FinishReason.HANDED_OVER)), "it may be another token 0"
-    assert attempt.open_legs == {"d"}
-    with pytest.raises(AttemptFailed):
-        attempt.take("d", aborted())
+    assert attempt.on_output("d", tokens(7, 8)) is Verdict.DELIVER
+    assert attempt.on_output("p", error(kind)) is Verdict.IGNORE
+    assert attempt.on_output("p", tokens(9, finish=FinishReason.HANDED_OVER)) is Verdict.IGNORE, (
+        "it may be another token 0"
+    )
+    assert attempt.open_workers == {"d"}
+    failure_of(attempt.on_output("d", aborted()))
+
+
+def test_a_request_that_no_worker_could_serve_fails_by_its_own_fault() -> None:
+    failure = failure_of(make_attempt().on_output("d", error(ErrorKind.INVALID_REQUEST, "seed: too large")))
+    assert isinstance(failure.error, InvalidRequest)
+    assert (failure.error.field, failure.error.problem) == ("seed", "too large")
+
+
+def test_each_end_of_a_sub_request_is_counted_once() -> None:
+    attempt = make_attempt()
+    assert attempt.newly_ended() == []
+    attempt.on_output("p", tokens(7, finish=FinishReason.HANDED_OVER))
+    assert attempt.newly_ended() == ["p"]
+    assert attempt.close() == ["d"]
+    assert (attempt.newly_ended(), attempt.newly_ended(), attempt.close()) == (["d"], [], [])

@@ -8,12 +8,12 @@ from baton.block_hash import block_hashes
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
-from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.policies import NUM_JOINT
 from gateway.routing.router import Router
 from tests.unit.gateway.routing.test_router import KEY, ask, end, router_of, send, status
 
-LONG = Ask(token_ids=tuple(range(2000)), max_new_tokens=100)
+LONG = RouteQuery(token_ids=tuple(range(2000)), max_new_tokens=100)
 
 
 def measured(name: str, running: int = 0, **values: Any) -> WorkerStatus:
@@ -22,14 +22,14 @@ def measured(name: str, running: int = 0, **values: Any) -> WorkerStatus:
     return status(name, running, **(rates | values))
 
 
-def tell(router: Router, worker: str, asked: Ask, num_tokens: int, block_size: int = 16) -> None:
+def tell(router: Router, worker: str, asked: RouteQuery, num_tokens: int, block_size: int = 16) -> None:
     """The worker has the first tokens of it in its prefix cache."""
     hashes = block_hashes(asked.token_ids[:num_tokens], block_size, KEY, asked.cache_salt)
     stored = b"".join(block_hash[:8] for block_hash in hashes)
     assert router.kv_events(worker, KVEvents(0, True, b"", stored))
 
 
-def chosen(router: Router, asked: Ask = LONG) -> tuple[set[str | None], set[str]]:
+def chosen(router: Router, asked: RouteQuery = LONG) -> tuple[set[str | None], set[str]]:
     placements = [router.route(asked) for _ in range(4)]
     return {placement.prefill for placement in placements}, {placement.decode for placement in placements}
 
@@ -222,7 +222,7 @@ def auto(*statuses: WorkerStatus, **config: Any) -> Router:
     return pair_of(*statuses, mode="auto", **config)
 
 
-def reason_for(router: Router, asked: Ask = LONG) -> tuple[str, bool]:
+def reason_for(router: Router, asked: RouteQuery = LONG) -> tuple[str, bool]:
     placement = router.route(asked)
     return (placement.reason, placement.is_fallback) if placement.mode is Mode.LOCAL else ("pair", False)
 

@@ -8,7 +8,7 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from gateway.routing.placement import Ask, Mode, Placement
+from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.router import Router
 
 KEY = b"a key of the tests"
@@ -34,11 +34,11 @@ def router_of(policy: Any, mode: Any, *statuses: WorkerStatus, **config: Any) ->
     return router
 
 
-def ask(num_tokens: int = 3, **values: Any) -> Ask:
-    return Ask(token_ids=tuple(range(num_tokens)), max_new_tokens=9, **values)
+def ask(num_tokens: int = 3, **values: Any) -> RouteQuery:
+    return RouteQuery(token_ids=tuple(range(num_tokens)), max_new_tokens=9, **values)
 
 
-def send(router: Router, asked: Ask) -> Placement:
+def send(router: Router, asked: RouteQuery) -> Placement:
     """As the dispatcher does."""
     placement = router.route(asked)
     for worker in filter(None, (placement.decode, placement.prefill)):

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from benchmarks.metrics import record_of
-from gateway.requests.record import SeenAttempt
+from gateway.requests.attempt import Attempt
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.timeline import TimelineStage, stages_of
 
@@ -15,10 +15,8 @@ def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> 
     timing = replace(record.finish.timing, handover_ended_s=1.5)
     assert timing.handover_parts is not None
     attempts = (
-        SeenAttempt(engine_request_id="r.0", number=0, placement=PAIR, began_at=0.001, ended_at=0.5),
-        SeenAttempt(
-            engine_request_id="r.1", number=1, placement=PAIR, began_at=1.0, ended_at=record.ended_at
-        ),
+        Attempt("r.0", PAIR, 0, number=0, began_at=0.001, ended_at=0.5),
+        Attempt("r.1", PAIR, 2, number=1, began_at=1.0, ended_at=record.ended_at),
     )
     stages = stages_of(replace(record, finish=replace(record.finish, timing=timing), attempts=attempts))
     assert [stage.name for stage in stages] == ["intake", "queue", "attempt", "queue", "attempt"]

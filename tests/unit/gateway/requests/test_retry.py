@@ -1,31 +1,27 @@
-"""A request's way through attempts: what counts against it, where it does not go again, when it is given up."""
+"""What follows a failed attempt: what counts against it, where it does not go again, when it is given up."""
 
 import pytest
 
 from baton.config import GatewayConfig
-from baton.errors import Overloaded, WorkerUnavailable
+from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.request import OnPreemption
+from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
-from gateway.requests.attempt import Attempt, AttemptFailed, Cause
-from gateway.requests.journey import (
-    MAX_ATTEMPTS,
-    MAX_FAILURES,
-    MAX_LOSSES,
-    Errand,
-    Journey,
-    LoadFailurePolicy,
-)
+from gateway.requests.attempt import Attempt, AttemptFailure, Cause
+from gateway.requests.request import GatewayRequest
+from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
+from tests.factories.silent_text import SilentText
 
 
 class Fleet:
-    """A router and a roster that hear the same."""
+    """A router and a worker list that hear the same."""
 
     def __init__(self, *names: str) -> None:
-        self.worker_list, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
+        self.workers, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
         for name in names:
             self.hear(name)
 
@@ -34,26 +30,34 @@ class Fleet:
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
         status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
-        self.worker_list.heard(status)
+        self.workers.update(status)
         self.router.heard(status)
 
     def lose(self, name: str) -> None:
-        self.worker_list.gone(name)
+        self.workers.remove(name)
         self.router.gone(name)
 
 
 class Trip:
-    """Drives a journey; `num_tokens` is what the client has."""
+    """Drives a request from attempt to attempt; `num_tokens` is what the client has."""
 
     def __init__(self, fleet: Fleet, policy: LoadFailurePolicy = "retry", mode: Mode | None = None) -> None:
         self.fleet = fleet
-        errand = Errand(prompt_token_ids=(1, 2, 3), max_tokens=1_000, mode=mode, is_told_reasons=True)
-        self.journey = Journey(errand, policy, fleet.worker_list, 0.0)
+        request = GatewayRequest(
+            request_id="r",
+            prompt_token_ids=(1, 2, 3),
+            sampling_params=SamplingParams(max_tokens=1_000),
+            text=SilentText(),
+            mode=mode,
+        )
+        self.retry = RetryState(request, fleet.workers, policy, 0.0)
         self.num_tokens = 0
 
     def begin(self, now: float = 0.0) -> Attempt:
-        placement = self.journey.route(self.fleet.router, (7,) * self.num_tokens)
-        return self.journey.begin(placement, "id", self.num_tokens, now)
+        placement = self.retry.route(self.fleet.router, (7,) * self.num_tokens)
+        if isinstance(placement, RequestError):
+            raise placement
+        return self.retry.begin(placement, "id", self.num_tokens, now)
 
     def fail(
         self,
@@ -70,8 +74,8 @@ class Trip:
         self.num_tokens += brings
         placement = attempt.placement
         whose = worker or (placement.prefill if prompt and placement.prefill else placement.decode)
-        failure = AttemptFailed(whose, cause, "it happened", is_prompt_lost=prompt)
-        error = self.journey.end(attempt, failure, self.num_tokens, now)
+        failure = AttemptFailure(whose, cause, "it happened", is_prompt_lost=prompt)
+        error = self.retry.on_failure(attempt, failure, self.num_tokens, now)
         return None if error is None else str(error)
 
 
@@ -81,7 +85,7 @@ def test_failures_in_a_row_end_it_and_a_new_token_forgives_them() -> None:
         assert [trip.fail(Cause.FAILED) for _ in range(MAX_FAILURES - 1)] == [None] * (MAX_FAILURES - 1)
         assert trip.fail(Cause.FAILED, brings=1) is None
     ends = [trip.fail(Cause.FAILED) for _ in range(MAX_FAILURES)]
-    assert ends[-1] == f"gave up after {trip.journey.num_attempts} attempt(s): it happened"
+    assert ends[-1] == f"gave up after {trip.retry.num_attempts} attempt(s): it happened"
 
 
 def test_the_token_that_a_prefill_worker_brings_is_no_progress() -> None:
@@ -171,13 +175,13 @@ def test_c34_under_the_policy_fail_a_lost_prompt_ends_it_but_not_one_that_was_gi
 def test_the_time_to_find_a_place_begins_with_what_a_worker_did_for_it() -> None:
     trip = Trip(Fleet("d0", "d1"))
     trip.fail(Cause.REFUSED, worker="d0", began_at=5.0, now=5.0)
-    assert trip.journey.seeking_since == 0.0
+    assert trip.retry.seeking_since == 0.0
     trip.fail(Cause.GIVEN_BACK, worker="d1", brings=1, now=6.0)
-    assert trip.journey.seeking_since == 6.0
-    error = trip.journey.too_late(NoRoom("full"), 30.0, retry_after_s=7.0)
+    assert trip.retry.seeking_since == 6.0
+    error = trip.retry.too_late(NoRoom("full"), 30.0, retry_after_s=7.0)
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 7.0
-    error = trip.journey.too_late(WorkerUnavailable("nobody is there"), 30.0, retry_after_s=7.0)
+    error = trip.retry.too_late(WorkerUnavailable("nobody is there"), 30.0, retry_after_s=7.0)
     assert str(error) == "nobody is there; waited 30 s for one; before that, it happened"
 
 
@@ -186,20 +190,20 @@ def test_the_time_in_the_line_of_a_worker_that_gives_it_back_is_not_taken_from_t
 ):
     trip = Trip(Fleet("d0", "d1"))
     trip.fail(Cause.GIVEN_BACK, worker="d0", began_at=2.0, now=100.0)
-    assert trip.journey.seeking_since == 98.0, "it had looked for 2 s"
+    assert trip.retry.seeking_since == 98.0, "it had looked for 2 s"
 
 
 def test_c36_blocks_are_given_back_only_where_somebody_may_have_more_and_not_for_ever() -> None:
     fleet = Fleet("d0")
     trip = Trip(fleet)
-    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.RESUME
+    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.RESUME
     fleet.hear("p0")
-    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
     fleet.lose("p0")
     fleet.hear("d1")
     for _ in range(2):
-        assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+        assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
         trip.fail(Cause.GIVEN_BACK)
         fleet.hear("d0")
         fleet.hear("d1")
-    assert trip.journey.on_preemption(trip.begin().placement) is OnPreemption.RESUME
+    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.RESUME

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.requests.prefill_times import MAX_SEEN, MEMORY_S, MIN_SEEN, SHARE, PrefillTimes
+from gateway.routing.prefill_times import MAX_SEEN, MEMORY_S, MIN_SEEN, SHARE, PrefillTimes
 
 
 def seen(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.request import StageTimes
-from gateway.requests.ttft import FirstTokenClock, TtftParts, split_handover
+from gateway.requests.timing import FirstTokenClock, TtftParts, split_handover
 from gateway.routing.placement import Mode, Placement
 
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")

@@ -9,9 +9,14 @@ from baton.kv import TransferRole
 from baton.request import FinishReason, RequestOutput, StageTimes, TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from gateway.requests.client_request import ClientRequest, Delta
+from gateway.requests.attempt import AttemptFailure, Cause
+from gateway.requests.latency_window import LatencyWindow
+from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.request_state import RequestState
+from gateway.requests.retry import RetryState
 from gateway.routing.placement import Mode, Placement
 from gateway.text import TextStream
+from gateway.workers.worker_list import WorkerList
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -20,22 +25,34 @@ TEXT = "The cache is the baton"
 TOKENS = TOKENIZER.encode(TEXT).ids
 
 
-def make_client_request(**sampling: object) -> ClientRequest:
+def make_state(**sampling: object) -> RequestState:
+    """It was placed when it arrived."""
     params = SamplingParams(max_tokens=100, **sampling)  # type: ignore[arg-type]
-    request = ClientRequest(
-        5, params, TextStream(TOKENIZER, params.stop, params.min_tokens, True), arrived_at=10.0
+    request = GatewayRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3, 4, 5),
+        sampling_params=params,
+        text=TextStream(TOKENIZER, params.stop, params.min_tokens, True),
     )
-    request.begin_attempt(PLACEMENT, 10.0)
-    return request
+    retry = RetryState(request, WorkerList(), "retry", 10.0)
+    state = RequestState(request, retry, LatencyWindow().stream(10.0), arrived_at=10.0)
+    begin(state, PLACEMENT, 10.0)
+    return state
+
+
+def begin(state: RequestState, placement: Placement, now: float) -> None:
+    if state.attempts:
+        state.end_attempt(now, AttemptFailure("d0", Cause.LOST, "it was lost"))
+    state.begin_attempt(state.retry.begin(placement, "r.0", state.num_output_tokens, now), now)
 
 
 def output(position: int, *token_ids: int, **options: object) -> RequestOutput:
     return RequestOutput(request_id="r", first_position=position, token_ids=token_ids, **options)  # type: ignore[arg-type]
 
 
-def collect(request: ClientRequest, news: list[tuple[str, RequestOutput]]) -> list[Delta]:
-    deltas = [request.accept(worker, item, 11.0 + i) for i, (worker, item) in enumerate(news)]
-    return [delta for delta in deltas if delta is not None]
+def collect(state: RequestState, news: list[tuple[str, RequestOutput]]) -> list[Delta]:
+    deltas = [state.on_output(worker, item, 11.0 + i) for i, (worker, item) in enumerate(news)]
+    return [delta for delta in deltas if isinstance(delta, Delta)]
 
 
 def whole_story() -> list[tuple[str, RequestOutput]]:
@@ -54,43 +71,43 @@ def test_c51_reordered_and_doubled_outputs_give_every_token_once_in_order(seed: 
     story = whole_story() * rng.choice([1, 2])
     rng.shuffle(story)
     deltas: list[Delta] = []
-    request = make_client_request()
+    state = make_state()
     for worker, item in story:
         if deltas and deltas[-1].finish:
             break
-        deltas += collect(request, [(worker, item)])
+        deltas += collect(state, [(worker, item)])
     assert [token_id for delta in deltas for token_id in delta.token_ids] == TOKENS
     assert "".join(delta.text for delta in deltas) == TEXT
     assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
 
 def test_token_0_does_not_wait_for_the_hand_over() -> None:
-    request = make_client_request()
-    deltas = collect(request, whole_story()[:2])
+    state = make_state()
+    deltas = collect(state, whole_story()[:2])
     assert [delta.token_ids for delta in deltas] == [(TOKENS[0],)]
 
 
 def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
-    request = make_client_request()
-    (delta,) = collect(request, [("p0", output(0, 2, finish_reason=FinishReason.STOP, stop_token_id=2))])
+    state = make_state()
+    (delta,) = collect(state, [("p0", output(0, 2, finish_reason=FinishReason.STOP, stop_token_id=2))])
     assert delta.finish is not None
     assert (delta.finish.reason, delta.finish.stop_token_id) == (FinishReason.STOP, 2)
     assert (delta.token_ids, delta.text) == ((2,), "")
 
 
 def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
-    request = make_client_request(logprobs=0)
+    state = make_state(logprobs=0)
     logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS]
     story = [
         ("d0", output(i, token_id, logprobs=(logprobs[i],), num_cached_tokens=3))
         for i, token_id in enumerate(TOKENS)
     ]
     lost = ("d0", output(5, 99, finish_reason=FinishReason.LENGTH))  # its predecessors never came
-    first = collect(request, [*story[:3], lost])
-    assert request.output_token_ids == tuple(TOKENS[:3])
-    request.begin_attempt(Placement(Mode.LOCAL, None, "d1"), 10.0)
+    first = collect(state, [*story[:3], lost])
+    assert state.output_token_ids == tuple(TOKENS[:3])
+    begin(state, Placement(Mode.LOCAL, None, "d1"), 10.0)
     end = ("d1", output(len(TOKENS), finish_reason=FinishReason.STOP, num_cached_tokens=7))
-    second = collect(request, [("d1", item) for _, item in story[3:]] + [end])
+    second = collect(state, [("d1", item) for _, item in story[3:]] + [end])
     assert [t for delta in (*first, *second) for t in delta.token_ids] == TOKENS
     assert [one for delta in (*first, *second) for one in delta.logprobs] == logprobs
     assert "".join(delta.text for delta in (*first, *second)) == TEXT
@@ -105,19 +122,20 @@ def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
 
 
 def test_c52_a_request_is_whole_when_its_last_token_was_delivered() -> None:
-    request = make_client_request()
-    collect(request, whole_story()[:-1])
-    assert request.end_if_whole(12.0) is None
-    request.sampling_params = replace(request.sampling_params, max_tokens=len(TOKENS) - 1)
-    last = request.end_if_whole(12.0)
+    state = make_state()
+    collect(state, whole_story()[:-1])
+    assert state.end_if_whole(12.0) is None
+    params = replace(state.request.sampling_params, max_tokens=len(TOKENS) - 1)
+    state.request = replace(state.request, sampling_params=params)
+    last = state.end_if_whole(12.0)
     assert last is not None
     assert last.finish is not None
     assert (last.finish.reason, last.token_ids) == (FinishReason.LENGTH, ())
 
 
 def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
-    request = make_client_request(stop=("is",))
-    deltas = collect(request, [("d0", output(0, *TOKENS))])
+    state = make_state(stop=("is",))
+    deltas = collect(state, [("d0", output(0, *TOKENS))])
     assert deltas[-1].finish is not None
     assert deltas[-1].finish.matched_stop == "is"
     assert "".join(delta.text for delta in deltas) == "The cache "
@@ -125,28 +143,28 @@ def test_a_stop_string_ends_the_request_before_the_workers_know() -> None:
 
 
 def test_held_back_text_comes_with_the_end() -> None:
-    request = make_client_request(stop=("baton!",))
-    deltas = collect(request, whole_story())
+    state = make_state(stop=("baton!",))
+    deltas = collect(state, whole_story())
     assert "".join(delta.text for delta in deltas) == TEXT
     assert deltas[-1].finish is not None
     assert deltas[-1].finish.matched_stop is None
 
 
 def test_logprobs_stay_with_their_tokens() -> None:
-    request = make_client_request(logprobs=0)
+    state = make_state(logprobs=0)
     logprobs = [TokenLogprobs(token_id, -0.5, 1, ()) for token_id in TOKENS[:3]]
     deltas = collect(
-        request,
+        state,
         [
             ("d0", output(1, *TOKENS[1:3], logprobs=tuple(logprobs[1:]))),
-            ("p0", output(0, TOKENS[0], logprobs=(logprobs[0],))),
+            ("d0", output(0, TOKENS[0], logprobs=(logprobs[0],))),
         ],
     )
     assert [delta.logprobs for delta in deltas] == [tuple(logprobs)]
 
 
 def test_the_timing_says_where_the_time_went() -> None:
-    request = make_client_request()
+    state = make_state()
     story = whole_story()
     prefill = StageTimes(queue_s=0.25, prefill_s=0.5)
     decode = StageTimes(
@@ -159,7 +177,7 @@ def test_the_timing_says_where_the_time_went() -> None:
     )
     story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=prefill))
     last = output(len(TOKENS) - 1, TOKENS[-1], finish_reason=FinishReason.LENGTH, stage_times=decode)
-    deltas = collect(request, [*story[:-1], ("d0", last)])
+    deltas = collect(state, [*story[:-1], ("d0", last)])
     assert deltas[-1].finish is not None
     timing = deltas[-1].finish.timing
     assert timing.ttft_s == 1.0
@@ -173,21 +191,21 @@ def test_the_timing_says_where_the_time_went() -> None:
 
 def test_the_hand_over_of_a_request_that_moved_is_that_of_its_latest_attempt() -> None:
     """Between its first two tokens lay another one's, which the workers' times at the end say nothing of."""
-    request = make_client_request()
-    collect(request, whole_story()[:4])
-    num_before = request.num_output_tokens
+    state = make_state()
+    collect(state, whole_story()[:4])
+    num_before = state.num_output_tokens
     assert num_before >= 2
-    request.begin_attempt(PLACEMENT, 100.0)
-    stages = StageTimes(first_step_s=3.0)
+    begin(state, PLACEMENT, 100.0)
+    stages = StageTimes(first_step_s=3.0, transfer_bytes=1)
     end = FinishReason.LENGTH
-    request.accept("p0", output(num_before, TOKENS[num_before]), 110.0)
-    request.accept("d0", output(num_before + 1, TOKENS[num_before + 1]), 115.0)
+    state.on_output("p0", output(num_before, TOKENS[num_before]), 110.0)
+    state.on_output("d0", output(num_before + 1, TOKENS[num_before + 1]), 115.0)
     rest = output(num_before + 2, *TOKENS[num_before + 2 :], finish_reason=end, stage_times=stages)
-    last = request.accept("d0", rest, 120.0)
-    assert last is not None
+    last = state.on_output("d0", rest, 120.0)
+    assert isinstance(last, Delta)
     assert last.finish is not None
     timing = last.finish.timing
-    assert (timing.handover_s, timing.handover_ended_s) == (5.0, 115.0 - request.arrived_at)
+    assert (timing.handover_s, timing.handover_ended_s) == (5.0, 115.0 - state.arrived_at)
     assert timing.handover_parts is not None
     assert timing.handover_parts.first_step_s == 3.0
 
@@ -199,7 +217,7 @@ def taken(attempt: int, end: TransferEventKind, at_s: float) -> TransferRecord:
 
 
 def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
-    request = make_client_request()
+    state = make_state()
     story = whole_story()
     why = replace(taken(0, TransferEventKind.FAILED, 3.0), reason="cannot open /dev/shm/kv")
     last = output(
@@ -208,7 +226,7 @@ def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
         finish_reason=FinishReason.LENGTH,
         stage_times=StageTimes(transfers=(why,)),
     )
-    delta = collect(request, [*story[:-1], ("d0", last)])[-1]
+    delta = collect(state, [*story[:-1], ("d0", last)])[-1]
     assert delta.finish is not None
     told = delta.without_reasons().finish
     assert told is not None
@@ -218,11 +236,11 @@ def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
 
 
 def test_every_hand_over_is_told_even_those_of_attempts_that_failed() -> None:
-    request = make_client_request()
+    state = make_state()
     failed = StageTimes(transfers=(taken(0, TransferEventKind.FAILED, 3.0),))
-    request.note_times("d0", output(0, finish_reason=FinishReason.ERROR, stage_times=failed))
-    request.begin_attempt(PLACEMENT, 14.0)
-    done = StageTimes(transfers=(taken(1, TransferEventKind.VERIFIED, 0.5),))
+    state.on_output("d0", output(0, finish_reason=FinishReason.ERROR, stage_times=failed), 11.0)
+    begin(state, PLACEMENT, 14.0)
+    done = StageTimes(transfer_bytes=1, transfers=(taken(1, TransferEventKind.VERIFIED, 0.5),))
     given = TransferEvent(TransferEventKind.RELEASED, 0.75)
     late = TransferRecord(role=TransferRole.PRODUCER, peer="d0", attempt=1, events=(given,))
     story = whole_story()
@@ -232,7 +250,7 @@ def test_every_hand_over_is_told_even_those_of_attempts_that_failed() -> None:
     )
     story[0] = ("p0", output(0, TOKENS[0], finish_reason=FinishReason.HANDED_OVER, stage_times=StageTimes()))
     story.insert(2, ("p0", output(0, stage_times=StageTimes(prefill_s=0.5, transfers=(late,)))))
-    deltas = collect(request, story)
+    deltas = collect(state, story)
     assert deltas[-1].finish is not None
     timing = deltas[-1].finish.timing
     assert [(seen.worker, seen.record.attempt, seen.record.events) for seen in timing.transfers] == [

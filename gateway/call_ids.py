@@ -1,7 +1,20 @@
-"""TraceContext: to which trace of its client's a request belongs; W3C's recommendation "Trace Context"."""
+"""What a client calls its request, so that it can stand in any log and header; and the trace that it belongs to.
 
+Traces: W3C's recommendation "Trace Context".
+"""
+
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_WELL_FORMED = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+WELL_FORMED = "1 to 128 letters, digits, dots, colons, dashes and underscores"
+
+_MAX_CHARACTERS = 128
+_DRAWN_BYTES = 8
+"""Behind an id that was offered; twice as many where there was none."""
+_MAX_OFFERED = _MAX_CHARACTERS - 2 * _DRAWN_BYTES - len("-")
 
 MAX_PARENT_CHARACTERS = 128
 """Version 00 has 55; what later ones add comes behind these."""
@@ -10,6 +23,23 @@ MAX_STATE_CHARACTERS = 512
 MAX_STATE_MEMBERS = 32
 LARGE_MEMBER_CHARACTERS = 128
 """Where something has to go, members that are larger go first."""
+
+
+def is_well_formed(request_id: str) -> bool:
+    return _WELL_FORMED.fullmatch(request_id) is not None
+
+
+def offered_id(value: str | None) -> str | None:
+    """What a client or proxy called its request in passing (`x-request-id`); None if that could not stand in a log."""
+    return value if value is not None and is_well_formed(value) else None
+
+
+def request_id_for(offered: str | None) -> str:
+    """A name that no other request has. It begins with the one that was offered, so that a search for that finds it:
+    several requests may come with the same, since proxies repeat theirs when they try again."""
+    if offered is None:
+        return secrets.token_hex(2 * _DRAWN_BYTES)
+    return f"{offered[:_MAX_OFFERED]}-{secrets.token_hex(_DRAWN_BYTES)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-from gateway.requests.trace_context import MAX_PARENT_CHARACTERS, TraceContext, trace_context_from
+from gateway.call_ids import MAX_PARENT_CHARACTERS, TraceContext, trace_context_from
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

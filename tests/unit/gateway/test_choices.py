@@ -5,19 +5,18 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from gateway.requests.client_request import Delta
-from gateway.requests.run import Generation
-from gateway.requests.turn_budget import TURN_S
-from gateway.requests.whole_answer import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
+from gateway.choices import MAX_VALUES, PORTION_TOKENS, check_whole_answer, in_turns
+from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream
+from gateway.turn_budget import TURN_S
 from tests.factories.answers import WorkClock, batches_from, finish_of
 from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 
 
-def asked(num_answers: int, max_tokens: int, logprobs: int | None = None) -> list[Generation]:
-    generation = Generation(
+def asked(num_answers: int, max_tokens: int, logprobs: int | None = None) -> list[GatewayRequest]:
+    generation = GatewayRequest(
         request_id="r",
         prompt_token_ids=(5,),
         sampling_params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),

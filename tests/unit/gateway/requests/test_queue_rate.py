@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.requests.line_rate import MEMORY_S, LineRate
+from gateway.requests.queue import MEMORY_S, QueueRate
 
 Gap = Callable[[random.Random], float]
 
@@ -14,13 +14,13 @@ RANDOM: Gap = lambda rng: rng.expovariate(10.0)  # noqa: E731
 IN_BURSTS: Gap = lambda rng: 0.0 if rng.random() < 0.75 else rng.expovariate(2.5)  # noqa: E731
 
 
-def watch(rng: random.Random, gap: Gap, num_placed: int) -> tuple[LineRate, float]:
+def watch(rng: random.Random, gap: Gap, num_placed: int) -> tuple[QueueRate, float]:
     """A line that never empties; requests of 1 to 199 tokens leave it."""
-    rate, now = LineRate(), 0.0
-    rate.advance(now, is_line=True)
+    rate, now = QueueRate(), 0.0
+    rate.advance(now, is_queue=True)
     for _ in range(num_placed):
         now += gap(rng)
-        rate.advance(now, is_line=True)
+        rate.advance(now, is_queue=True)
         rate.placed(rng.randint(1, 199))
     return rate, now
 
@@ -47,25 +47,25 @@ def test_nobody_knows_after_a_few() -> None:
 def test_time_without_a_line_does_not_make_it_slow() -> None:
     rate, now = watch(random.Random(1), STEADY, 200)
     before = rate.likely_wait_s(50_000)
-    rate.advance(now + 20.0, is_line=False)
+    rate.advance(now + 20.0, is_queue=False)
     assert rate.likely_wait_s(50_000) == pytest.approx(before)
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
     rate, now = watch(random.Random(1), STEADY, 200)
-    rate.advance(now + 10 * MEMORY_S, is_line=False)
+    rate.advance(now + 10 * MEMORY_S, is_queue=False)
     assert rate.least_wait_s(50_000) == 0.0
 
 
 def test_a_line_that_stands_still_gets_slower() -> None:
     rate, now = watch(random.Random(1), STEADY, 200)
     before = rate.likely_wait_s(50_000)
-    rate.advance(now + 10.0, is_line=True)
+    rate.advance(now + 10.0, is_queue=True)
     assert rate.likely_wait_s(50_000) > before + 5.0
 
 
 def test_a_line_that_never_moved_takes_as_long_as_it_stood() -> None:
-    rate = LineRate()
-    rate.advance(0.0, is_line=True)
-    rate.advance(5.0, is_line=True)
+    rate = QueueRate()
+    rate.advance(0.0, is_queue=True)
+    rate.advance(5.0, is_queue=True)
     assert rate.likely_wait_s(1) == pytest.approx(5.0, rel=0.1)

@@ -1,14 +1,20 @@
-"""Whole answers: how much an answer may hold that is collected and sent at its end, and not streamed."""
+"""All answers to one call: as they come, or collected whole, in turns so that other calls run in between."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
-from gateway.requests.choices import ChoiceDelta
-from gateway.requests.client_request import Delta
-from gateway.requests.run import Generation
-from gateway.requests.turn_budget import TurnBudget
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import Delta, GatewayRequest
+from gateway.turn_budget import TurnBudget
+
+MAX_CHOICES = 128
+"""Answers to one request, over all of its prompts; OpenAI's bound on `n`."""
+
+ChoiceDelta = tuple[int, Delta]
+"""Of which answer."""
 
 MAX_VALUES = 3 * 2**20
 """Of one whole answer, over all of its choices: a token is a value, and so is each of the likeliest ones beside it.
@@ -23,7 +29,54 @@ PORTION_TOKENS = 128
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
-def check_whole_answer(generations: Sequence[Generation], names: Mapping[str, str] = NO_NAMES) -> None:
+async def batches_of(
+    driver: RequestDriver, generations: Sequence[GatewayRequest]
+) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
+    """Each answer's deltas in order, up to its finish; those that are there at once come at once. If one fails, so do
+    all; closing ends all of them everywhere."""
+    if len(generations) == 1:
+        async with aclosing(driver.generate(generations[0])) as deltas:
+            async for delta in deltas:
+                yield ((0, delta),)
+        return
+    waiting: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(len(generations))
+    tasks = [
+        asyncio.create_task(_pump(driver, index, generation, waiting))
+        for index, generation in enumerate(generations)
+    ]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            items = [await waiting.get()]
+            while not waiting.empty():
+                items.append(waiting.get_nowait())
+            if batch := [item for item in items if not isinstance(item, Exception)]:
+                num_open -= sum(delta.finish is not None for _, delta in batch)
+                yield batch
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _pump(
+    driver: RequestDriver,
+    index: int,
+    generation: GatewayRequest,
+    waiting: "asyncio.Queue[ChoiceDelta | Exception]",
+) -> None:
+    try:
+        async with aclosing(driver.generate(generation)) as deltas:
+            async for delta in deltas:
+                await waiting.put((index, delta))
+    except Exception as error:
+        await waiting.put(error)
+
+
+def check_whole_answer(generations: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """InvalidRequest if the answers together could hold more than MAX_VALUES. Without `max_tokens` an answer may fill
     the room behind its prompt, so that counts. `names`: what the client calls fields that we call otherwise."""
     num_values = sum(map(_num_values, generations))
@@ -42,7 +95,7 @@ def check_whole_answer(generations: Sequence[Generation], names: Mapping[str, st
     )
 
 
-def _num_values(generation: Generation) -> int:
+def _num_values(generation: GatewayRequest) -> int:
     params = generation.sampling_params
     return params.max_tokens * (1 + (params.logprobs or 0))
 

@@ -1,0 +1,288 @@
+"""RequestQueue: requests that no worker has room for at present, in fair order and with their deadlines; pure.
+
+The order is that of gateway/requests/fair_queue.py: priority, then requests that ran already, then callers in turn.
+Whenever something may have made room, `sweep` tries the first ones. A request that does not fit yet lets others
+pass that do, so that a long prompt does not hold up short ones while its room gathers. Two limits apply: a
+sweep looks no further than LOOK_AHEAD requests that do not fit, which bounds its cost however many wait; and a
+request that MAX_PASSED others have passed lets none pass any more, so that all room gathers for it. A request
+for which there is no worker at all holds up no other one, since it could not use their room.
+
+A request that is refused learns when to come back. See docs/admission.md.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice, takewhile
+from typing import Generic, TypeVar
+
+from baton.errors import Overloaded, RequestError
+from baton.system.standstill import Standstill, pace_of
+from gateway.requests.fair_queue import FairQueue, QueueEntry
+from gateway.routing.placement import NoRoom
+
+LOOK_AHEAD = 8
+MAX_PASSED = 64
+
+MIN_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 60.0
+
+LOOKS_PER_PACE = 2
+"""So a timer that is late by half a pace is not taken for a standstill."""
+
+T = TypeVar("T")
+
+
+Refusal = tuple[QueueEntry[T], RequestError]
+
+
+class RequestQueue(Generic[T]):
+    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker."""
+
+    def __init__(
+        self, max_queued: int, place: Callable[[QueueEntry[T]], RequestError | None], patience_s: float
+    ) -> None:
+        """`patience_s`: what most of the requests have."""
+        self._max_queued = max_queued
+        self._place = place
+        self._queue = FairQueue[T]()
+        self._rate = QueueRate()
+        self._num_joined = 0
+        self._is_any_hopeless = False
+        """Whether the latest sweep found requests for which there is no worker: these neither move nor block
+        others."""
+        self._pace_s = pace_of(patience_s)
+        self._standstill = Standstill(self._pace_s)
+        self._looked_at = 0.0
+        self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
+        """A heap, as is the next one: entries that left the queue are dropped when they come up, if not before."""
+        self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
+        """In the time in which this process ran."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, entry: QueueEntry[T]) -> bool:
+        return entry in self._queue
+
+    @property
+    def oldest_since(self) -> float | None:
+        """When the request joined that waits longest."""
+        return min((entry.since for entry in self._queue), default=None)
+
+    def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
+        """Places it, if it is its turn and there is room; else it waits, or a request is refused.
+
+        Refused is this one, if it would wait beyond its deadline. If the queue is full, the latest request is
+        refused of the caller that has most of them, among the least urgent: another one, or this one. A request
+        that ran already is never refused, and takes no room in the queue: there are no more of them than were
+        placed once.
+        """
+        self._advance(now)
+        self._num_joined += 1
+        entry.number, entry.since = self._num_joined, now
+        self._queue.add(entry)
+        if self._is_in_sight(entry):  # else nothing has changed for those that come before it
+            self.sweep(now)
+        if entry not in self._queue:
+            return None
+        if not entry.is_resumed and (refusal := self._too_late(entry, now) or self._too_many(entry)):
+            self._queue.remove(refusal[0])
+            if refusal[0] is entry:
+                return refusal
+        else:
+            refusal = None
+        self._watch(entry, now)
+        return refusal
+
+    def leave(self, entry: QueueEntry[T], now: float) -> None:
+        """It does not wait any more; no error if it did not."""
+        if entry in self._queue:
+            self._advance(now)
+            self._queue.remove(entry)
+            self._forget_left()
+
+    def sweep(self, now: float) -> None:
+        """Something may have made room: places the requests that can be, in order."""
+        self._advance(now)
+        is_queue = len(self._queue) > 1
+        placed: list[QueueEntry[T]] = []
+        try:
+            self._place_first_ones(placed)
+        finally:
+            for entry in placed:
+                self._queue.serve(entry)
+                if is_queue or entry.since < now:
+                    self._rate.placed(entry.num_tokens)
+            self._forget_left()
+
+    def retry_after_s(self, entry: QueueEntry[T]) -> float:
+        """When to come back, if it waits no longer: about when it would have been served."""
+        num_tokens = self._queue.num_tokens_before(entry) + entry.num_tokens
+        return min(max(self._rate.likely_wait_s(num_tokens), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+    def past_deadline(self, now: float) -> list[QueueEntry[T]]:
+        """Those whose deadline has passed. They stay in the queue until they `leave`."""
+        return list(self._expired(self._deadlines, now))
+
+    def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
+        """Those that found no place in the time that they may wait. They stay in the queue until they `leave`."""
+        return list(self._expired(self._patience_ends, self._running(now)))
+
+    def next_deadline(self) -> float | None:
+        """When to ask again which requests wait no longer; None while none waits."""
+        if not len(self._queue):
+            return None
+        # A standstill is known by looks that are far apart, so there has to be a look at a fixed pace.
+        times = [self._looked_at + self._pace_s / LOOKS_PER_PACE]
+        if (first := self._first(self._deadlines)) is not None:
+            times.append(first)
+        if (first := self._first(self._patience_ends)) is not None:
+            times.append(first + self._standstill.total_s)
+        return min(times)
+
+    def _place_first_ones(self, placed: list[QueueEntry[T]]) -> None:
+        held_up: list[QueueEntry[T]] = []
+        hopeless: dict[object, RequestError] = {}
+        """Needs that no worker meets at present, and why not."""
+        for entry in self._queue:
+            needs = entry.needs()
+            if (reason := hopeless.get(needs)) is not None:
+                entry.reason = reason
+                continue
+            entry.reason = self._place(entry)
+            if entry.reason is None:
+                placed.append(entry)
+                for passed in held_up:
+                    passed.num_passed += 1
+            elif not isinstance(entry.reason, NoRoom):
+                hopeless[needs] = entry.reason
+                self._is_any_hopeless = True
+            else:
+                held_up.append(entry)
+                if len(held_up) == LOOK_AHEAD or entry.num_passed >= MAX_PASSED:
+                    return
+        self._is_any_hopeless = bool(hopeless)
+
+    def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
+        """Whether a sweep may come as far, with as many before it as there is no room for."""
+        before = takewhile(lambda other: other is not entry, self._queue)
+        held_up = (other for other in before if other.reason is None or isinstance(other.reason, NoRoom))
+        return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
+
+    def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
+        """Refuses one that would start after its deadline even if the queue moved a good deal faster than
+        lately, and no other request overtook it."""
+        if entry.begin_by is None or self._is_any_hopeless:
+            return None
+        left_s = max(0.0, entry.begin_by - now)
+        wait_s = self._rate.least_wait_s(self._queue.num_tokens_before(entry))
+        if wait_s <= left_s:
+            return None
+        message = (
+            f"its turn would come in {wait_s:.1f} s at the earliest, and for its deadline it has to begin within "
+            f"{left_s:.1f} s; {len(self._queue) - 1} requests wait already"
+        )
+        return entry, Overloaded(message, self.retry_after_s(entry))
+
+    def _too_many(self, entry: QueueEntry[T]) -> Refusal[T] | None:
+        if self._queue.num_new <= self._max_queued:
+            return None
+        last = self._queue.last_of_largest()
+        assert last is not None, "it is among these itself"
+        num_others = len(self._queue) - 1
+        if last is not entry:
+            message = (
+                f"{num_others} requests wait, and one came that is more urgent, or whose caller has fewer"
+            )
+            return last, Overloaded(message, self.retry_after_s(last))
+        if entry.reason is not None and not isinstance(entry.reason, NoRoom):
+            return entry, entry.reason
+        why = f": {entry.reason}" if entry.reason else ""
+        return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
+
+    def _watch(self, entry: QueueEntry[T], now: float) -> None:
+        """From now on, its deadlines count."""
+        if entry.deadline is not None:
+            heappush(self._deadlines, (entry.deadline, entry.number, entry))
+        if entry.patience_s < math.inf:
+            heappush(self._patience_ends, (self._running(now) + entry.patience_s, entry.number, entry))
+
+    def _expired(self, heap: list[tuple[float, int, QueueEntry[T]]], now: float) -> Iterator[QueueEntry[T]]:
+        while (first := self._first(heap)) is not None and first <= now:
+            yield heappop(heap)[2]
+
+    def _first(self, heap: list[tuple[float, int, QueueEntry[T]]]) -> float | None:
+        while heap and heap[0][2] not in self._queue:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def _forget_left(self) -> None:
+        """Keeps few of the entries that left the queue, since each holds a request; and none once the queue is
+        empty."""
+        for heap in (self._deadlines, self._patience_ends):
+            if not len(self._queue):
+                heap.clear()
+            elif len(heap) > 2 * len(self._queue) + 64:
+                heap[:] = [each for each in heap if each[2] in self._queue]
+                heapify(heap)
+
+    def _running(self, now: float) -> float:
+        self._looked_at = now
+        return self._standstill.running(now)
+
+    def _advance(self, now: float) -> None:
+        self._rate.advance(now, is_queue=len(self._queue) > 0)
+
+
+MEMORY_S = 30.0
+"""What was so long ago counts for a third (1/e) of what is new."""
+
+MIN_MOVES = 4.0
+"""After fewer moves, as counted by that memory, the queue's rate is unknown."""
+
+
+class QueueRate:
+    """Tokens that went from the queue to workers, over the time that there was a queue. Times must not run
+    backwards."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._queue_s = 0.0
+        self._moved_at = -1.0
+        self._num_moves = 0.0
+        """Moments in which it moved: requests that are placed in the same one were not so by chance."""
+        self._num_tokens = 0.0
+
+    def advance(self, now: float, *, is_queue: bool) -> None:
+        """Until now, requests waited, or none did; the first call only sets the time."""
+        passed_s = max(0.0, now - self._at)
+        keep = math.exp(-passed_s / MEMORY_S)
+        self._at = now
+        self._queue_s = self._queue_s * keep + (MEMORY_S * (1.0 - keep) if is_queue else 0.0)
+        self._num_moves *= keep
+        self._num_tokens *= keep
+
+    def placed(self, num_tokens: int) -> None:
+        """A request left the queue for its workers, or came past it."""
+        if self._at > self._moved_at:
+            self._num_moves += 1.0
+            self._moved_at = self._at
+        self._num_tokens += num_tokens
+
+    def least_wait_s(self, num_tokens: int) -> float:
+        """How long it takes at least until so much has been served; 0 if unknown.
+
+        Errs towards too little: as if the queue moved faster than it seemed by two standard deviations of a Poisson
+        count.
+        """
+        if self._num_moves < MIN_MOVES or self._queue_s <= 0.0:
+            return 0.0
+        margin = 1.0 + 2.0 / math.sqrt(self._num_moves)
+        return num_tokens * self._queue_s / (self._num_tokens * margin)
+
+    def likely_wait_s(self, num_tokens: int) -> float:
+        """How long it likely takes; while the queue stands still, as long as it has stood."""
+        if self._num_moves < 1.0:
+            return self._queue_s
+        return num_tokens * self._queue_s / self._num_tokens

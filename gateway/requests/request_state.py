@@ -1,0 +1,254 @@
+"""RequestState: one client's request from its arrival to its end, and what its client has of the answer; pure.
+
+                     +------------- an attempt failed -------------+
+                     v                                             |
+    arrived ---> WAITING ---- a worker has room ----> PLACED ------+
+                     |                                   |
+                     |  refused, too late, aborted,      |  answered, given up, aborted,
+                     |  client left                      |  client left
+                     +------------> FINISHED <-----------+
+
+Outputs of both workers, and of repeated attempts, arrive in any order and more than once. Each names the
+position of its tokens, and the client gets every position once, in order. A new attempt continues behind what
+the client has; the text state stays here, so a stop string may begin on one worker and end on another.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum
+
+from baton.kv import WorkerRef
+from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
+from gateway.requests.latency_window import StreamLatency
+from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.requests.retry import RetryState
+from gateway.requests.timing import RequestTimes
+from gateway.routing.cost import EXPECTED_NEW_TOKENS
+from gateway.routing.placement import Mode, Placement
+
+MAX_RECORDED_ATTEMPTS = 32
+"""The latest ones. Refusals do not count against a request, so there may be any number of attempts."""
+
+
+class RequestPhase(Enum):
+    WAITING = "waiting"
+    PLACED = "placed"
+    FINISHED = "finished"
+
+
+class RequestState:
+    """Moved by the dispatcher alone."""
+
+    __slots__ = (
+        "_delivered",
+        "_early",
+        "_last",
+        "_num_cached_tokens",
+        "arrived_at",
+        "attempts",
+        "finish",
+        "latency",
+        "phase",
+        "placement",
+        "request",
+        "retry",
+        "times",
+    )
+
+    def __init__(
+        self, request: GatewayRequest, retry: RetryState, latency: StreamLatency, arrived_at: float
+    ) -> None:
+        self.request = request
+        self.retry = retry
+        self.latency = latency
+        self.arrived_at = arrived_at
+        self.phase = RequestPhase.WAITING
+        self.attempts: deque[Attempt] = deque(maxlen=MAX_RECORDED_ATTEMPTS)
+        """The last one is under way while the request is PLACED."""
+        self.placement: Placement | None = None
+        """Which way the latest attempt really took."""
+        self.times = RequestTimes(arrived_at, request.intake_s)
+        self.finish: Finish | None = None
+        self._delivered = array("I")
+        """An answer may have a million tokens: they take 12 bytes each here, with their times."""
+        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        """Tokens whose predecessors have not arrived yet, by position."""
+        self._last: tuple[RequestOutput, int] | None = None
+        """The output that ends the request, and how many tokens it ends at."""
+        self._num_cached_tokens = 0
+
+    # what was asked
+
+    @property
+    def num_tokens(self) -> int:
+        """What it is likely to cost, whatever room for an answer it asks for."""
+        num_new_tokens = min(self.request.sampling_params.max_tokens, EXPECTED_NEW_TOKENS)
+        return len(self.request.prompt_token_ids) + num_new_tokens
+
+    @property
+    def deadline(self) -> float | None:
+        """The client's own, on the gateway's clock."""
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.arrived_at + self.request.intake_s + timeout_s
+
+    def time_left(self, now: float) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - now)
+
+    # attempts
+
+    @property
+    def num_attempts(self) -> int:
+        return self.retry.num_attempts
+
+    @property
+    def attempt(self) -> Attempt:
+        """The latest."""
+        return self.attempts[-1]
+
+    @property
+    def path(self) -> str | None:
+        """Which way its answer came, if it is whole."""
+        if self.finish is None:
+            return None
+        placement = self.finish.placement
+        return "fallback" if placement.is_fallback else placement.mode.value
+
+    def begin_attempt(self, attempt: Attempt, now: float) -> None:
+        """Forgets tokens that came without their predecessors: what is computed anew need not fit them."""
+        assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
+        self.phase = RequestPhase.PLACED
+        self.attempts.append(attempt)
+        self.placement = attempt.placement
+        self.times.begin_attempt(attempt.number, attempt.placement, now)
+        self._early.clear()
+        self._last = None
+        if not self._delivered:
+            self._num_cached_tokens = 0
+
+    def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
+        assert self.phase is RequestPhase.PLACED, f"it is {self.phase.value}"
+        self.phase = RequestPhase.WAITING
+        self.attempt.ended_at = now
+        if failure is not None:
+            self.times.end_attempt(now)
+            self.attempt.failure = failure if failure.error is None else None
+
+    def sub_requests(
+        self, refs: Mapping[str, WorkerRef], transfer_id: str, now: float
+    ) -> list[tuple[str, EngineRequest]]:
+        """What the latest attempt sends to each of its workers."""
+        request, attempt = self.request, self.attempt
+        whole = EngineRequest(
+            request_id=attempt.engine_request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            priority=request.priority,
+            timeout_s=self.time_left(now),
+            cache_salt=request.cache_salt,
+            output_token_ids=self.output_token_ids,
+            on_preemption=self.retry.on_preemption(attempt.placement),
+        )
+        return sub_requests(whole, attempt, refs, transfer_id)
+
+    # the answer
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """What the client has of the answer."""
+        return tuple(self._delivered)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._delivered)
+
+    def on_output(self, worker: str, output: RequestOutput, now: float) -> Delta | AttemptFailure | None:
+        """The delta that an output of the latest attempt completes, or the failure that it means, if either."""
+        attempt = self.attempt
+        if output.num_cached_tokens and not attempt.num_tokens_before:
+            self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.stage_times is not None:
+            self.times.note_stages(worker, output.stage_times)
+        verdict = attempt.on_output(worker, output)
+        if verdict is not Verdict.DELIVER:
+            return None if verdict is Verdict.IGNORE else verdict
+        if self._contradicts(output):
+            return attempt.contradiction(worker)
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._last = (output, output.first_position + len(output.token_ids))
+            self._note_fallback(attempt, worker, output)
+        if output.first_position == len(self._delivered) and not self._early:  # nearly all of them
+            return self._deliver(worker, output.token_ids, output.logprobs or (), now)
+        return self._deliver(worker, *self._in_order(output), now)
+
+    def end_if_whole(self, now: float) -> Delta | None:
+        """The last delta, if the client has every token that it asked for, and only the output that says so was
+        lost."""
+        if len(self._delivered) < self.request.sampling_params.max_tokens:
+            return None
+        self.finish = self._make_finish(FinishReason.LENGTH, None, now)
+        return Delta(text=self.request.text.flush(), finish=self.finish)
+
+    def _contradicts(self, output: RequestOutput) -> bool:
+        """Whether it holds another token than the client has: what follows in it is no continuation.
+
+        As when a prompt that one worker had computed is computed again by another, with a rounding error of its own.
+        """
+        first = output.first_position
+        if first >= len(self._delivered):
+            return False
+        known = self._delivered[first : first + len(output.token_ids)]
+        return any(ours != theirs for ours, theirs in zip(known, output.token_ids, strict=False))
+
+    def _note_fallback(self, attempt: Attempt, worker: str, output: RequestOutput) -> None:
+        """The decode worker computed a prompt itself that a prefill worker was to compute."""
+        decode, times = attempt.placement.decode, output.stage_times
+        is_recomputed = times is not None and not times.transfer_bytes
+        if worker == decode and attempt.placement.prefill is not None and is_recomputed:
+            self.placement = Placement(
+                Mode.LOCAL, None, decode, is_fallback=True, reason="the prompt did not arrive"
+            )
+
+    def _in_order(self, output: RequestOutput) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """What is next for the client, with this output."""
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        for position, token in enumerate(zip(output.token_ids, logprobs, strict=True), output.first_position):
+            if position >= len(self._delivered):
+                self._early.setdefault(position, token)
+        ready: list[tuple[int, TokenLogprobs | None]] = []
+        while (position := len(self._delivered) + len(ready)) in self._early:
+            ready.append(self._early.pop(position))
+        return tuple(token_id for token_id, _ in ready), tuple(each for _, each in ready if each is not None)
+
+    def _deliver(
+        self, worker: str, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> Delta | None:
+        text_stream = self.request.text
+        num_counted, text = text_stream.push(token_ids)
+        self._delivered.extend(token_ids[:num_counted])
+        self.times.note_tokens(worker, num_counted, now)
+        if text_stream.matched_stop is not None:
+            self.finish = self._make_finish(FinishReason.STOP, None, now)
+        elif self._last is not None and len(self._delivered) >= self._last[1]:
+            last, _ = self._last
+            assert last.finish_reason is not None
+            self.finish = self._make_finish(last.finish_reason, last.stop_token_id, now)
+            text += text_stream.flush()
+        elif not token_ids:
+            return None
+        return Delta(token_ids[:num_counted], text, logprobs[:num_counted], self.finish)
+
+    def _make_finish(self, reason: FinishReason, stop_token_id: int | None, now: float) -> Finish:
+        assert self.placement is not None
+        return Finish(
+            reason=reason,
+            matched_stop=self.request.text.matched_stop,
+            stop_token_id=stop_token_id,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_completion_tokens=len(self._delivered),
+            num_cached_tokens=self._num_cached_tokens,
+            timing=self.times.timing(self.placement, self.attempt.num_tokens_before, now),
+            placement=self.placement,
+            num_attempts=self.num_attempts,
+        )

@@ -1,0 +1,198 @@
+"""RetryState: where a request may go next, and when it is given up; pure.
+
+A failed attempt is followed by another one, elsewhere, behind the tokens that the client has already. What counts
+against a request are attempts *in vain*: they failed or lost a worker, and brought the client no new token from
+a decode worker. The request ends after
+
+    MAX_FAILURES  in a row where workers live and report that they could not do it
+    MAX_LOSSES    in a row where workers vanish: most requests that lose a randomly killed worker are bystanders
+    MAX_ATTEMPTS  failures and losses in all, for a request that gets a little further each time
+
+So a request that kills its workers takes at most MAX_LOSSES of them, if it dies where it died before. To be
+given back or refused does not count; the time that a request may look for a place bounds that.
+"""
+
+from typing import Literal
+
+from baton.errors import Overloaded, RequestError, WorkerUnavailable
+from baton.request import OnPreemption
+from baton.worker import WorkerRole
+from gateway.requests.attempt import Attempt, AttemptFailure, Cause
+from gateway.requests.request import GatewayRequest
+from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
+from gateway.routing.router import Router
+from gateway.workers.worker_list import WorkerList
+
+LoadFailurePolicy = Literal["retry", "recompute", "fail"]
+
+MAX_FAILURES = 3
+"""After all but one of these, the decode worker computes the prompt, unless the request requires a prefill worker."""
+MAX_LOSSES = 8
+MAX_ATTEMPTS = 64
+MAX_GIVEN_BACK = 2
+"""After that, a worker without room keeps the request until it has some."""
+
+
+class RetryState:
+    """Of one request. Times are the caller's, in seconds."""
+
+    def __init__(
+        self,
+        request: GatewayRequest,
+        workers: WorkerList,
+        policy: LoadFailurePolicy,
+        now: float,
+        *,
+        must_not_fall_back: bool = False,
+    ) -> None:
+        """`must_not_fall_back`: as configured, a request runs on a decode worker alone by choice, or not at all."""
+        self._request = request
+        self._workers = workers
+        self._policy = policy
+        self._may_recompute = request.mode is not Mode.DISAGGREGATED and not must_not_fall_back
+        self._failed: dict[str, str] = {}
+        """Incarnations of workers that failed it, by name: another incarnation may succeed."""
+        self._refused: dict[str, int] = {}
+        """Workers that did not want it, and their heartbeat at that time: they may have room by now."""
+        self._num_failures = 0
+        self._num_losses = 0
+        self._num_in_all = 0
+        self._num_given_back = 0
+        self._last_failure: AttemptFailure | None = None
+        self.num_attempts = 0
+        self.seeking_since = now
+        """Since when it looks for a place. Time on workers that did nothing for it does not count: to have
+        queued on one that gives it back is no reason to be given up sooner."""
+
+    def route(self, router: Router, output_token_ids: tuple[int, ...]) -> Placement | RequestError:
+        """Where it goes next; NoRoom or WorkerUnavailable if it has to wait.
+
+        If every other worker is excluded, it is retried on one that failed it before.
+        """
+        failed, refused = self._excluded()
+        placement = _route(router, self._query(output_token_ids, failed | refused))
+        if isinstance(placement, WorkerUnavailable) and (failed or refused):
+            placement = _route(router, self._query(output_token_ids, refused))
+        if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
+            return NoRoom(self._disclosed(self._last_failure))
+        return placement
+
+    def lacking(self, router: Router) -> dict[str, int]:
+        """How many tokens of its prompt each worker lacks that may compute it, as Router.lacking has it."""
+        return router.lacking(self._query((), frozenset()))
+
+    def needs(self) -> object:
+        """Two requests with equal needs find a worker both or neither."""
+        return self._request.mode, self._is_without_prefill, *self._excluded()
+
+    def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:
+        """An attempt for a client that has `num_tokens` of the answer."""
+        self.num_attempts += 1
+        listed = {name: self._workers.get(name) for name in (placement.decode, placement.prefill) if name}
+        recomputes = self._policy == "recompute" and self._may_recompute
+        return Attempt(
+            engine_request_id,
+            placement,
+            num_tokens,
+            decode_recomputes=placement.prefill is not None and recomputes,
+            incarnations={name: worker.ref.incarnation for name, worker in listed.items() if worker},
+            number=self.num_attempts - 1,
+            began_at=now,
+        )
+
+    def on_preemption(self, placement: Placement) -> OnPreemption:
+        """A worker that runs out of blocks gives the request back where that helps, and at most MAX_GIVEN_BACK times.
+
+        It helps where another decode worker may have room, or where a prefill worker computes what this one
+        would have to compute again; the router found the request long enough for one.
+        """
+        has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
+        if has_choice and self._num_given_back < MAX_GIVEN_BACK:
+            return OnPreemption.GIVE_BACK
+        return OnPreemption.RESUME
+
+    def on_failure(
+        self, attempt: Attempt, failure: AttemptFailure, num_tokens: int, now: float
+    ) -> RequestError | None:
+        """An attempt failed when the client had `num_tokens`: None to place it again, or the error to give up
+        with."""
+        if failure.error is not None:
+            return failure.error
+        self._last_failure = failure
+        # A prefill worker adds a token to each attempt; a request that lived on these would never decode.
+        has_progressed = num_tokens > attempt.num_tokens_before + (attempt.placement.prefill is not None)
+        if has_progressed:
+            self._num_failures = self._num_losses = 0
+        if failure.cause in (Cause.LOST, Cause.FAILED) or has_progressed:
+            self.seeking_since = now
+        else:
+            self.seeking_since += now - attempt.began_at
+        if failure.cause in (Cause.REFUSED, Cause.GIVEN_BACK):
+            self._num_given_back += failure.cause is Cause.GIVEN_BACK
+            worker = self._workers.get(failure.worker)
+            self._refused[failure.worker] = worker.heartbeat if worker else 0
+            return None
+        return self._count(attempt, failure, has_progressed)
+
+    def too_late(self, reason: RequestError, waited_s: float, retry_after_s: float) -> RequestError:
+        """The error for a request that found no place in the time that it may wait."""
+        if isinstance(reason, NoRoom | Overloaded):
+            return Overloaded(f"no room within {waited_s:g} s: {reason}", retry_after_s)
+        before = f"; before that, {self._disclosed(self._last_failure)}" if self._last_failure else ""
+        return WorkerUnavailable(f"{reason}; waited {waited_s:g} s for one{before}")
+
+    @property
+    def _is_without_prefill(self) -> bool:
+        return self._num_failures + 1 >= MAX_FAILURES and self._may_recompute
+
+    def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Workers whose present incarnation failed it, and those that do not want it at present."""
+        names = {*self._failed, *self._refused}
+        listed = [(name, worker) for name in names if (worker := self._workers.get(name))]
+        failed = (name for name, worker in listed if self._failed.get(name) == worker.ref.incarnation)
+        refused = (name for name, worker in listed if self._refused.get(name) == worker.heartbeat)
+        return frozenset(failed), frozenset(refused)
+
+    def _query(self, output_token_ids: tuple[int, ...], excluded: frozenset[str]) -> RouteQuery:
+        request = self._request
+        return RouteQuery(
+            token_ids=request.prompt_token_ids + output_token_ids,
+            max_new_tokens=request.sampling_params.max_tokens - len(output_token_ids),
+            cache_salt=request.cache_salt,
+            mode=request.mode,
+            excluded=excluded,
+            without_prefill=self._is_without_prefill,
+        )
+
+    def _count(
+        self, attempt: Attempt, failure: AttemptFailure, has_progressed: bool
+    ) -> WorkerUnavailable | None:
+        self._num_in_all += 1
+        if failure.cause is Cause.FAILED:
+            self._num_failures += not has_progressed
+            if incarnation := attempt.incarnations.get(failure.worker):
+                self._failed[failure.worker] = incarnation
+        else:
+            self._num_losses += not has_progressed
+        is_over = (
+            (failure.is_prompt_lost and self._policy == "fail")
+            or self._num_failures >= MAX_FAILURES
+            or self._num_losses >= MAX_LOSSES
+            or self._num_in_all >= MAX_ATTEMPTS
+        )
+        if is_over:
+            return WorkerUnavailable(
+                f"gave up after {self.num_attempts} attempt(s): {self._disclosed(failure)}"
+            )
+        return None
+
+    def _disclosed(self, failure: AttemptFailure) -> str:
+        """A worker's words may name machines and files: they are for administrators, and for the log."""
+        return str(failure) if self._request.caller.may_administer else failure.summary
+
+
+def _route(router: Router, query: RouteQuery) -> Placement | RequestError:
+    try:
+        return router.route(query)
+    except RequestError as error:
+        return error

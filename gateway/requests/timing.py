@@ -1,0 +1,257 @@
+"""Where a request's time went: to its first token, from there to the second, and over all its stages; pure
+arithmetic.
+
+Clocks of two machines are never compared: workers report durations of their own, which lie inside those that
+the gateway measures. What is left over counts as the gateway's, with the network in between.
+"""
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from baton.request import StageTimes
+from baton.transfer import TransferRecord
+from gateway.routing.placement import Mode, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds; see Timing in generation_service.proto."""
+
+    ttft_s: float
+    itl_s: tuple[float, ...]
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    transfer_bytes: int
+    handover_s: float
+    decode_s: float
+    total_s: float
+    transfer_wait_s: float
+    transport: str
+    transfers: tuple["SeenTransfer", ...] = ()
+    ttft_parts: "TtftParts | None" = None
+    """They add up to `ttft_s`; None if there was no token."""
+    handover_parts: "HandoverParts | None" = None
+    """They add up to `handover_s`; None if nothing was handed over."""
+    handover_ended_s: float = 0.0
+    """When the later of these two tokens came, since the request's arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTransfer:
+    """A hand-over as one worker saw it, counted from the request's arrival at the gateway."""
+
+    worker: str
+    record: TransferRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtftParts:
+    """In seconds, in the order in which they pass; they add up to the time to first token, and none is negative."""
+
+    gateway_s: float
+    """Taking the request in (tokenising), dispatching it, the ways to the worker and back, and what nobody told."""
+    queue_s: float
+    """In the gateway's line, until a worker had room."""
+    failed_attempts_s: float
+    """With workers that came to nothing before the first token."""
+    worker_queue_s: float
+    """On the worker that computed the prompt, until its first step."""
+    transfer_exposed_s: float
+    """Waiting for a KV transfer: nothing where the worker that computed the prompt tells the first token, as it does
+    unless it or its word is lost, or comes later than that of the worker that goes on."""
+    prefill_s: float
+    """From the prompt's first step to the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverParts:
+    """Of a request that was handed over, in seconds; they add up to what lay between its first and second token."""
+
+    transfer_exposed_s: float
+    """From the end of the prefill until the decode worker had everything: what no overlap hid."""
+    first_step_s: float
+    """From there until the decode worker had sampled, waiting for a place in its batch included."""
+    gateway_s: float
+    """The ways between, and what nobody told."""
+
+
+@dataclass(slots=True)
+class FirstTokenClock:
+    """Told of one request's attempts and of its first token; times are since the request's arrival."""
+
+    ttft_s: float | None = None
+    """Once it has come."""
+    _brought_by: str = ""
+    _queue_s: float = 0.0
+    _failed_s: float = 0.0
+    _waits_since_s: float = 0.0
+    _attempt_began_s: float | None = None
+    _placement: Placement | None = None
+
+    def waits_from(self, at_s: float) -> None:
+        """It was taken in, and stands in line."""
+        self._waits_since_s = at_s
+
+    def begin_attempt(self, placement: Placement, at_s: float) -> None:
+        if self.ttft_s is not None:
+            return
+        self.end_attempt(at_s)
+        self._queue_s += at_s - self._waits_since_s
+        self._attempt_began_s = at_s
+        self._placement = placement
+
+    def end_attempt(self, at_s: float) -> None:
+        """It came to nothing; no error if there was none."""
+        if self.ttft_s is None and self._attempt_began_s is not None:
+            self._failed_s += at_s - self._attempt_began_s
+            self._attempt_began_s, self._waits_since_s = None, at_s
+
+    def first_token(self, worker: str, at_s: float) -> None:
+        """Only the first call counts."""
+        if self.ttft_s is None:
+            self.ttft_s, self._brought_by = at_s, worker
+
+    def parts(self, stages: Mapping[str, StageTimes]) -> TtftParts | None:
+        """`stages` by worker, of the attempt that brought the first token; None if it has not come."""
+        if self.ttft_s is None:
+            return None
+        assert self._placement is not None
+        computed, waited_s = _who_computed(self._placement, self._brought_by, stages)
+        return _cut(self.ttft_s, self._queue_s, self._failed_s, computed, waited_s)
+
+
+class RequestTimes:
+    """Collects the times of one request. Every `now` is the gateway's clock."""
+
+    def __init__(self, arrived_at: float, intake_s: float) -> None:
+        self._arrived_at = arrived_at
+        self._delivered_at = array("d")
+        self._first_token = FirstTokenClock()
+        self._first_token.waits_from(intake_s)
+        self._stages: dict[str, StageTimes] = {}
+        """Of the latest attempt, by worker."""
+        self._first_token_stages: dict[str, StageTimes] | None = None
+        """Of the attempt that brought the first token, once another one has begun."""
+        self._attempt = 0
+        self._attempt_began_s = 0.0
+        self._transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = {}
+        """By attempt and worker, those of failed attempts too."""
+
+    @property
+    def ttft_parts(self) -> TtftParts | None:
+        """None while there is no token."""
+        stages = self._stages if self._first_token_stages is None else self._first_token_stages
+        return self._first_token.parts(stages)
+
+    @property
+    def transfers(self) -> tuple[SeenTransfer, ...]:
+        """All that workers reported, in the order of the attempts."""
+        return tuple(seen for part in self._transfers.values() for seen in part)
+
+    def begin_attempt(self, number: int, placement: Placement, now: float) -> None:
+        self._attempt, self._attempt_began_s = number, now - self._arrived_at
+        self._first_token.begin_attempt(placement, self._attempt_began_s)
+        if self._delivered_at and self._first_token_stages is None:
+            self._first_token_stages = self._stages
+        self._stages = {}
+
+    def end_attempt(self, now: float) -> None:
+        """It failed, and the request waits for another one."""
+        self._first_token.end_attempt(now - self._arrived_at)
+
+    def note_stages(self, worker: str, stages: StageTimes) -> None:
+        """What a worker of the latest attempt reports of its own stages, so far."""
+        self._stages[worker] = stages
+        self._transfers[self._attempt, worker] = tuple(
+            SeenTransfer(worker, record.shifted(self._attempt_began_s)) for record in stages.transfers
+        )
+
+    def note_tokens(self, worker: str, num_tokens: int, now: float) -> None:
+        """The client gets so many tokens, the last of which this worker brought."""
+        if not self._delivered_at and num_tokens:
+            self._first_token.first_token(worker, now - self._arrived_at)
+        if num_tokens == 1:
+            self._delivered_at.append(now)
+        else:
+            self._delivered_at.extend([now] * num_tokens)
+
+    def timing(self, placement: Placement, num_tokens_before: int, now: float) -> Timing:
+        """`placement` and `num_tokens_before` are those of the latest attempt: workers' times are of that one."""
+        at = self._delivered_at
+        decode = self._stages.get(placement.decode, StageTimes())
+        prefill = self._stages.get(placement.prefill, StageTimes()) if placement.prefill else decode
+        gaps = tuple(after - before for before, after in pairwise(at))
+        ttft_s = at[0] - self._arrived_at if at else now - self._arrived_at
+        is_handed_over = placement.mode is Mode.DISAGGREGATED and len(gaps) > num_tokens_before
+        handover_s = gaps[num_tokens_before] if is_handed_over else 0.0
+        parts = split_handover(handover_s, decode, self._exposed_s(placement)) if is_handed_over else None
+        return Timing(
+            ttft_s=ttft_s,
+            itl_s=gaps,
+            queue_s=prefill.queue_s,
+            prefill_s=prefill.prefill_s,
+            transfer_s=decode.transfer_moving_s,
+            transfer_bytes=decode.transfer_bytes,
+            transfer_wait_s=decode.transfer_s - decode.transfer_moving_s,
+            transport=decode.transport,
+            transfers=self.transfers,
+            handover_s=handover_s,
+            decode_s=at[-1] - at[0] if at else 0.0,
+            total_s=now - self._arrived_at,
+            ttft_parts=self.ttft_parts,
+            handover_parts=parts,
+            handover_ended_s=ttft_s + sum(gaps[: num_tokens_before + 1]) if is_handed_over else 0.0,
+        )
+
+    def _exposed_s(self, placement: Placement) -> float | None:
+        """What the prefill worker reported of its hand-over; None if it has not."""
+        seen = self._transfers.get((self._attempt, placement.prefill or ""), ())
+        return next((each.record.exposed_s for each in seen if each.record.exposed_s > 0.0), None)
+
+
+def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) -> HandoverParts:
+    """`gap_s` lay between the two tokens, `stages` are the decode worker's; `exposed_s` is what the prefill worker
+    said, None if it did not."""
+    first_step_s = min(gap_s, stages.first_step_s)
+    left_s = gap_s - first_step_s
+    transfer_exposed_s = left_s if exposed_s is None else min(left_s, exposed_s)
+    return HandoverParts(
+        transfer_exposed_s=transfer_exposed_s,
+        first_step_s=first_step_s,
+        gateway_s=left_s - transfer_exposed_s,
+    )
+
+
+def _who_computed(
+    placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
+) -> tuple[StageTimes, float]:
+    """The times of the worker that computed the prompt, and how long another one waited for it when it was computed.
+
+    That one has waited all along, from before the prompt's first step.
+    """
+    bringer = stages.get(brought_by, StageTimes())
+    if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
+        return bringer, bringer.transfer_s
+    computed = stages.get(placement.prefill, StageTimes())
+    return computed, max(0.0, bringer.transfer_s - computed.queue_s - computed.prefill_s)
+
+
+def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
+    """What was measured here comes first, then each that a worker told, as far as there is time left for it."""
+    left_s = ttft_s - queue_s - failed_s
+    told = []
+    for said_s in (computed.prefill_s, computed.queue_s, waited_s):
+        told.append(min(left_s, max(0.0, said_s)))
+        left_s -= told[-1]
+    prefill_s, worker_queue_s, transfer_exposed_s = told
+    return TtftParts(
+        gateway_s=left_s,
+        queue_s=queue_s,
+        failed_attempts_s=failed_s,
+        worker_queue_s=worker_queue_s,
+        transfer_exposed_s=transfer_exposed_s,
+        prefill_s=prefill_s,
+    )

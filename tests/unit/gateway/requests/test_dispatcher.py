@@ -1,0 +1,125 @@
+"""Single events and their effects; random ones are in tests/property/test_dispatcher_machine.py."""
+
+from itertools import count
+
+from baton.config import GatewayConfig
+from baton.errors import InvalidRequest, RateLimited
+from baton.kv import WorkerRef
+from baton.request import FinishReason, RequestOutput
+from baton.sampling import SamplingParams
+from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
+from gateway.auth.callers import ANYBODY, Caller
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.events import (
+    AbortAt,
+    Deliver,
+    Effect,
+    Record,
+    Refuse,
+    StreamEnded,
+    Submitted,
+    SubmitTo,
+    WorkerLost,
+    WorkerOutputs,
+    WorkerReported,
+)
+from gateway.requests.record import Outcome
+from gateway.requests.request import GatewayRequest
+from gateway.routing.router import Router
+from tests.factories.silent_text import SilentText
+
+
+def make_dispatcher(*workers: str) -> Dispatcher:
+    """Those whose name begins with p prefill."""
+    ids = count()
+    dispatcher = Dispatcher(
+        Router(GatewayConfig(routing_policy="round_robin"), b"key"),
+        "retry",
+        lambda _: str(next(ids)),
+        max_in_flight=9,
+        max_queued=9,
+        placement_timeout_s=30.0,
+    )
+    for name in workers:
+        dispatcher.handle(WorkerReported(status_of(name)), 0.0)
+    return dispatcher
+
+
+def status_of(name: str) -> WorkerStatus:
+    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
+    ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), 16)
+    return WorkerStatus(ref, role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
+
+
+def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequest:
+    return GatewayRequest(
+        request_id=request_id,
+        prompt_token_ids=(1, 2, 3),
+        sampling_params=SamplingParams(max_tokens=3, seed=0),
+        text=SilentText(),
+        caller=caller,
+    )
+
+
+def submitted(effects: list[Effect]) -> dict[str, str]:
+    """Workers that get something, and its id."""
+    return {
+        effect.worker: effect.sub_request.request_id for effect in effects if isinstance(effect, SubmitTo)
+    }
+
+
+def outputs(worker: str, engine_id: str, *token_ids: int, end: FinishReason | None = None) -> WorkerOutputs:
+    output = RequestOutput(request_id=engine_id, first_position=0, token_ids=token_ids, finish_reason=end)
+    return WorkerOutputs(worker, (output,))
+
+
+def test_a_token_that_comes_with_the_failure_of_its_attempt_is_delivered() -> None:
+    """It counts as delivered, so the next attempt goes on behind it."""
+    dispatcher, request = make_dispatcher("p0", "d0"), make_request()
+    engine_id = submitted(dispatcher.handle(Submitted(request), 0.0))["d0"]
+    assert dispatcher.handle(outputs("d0", engine_id, end=FinishReason.ABORT), 1.0) == []
+    effects = dispatcher.handle(outputs("p0", engine_id, 7, end=FinishReason.HANDED_OVER), 2.0)
+    assert isinstance(effects[0], Deliver)
+    assert effects[0].delta.token_ids == (7,)
+    moved = [effect.sub_request for effect in effects if isinstance(effect, SubmitTo)]
+    assert {sub_request.output_token_ids for sub_request in moved} == {(7,)}
+
+
+def test_a_stop_ends_the_other_sub_request_and_an_end_is_recorded_once() -> None:
+    dispatcher, request = make_dispatcher("p0", "d0"), make_request()
+    engine_id = submitted(dispatcher.handle(Submitted(request), 0.0))["d0"]
+    delivered, aborted = dispatcher.handle(outputs("p0", engine_id, 2, end=FinishReason.STOP), 1.0)
+    assert isinstance(delivered, Deliver)
+    assert delivered.delta.finish is not None
+    assert aborted == AbortAt("d0", engine_id)
+    assert dispatcher.num_in_flight == 1, "its client has yet to read it"
+    (recorded,) = dispatcher.handle(StreamEnded(request, None), 2.0)
+    assert isinstance(recorded, Record)
+    assert recorded.record.outcome is Outcome.FINISHED
+    assert dispatcher.num_in_flight == 0
+
+
+def test_a_request_moves_at_once_when_its_worker_is_lost() -> None:
+    dispatcher, request = make_dispatcher("d0", "d1"), make_request()
+    ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(request), 0.0)).items()
+    dispatcher.handle(outputs(worker, engine_id, 7), 1.0)
+    effects = dispatcher.handle(WorkerLost(worker, "killed"), 2.0)
+    assert effects[0] == AbortAt(worker, engine_id), "should it hear us after all"
+    assert submitted(effects).keys() == {"d0", "d1"} - {worker}
+    late = outputs(worker, engine_id, 7, 8)
+    assert dispatcher.handle(late, 3.0) == [], "what it says later reaches no client"
+
+
+def test_what_is_refused_when_it_comes_is_recorded_as_rejected() -> None:
+    caller = Caller("a", max_concurrent=1)
+    dispatcher, first = make_dispatcher("d0"), make_request(caller=caller)
+    dispatcher.handle(Submitted(first), 0.0)
+    for request_id, kind in (("r", InvalidRequest), ("other", RateLimited)):
+        request = make_request(request_id, caller)
+        (refused,) = dispatcher.handle(Submitted(request), 1.0)
+        assert isinstance(refused, Refuse)
+        assert isinstance(refused.error, kind)
+        (recorded,) = dispatcher.handle(StreamEnded(request, refused.error), 1.0)
+        assert isinstance(recorded, Record)
+        assert recorded.record.outcome is Outcome.REJECTED
+    assert dispatcher.requests_of("r", caller) == [first]
