@@ -6,13 +6,13 @@ from enum import Enum
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 
 
-class SlotState(Enum):
-    """Where a worker stands in the eyes of the controller; a slot outlives the processes that fill it.
+class ReplicaState(Enum):
+    """Where a worker stands in the eyes of the controller; a replica outlives the processes that fill it.
 
     PLACING -> STARTING -> SERVING -> DRAINING -> (gone)
        ^          |           |
        |          v           v
-       +------ BACKING_OFF <--+       it died; the next life waits longer each time
+       +------ BACKING_OFF <--+       it died; the next incarnation waits longer each time
                   |
                   v
              CRASH_LOOP               it died too often in too short a time; tried again at the longest interval
@@ -28,19 +28,19 @@ class SlotState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotDescription:
+class ReplicaDescription:
     """One worker that there is to be."""
 
     name: str
     role: WorkerRole
     """What it is to do; while it changes its role, what it is to become."""
-    state: SlotState
+    state: ReplicaState
     node: str = ""
     """Where it is placed; empty if nowhere."""
     num_starts: int = 0
     """Lives so far."""
     last_failure: str = ""
-    """What ended the life before this one, if it did not end as asked."""
+    """What ended the incarnation before this one, if it did not end as asked."""
     next_start_in_s: float | None = None
     """While it backs off."""
 
@@ -53,7 +53,7 @@ class NodeDescription:
     address: str
     is_alive: bool
     is_head: bool = False
-    is_leaving: bool = False
+    is_draining: bool = False
     """Nothing is placed there any more."""
     resources: tuple[tuple[str, float], ...] = ()
     """What it has, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`, by name."""
@@ -65,17 +65,17 @@ class NodeDescription:
 class FleetDescription:
     """Everything the controller knows."""
 
-    slots: tuple[SlotDescription, ...]
+    replicas: tuple[ReplicaDescription, ...]
     nodes: tuple[NodeDescription, ...]
     controller_incarnation: str
-    """The controller's own life; another one means that it was restarted and adopted what it found."""
+    """The controller's own incarnation; another one means that it was restarted and adopted what it found."""
     decisions: tuple[str, ...] = ()
     """The autoscaler's latest, a sentence each, oldest first; what it would do, in a dry run."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """What gateways follow: who serves, as of `version`. A version is comparable within one life of a controller."""
+    """The workers that serve, as of `version`. Versions compare within one incarnation of the controller."""
 
     controller_incarnation: str
     version: int
@@ -86,7 +86,7 @@ class FleetView:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """Progress of a rollout: this worker's new life serves."""
+    """Progress of a rollout: this worker's new incarnation serves."""
 
     worker: str
     incarnation: str
@@ -99,7 +99,7 @@ class GatewayReport:
     """What a gateway saw lately, for whoever decides how many workers there are to be. Times are in seconds."""
 
     gateway: str
-    """Its own life; another one knows nothing of what this one saw."""
+    """Its own incarnation; another one knows nothing of what this one saw."""
     window_s: float
     """The report covers requests that ended, and tokens that came, so long before it."""
     num_queued: int

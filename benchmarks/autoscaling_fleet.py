@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from baton.clock import VirtualClock
 from baton.config import BatonConfig
-from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.kv import WorkerRef
 from baton.worker import (
     KVBlockCounts,
@@ -78,7 +78,7 @@ class Arrival:
 class _Worker:
     name: str
     role: WorkerRole
-    state: SlotState
+    state: ReplicaState
     due_at: float = 0.0
     """When it serves, while it does not."""
     prompts: deque[Arrival] = field(default_factory=deque)
@@ -94,13 +94,13 @@ class _Worker:
 
 
 class VirtualFleet:
-    """Satisfies the autoscaler's Protocol; `advance` moves everything on."""
+    """An autoscaler looks at it, and changes it; `advance` moves everything on."""
 
     def __init__(self, config: BatonConfig, timing: Timing, num_placeable: int = 1000) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
         self.clock = VirtualClock()
         self.window = LatencyWindow()
-        self.autoscaler = Autoscaler(config, self, self.clock)
+        self.autoscaler = Autoscaler(config, self.clock, self.replicas, self.scale, self.set_role)
         self._config, self._timing, self._num_placeable = config, timing, num_placeable
         self._workers: list[_Worker] = []
         self._num_named = 0
@@ -108,7 +108,7 @@ class VirtualFleet:
         self._moving: dict[tuple[float, int, int], _Worker] = {}
         for role in WorkerRole:
             for _ in range(getattr(config.cluster, role.value)):
-                self._add(role, SlotState.SERVING)
+                self._add(role, ReplicaState.SERVING)
 
     @property
     def interval_s(self) -> float:
@@ -116,23 +116,23 @@ class VirtualFleet:
 
     # what the autoscaler may do
 
-    def slots(self) -> list[SlotDescription]:
-        return [SlotDescription(name=w.name, role=w.role, state=w.state) for w in self._workers]
+    def replicas(self) -> list[ReplicaDescription]:
+        return [ReplicaDescription(name=w.name, role=w.role, state=w.state) for w in self._workers]
 
     async def scale(self, role: WorkerRole, count: int) -> None:
         mine = [worker for worker in self._workers if worker.role is role]
         for _ in range(count - len(mine)):
-            num_placed = sum(worker.state is not SlotState.PLACING for worker in self._workers)
+            num_placed = sum(worker.state is not ReplicaState.PLACING for worker in self._workers)
             has_room = num_placed < self._num_placeable
-            self._add(role, SlotState.STARTING if has_room else SlotState.PLACING)
-        mine.sort(key=lambda worker: (worker.state is SlotState.SERVING, self._num_requests(worker)))
+            self._add(role, ReplicaState.STARTING if has_room else ReplicaState.PLACING)
+        mine.sort(key=lambda worker: (worker.state is ReplicaState.SERVING, self._num_requests(worker)))
         for worker in mine[: max(0, len(mine) - count)]:
             self._give_up(worker)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         (found,) = (w for w in self._workers if w.name == worker)
         self._requeue(found)
-        found.role, found.state = role, SlotState.STARTING
+        found.role, found.state = role, ReplicaState.STARTING
         found.due_at = self.clock.now() + self._timing.role_change_s
 
     # what happens to it
@@ -145,8 +145,8 @@ class VirtualFleet:
         self.clock.advance(dt)
         now = self.clock.now()
         for worker in self._workers:
-            if worker.state is SlotState.STARTING and worker.due_at <= now:
-                worker.state = SlotState.SERVING
+            if worker.state is ReplicaState.STARTING and worker.due_at <= now:
+                worker.state = ReplicaState.SERVING
         self._dispatch(now)
         for worker in self._serving(WorkerRole.PREFILL):
             self._prefill(worker, now)
@@ -157,10 +157,10 @@ class VirtualFleet:
         """None: it is in a crash loop."""
         (worker,) = (w for w in self._workers if w.name == name)
         self._requeue(worker)
-        worker.state = SlotState.CRASH_LOOP if comes_back_after_s is None else SlotState.STARTING
+        worker.state = ReplicaState.CRASH_LOOP if comes_back_after_s is None else ReplicaState.STARTING
         worker.due_at = self.clock.now() + (comes_back_after_s or 0.0)
 
-    def count(self, role: WorkerRole, *states: SlotState) -> int:
+    def count(self, role: WorkerRole, *states: ReplicaState) -> int:
         """Slots of the role, or those of them in one of these states."""
         return sum(w.role is role and (not states or w.state in states) for w in self._workers)
 
@@ -181,7 +181,7 @@ class VirtualFleet:
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,
-            workers=tuple(self._status(w, now) for w in self._workers if w.state is SlotState.SERVING),
+            workers=tuple(self._status(w, now) for w in self._workers if w.state is ReplicaState.SERVING),
         )
 
     def _dispatch(self, now: float) -> None:
@@ -255,7 +255,7 @@ class VirtualFleet:
             ),
         )
 
-    def _add(self, role: WorkerRole, state: SlotState) -> None:
+    def _add(self, role: WorkerRole, state: ReplicaState) -> None:
         due_at = self.clock.now() + self._timing.start_s
         self._workers.append(_Worker(f"w{self._num_named}", role, state, due_at))
         self._num_named += 1
@@ -263,9 +263,12 @@ class VirtualFleet:
     def _give_up(self, worker: _Worker) -> None:
         self._requeue(worker)
         self._workers.remove(worker)
-        placing = [w for w in self._workers if w.state is SlotState.PLACING]
+        placing = [w for w in self._workers if w.state is ReplicaState.PLACING]
         if placing and len(self._workers) - len(placing) < self._num_placeable:
-            placing[0].state, placing[0].due_at = SlotState.STARTING, self.clock.now() + self._timing.start_s
+            placing[0].state, placing[0].due_at = (
+                ReplicaState.STARTING,
+                self.clock.now() + self._timing.start_s,
+            )
 
     def _requeue(self, worker: _Worker) -> None:
         """Prompts go back to the gateway; what runs here ends at once, as if it had moved to another worker."""
@@ -284,7 +287,7 @@ class VirtualFleet:
         worker.blocks_used = worker.reserved = 0
 
     def _serving(self, role: WorkerRole) -> list[_Worker]:
-        return [w for w in self._workers if w.role is role and w.state is SlotState.SERVING]
+        return [w for w in self._workers if w.role is role and w.state is ReplicaState.SERVING]
 
     def _num_requests(self, worker: _Worker) -> int:
         return len(worker.prompts) + len(worker.running)
@@ -342,6 +345,6 @@ async def _play(
             next_look += fleet.interval_s
             report = fleet.report()
             decision = await fleet.look()
-            counts = [fleet.count(role, SlotState.SERVING) for role in WorkerRole]
-            num_paid = sum(slot.state is not SlotState.PLACING for slot in fleet.slots())
+            counts = [fleet.count(role, ReplicaState.SERVING) for role in WorkerRole]
+            num_paid = sum(replica.state is not ReplicaState.PLACING for replica in fleet.replicas())
             each_look(Moment(now, counts[0], counts[1], num_paid, report, decision))

@@ -63,7 +63,7 @@ def record_of(num_tokens: int) -> RequestRecord:
     return RequestRecord(
         request_id="r",
         caller=ANYBODY,
-        door="chat",
+        api="chat",
         trace=None,
         is_chat=True,
         outcome=Outcome.FINISHED,

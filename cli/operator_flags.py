@@ -49,7 +49,7 @@ def _add_drain_flags(drain: argparse.ArgumentParser) -> None:
     drain.add_argument(
         "--fleet-address",
         metavar="HOST:PORT",
-        help="with --node: ask the door of a `baton fleet`, which takes the cluster's secret in place of a key",
+        help="with --node: ask the control server of a `baton fleet`, with the cluster's secret in place of a key",
     )
     drain.add_argument(
         "--secret-file",

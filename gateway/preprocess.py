@@ -67,7 +67,7 @@ class Preprocessor:
         mode: Mode | None = None,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
-        door: str = "grpc",
+        api: str = "grpc",
         trace: TraceContext | None = None,
     ) -> GatewayRequest:
         """Tokenises, and holds everything against the model; InvalidRequest names the field.
@@ -105,7 +105,7 @@ class Preprocessor:
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
             intake_s=now() - began,
-            door=door,
+            api=api,
             trace=trace,
             is_chat=isinstance(prompt, list),
         )

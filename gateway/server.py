@@ -9,13 +9,13 @@ from starlette.routing import Route
 from baton.clock import Clock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.fleet import GatewayReport
+from baton.messages.control import ControlApi
 from baton.system.curve import PlaneKeys
 from baton.v1.cluster_service_pb2_grpc import add_ClusterServiceServicer_to_server
 from baton.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 from baton.worker import WorkerEndpoint, WorkerRole
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
-from gateway.fleet_control import FleetControl
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.grpc.authentication import GrpcAuthentication
 from gateway.grpc.cluster_service import ClusterService
@@ -66,14 +66,14 @@ class Gateway:
         model: ServedModel,
         tokenizer: Tokenizer,
         clock: Clock,
-        fleet_control: FleetControl | None = None,
+        control: ControlApi | None = None,
         *,
         log_prompts: bool = False,
     ) -> None:
         """`keys` of the request plane, which its workers have too; None where `network.security` is `none`.
         `prefix_key` is what they hash prefixes with.
 
-        Operators' orders go to `fleet_control`; without one they are refused.
+        Operators' calls go to `control`; without one they are refused.
         """
         assert (keys is None) == (network.security == "none")
         config = fitted_to_open_files(config)
@@ -106,7 +106,7 @@ class Gateway:
         self._preprocessor = preprocessor = Preprocessor(
             tokenizer, model, self._grammars, log_prompts=log_prompts
         )
-        self._cluster = ClusterService(self._driver, model, fleet_control)
+        self._cluster = ClusterService(self._driver, model, control)
         generation = GenerationService(self._driver, preprocessor, model)
         engine = VllmEngine(self._driver, preprocessor, model, self._not_ready, clock)
         self._grpc = GrpcServer(
@@ -121,7 +121,7 @@ class Gateway:
             [GrpcAuthentication(authenticator)],
             certificates,
         )
-        self._feed = LiveFeed(ClusterView(self._driver, model, fleet_control, clock), clock)
+        self._feed = LiveFeed(ClusterView(self._driver, model, control, clock), clock)
         routes = [
             probe_routes(self._not_ready),
             metrics_routes(self._metrics.render, self._endpoints),

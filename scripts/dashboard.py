@@ -81,7 +81,7 @@ ROWS: dict[str, list[Panel]] = {
             "Of requests that ended",
         ),
         Panel("Whole requests", "s", quantiles("baton_e2e_request_latency_seconds")),
-        Panel("Requests", "reqps", rate("baton_requests_total", "door, outcome")),
+        Panel("Requests", "reqps", rate("baton_requests_total", "api, outcome")),
         Panel(
             "Tokens",
             "none",
@@ -94,7 +94,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Calls answered with an error",
             "reqps",
-            rate("baton_call_errors_total", "door, error"),
+            rate("baton_call_errors_total", "api, error"),
             "By what was wrong, refused ones included",
         ),
         Panel("Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"),

@@ -5,10 +5,10 @@ Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines o
     python -m worker.process --role prefill --name w0 --config FILE
 
 prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
-SIGTERM, SIGINT or when its stdin closes, so that it never outlives whoever holds the other end. Until then
-it takes questions as lines of JSON from stdin, such as {"do":"drain","id":1,"timeout_s":5.0}, and prints the answers:
-worker/control_channel.py has all of them. A worker whose engine ends by itself ends the process with exit code 1. It
-takes the cluster's secret from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`, which must be there.
+SIGTERM, SIGINT or when its stdin closes, so that it never outlives the process at the other end. Until then it takes
+control calls from stdin, and prints the replies: see worker/control_channel.py. A worker whose engine ends by itself
+ends the process with exit code 1. The cluster's secret comes from BATON_CLUSTER_SECRET, or from the file of
+`network.secret_file`, which must be there.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from baton.worker import WorkerRole
 from decode_worker import DecodeWorker
 from engine.loading.pretrained import default_cache_dir, resolve
 from prefill_worker import PrefillWorker
-from worker.control_channel import ControlServer
+from worker.control_calls import WorkerControl
+from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
 from worker.ready_line import endpoint_to_json, failure_to_json
 from worker.role import Role
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         end = _end_on_signals()  # before anybody can know whom to signal
         worker.when_ended(end.set)
         _print(endpoint_to_json(endpoint))
-        _serve_control(ControlServer(worker, _print), end)
+        _serve_control(StdioControlServer(WorkerControl(worker).call, _print), end)
     finally:
         failure = worker.status().failure
         worker.stop()
@@ -102,7 +103,7 @@ def _end_on_signals() -> WakeUp:
     return end
 
 
-def _serve_control(server: ControlServer, end: WakeUp) -> None:
+def _serve_control(server: StdioControlServer, end: WakeUp) -> None:
     """Returns when told to end, or when stdin does."""
     with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
         selector.register(end.fileno(), selectors.EVENT_READ)
@@ -114,7 +115,7 @@ def _serve_control(server: ControlServer, end: WakeUp) -> None:
             data = os.read(sys.stdin.fileno(), 65_536)
             if not data:
                 return
-            server.take(data)
+            server.receive(data)
 
 
 if __name__ == "__main__":

@@ -24,20 +24,23 @@ Convert = Callable[[Any], Any]
 
 
 class Codec(Generic[M]):
-    """Encodes and decodes the given dataclasses; `kind` on the wire is the class name."""
+    """Encodes and decodes the given dataclasses; `kind` on the wire is the class name, or its name in `names`."""
 
-    def __init__(self, *kinds: type[M], max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, *kinds: type[M], max_bytes: int = MAX_MESSAGE_BYTES, names: Mapping[type[M], str] | None = None
+    ) -> None:
+        self._names = {kind: (names or {}).get(kind, kind.__name__) for kind in kinds}
         self._encoders = {kind: _dataclass_encoder(kind) for kind in kinds}
-        self._decoders = {kind.__name__: _dataclass_decoder(kind) for kind in kinds}
+        self._decoders = {self._names[kind]: _dataclass_decoder(kind) for kind in kinds}
         self.max_bytes = max_bytes
         """Of a message."""
 
     def encode(self, message: M) -> bytes:
         """Bytes of one message; WireError if it is larger than a peer would accept."""
         kind = type(message)
-        data: bytes = msgpack.packb([kind.__name__, *self._encoders[kind](message)])
+        data: bytes = msgpack.packb([self._names[kind], *self._encoders[kind](message)])
         if len(data) > self.max_bytes:
-            raise WireError(f"{kind.__name__} of {len(data)} bytes exceeds the limit of {self.max_bytes}")
+            raise WireError(f"{self._names[kind]} of {len(data)} bytes exceeds the limit of {self.max_bytes}")
         return data
 
     def decode(self, data: bytes | memoryview) -> M:

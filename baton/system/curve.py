@@ -87,7 +87,7 @@ def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
 
 
 def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
-    """Of the plane between a fleet's door and its gateways, likewise; workers have no business there."""
+    """Of the plane between a fleet's control server and its gateways, likewise; workers never get them."""
     if secret is None:
         return None
     _check_curve()

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.config import BatonConfig
 from baton.system.logs import write_logs
-from cluster.serve.fleet_run import OpenDoor, run_fleet
+from cluster.serve.fleet_run import OpenFleet, run_fleet
 from cluster.serve.screen import Screen
 
 
@@ -20,11 +20,11 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
     write_logs(config.logging, component="fleet", fleet=config.cluster.name)
     screen = Screen(Console(stderr=True))
 
-    async def while_open(door: OpenDoor) -> None:
-        screen.line("ready", f"gateways find this fleet at [green]{door.address}[/] (Ctrl-C stops)")
-        screen.line("", f"baton gateway --fleet-address {door.address}")
+    async def while_open(fleet: OpenFleet) -> None:
+        screen.line("ready", f"gateways find this fleet at [green]{fleet.address}[/] (Ctrl-C stops)")
+        screen.line("", f"baton gateway --fleet-address {fleet.address}")
         if as_json:
-            print(ready_line(door), flush=True)
+            print(ready_line(fleet), flush=True)
         await asyncio.Event().wait()  # until a signal cancels it
 
     run_fleet(config, screen, while_open, reread)
@@ -32,7 +32,7 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
     return 0
 
 
-def ready_line(door: OpenDoor) -> str:
+def ready_line(fleet: OpenFleet) -> str:
     """For programs that start a fleet: where it is, and its workers' processes."""
-    workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in door.endpoints]
-    return json.dumps({"fleet": door.address, "workers": workers})
+    workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in fleet.endpoints]
+    return json.dumps({"fleet": fleet.address, "workers": workers})

@@ -11,10 +11,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from baton.config import NetworkConfig
 from baton.errors import ClusterError, ConfigError
+from baton.messages.control import GetConfiguration
 from baton.system.curve import derive_fleet_keys
 from baton.system.hosts import in_url, is_address
 from baton.system.secret import load_secret
-from cluster.control_api.client import FleetClient
+from cluster.control_api.zmq_carrier import control_client
 
 _MAX_BODY_BYTES = 300
 
@@ -37,7 +38,7 @@ def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> in
     if parts.scheme != "https" and tls != TlsFiles():
         raise ConfigError(f"--tls-ca, --tls-cert and --tls-key are for https, and this is {parts.scheme}")
     if parts.scheme == "fleet":
-        asyncio.run(_ask_door(parts.netloc, timeout_s, network))
+        asyncio.run(_ask_control_server(parts.netloc, timeout_s, network))
         return 0
     try:
         if parts.scheme == "tcp":
@@ -90,11 +91,11 @@ def _context(tls: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-async def _ask_door(address: str, timeout_s: float, network: NetworkConfig) -> None:
-    """Well is a door whose fleet serves."""
+async def _ask_control_server(address: str, timeout_s: float, network: NetworkConfig) -> None:
+    """A control server is well if its fleet serves."""
     keys = derive_fleet_keys(load_secret(network, os.environ, may_create=False))
     try:
-        async with asyncio.timeout(timeout_s), FleetClient(address, keys, network) as client:
-            await client.configuration()
+        async with asyncio.timeout(timeout_s), control_client(address, keys, network) as (client, _):
+            await client.call(GetConfiguration())
     except TimeoutError:
         raise ClusterError(f"fleet://{address}: no answer within {timeout_s:g} s") from None

@@ -1,1 +1,1 @@
-"""The door of a fleet that has no gateway of its own: whoever knows the cluster's secret asks its controller here."""
+"""The control API of a fleet: one table of calls, a typed client, and the carriers that know none of the calls."""

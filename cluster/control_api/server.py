@@ -1,175 +1,141 @@
-"""FleetDoor: answers gateways and operators over the fleet plane, by asking the fleet's controller."""
+"""ControlServer: the control API over ZeroMQ, for gateways and operators on machines without Ray."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from baton.config import BatonConfig
-from baton.errors import BatonError, ClusterError
+from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import FleetView
+from baton.messages.control import (
+    ControlApi,
+    ControlRequest,
+    FleetConfiguration,
+    GetConfiguration,
+    WaitView,
+)
+from baton.messages.control_codec import CallFrame, failure
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import PlaneKeys
-from cluster.control_api.desk import Desk, pack_configuration
-from cluster.control_api.messages import (
-    BeginRollout,
-    Call,
-    Describe,
-    Done,
-    Drain,
-    DrainNode,
-    FleetConfiguration,
-    NextStep,
-    NextView,
-    Order,
-    Question,
-    RolloutBegun,
-    RolloutOver,
-    Scale,
-    SetRole,
-    TakeReport,
-    TellConfiguration,
-    Value,
-)
-from cluster.control_api.port import DoorPort
-from cluster.control_api.view_board import ViewBoard
-from cluster.controller.control import ControllerCalls
+from cluster.control_api.calls import CALLS, CONTROL_CODEC
+from cluster.control_api.open_calls import OpenCalls
+from cluster.control_api.server_socket import ServerSocket
+from cluster.control_api.view_cache import ViewCache
 
 logger = logging.getLogger(__name__)
 
-MAX_ORDERS = 256
-"""Under way, whether or not somebody still waits for them."""
+MAX_COMMANDS = 256
+"""That are carried out at once, whether or not their callers still wait."""
 
 FIRST_VIEW_S = 60.0
-"""What a controller that has just started, or was just found, gets to say who serves."""
-
-_NOT_YET = "the fleet is still starting"
+"""How long a controller that has just started, or was just found, may take to say which workers serve."""
 
 
-class FleetDoor:
-    """Bound when it is made, so that a port that is taken is known before workers take minutes to start.
+class ControlServer:
+    """Bound when it is made, so that a port that is taken is known before workers take minutes to start."""
 
-    What has begun to be carried out goes on when its caller leaves, or no longer waits.
-    """
-
-    def __init__(self, config: BatonConfig, model_path: Path, keys: PlaneKeys | None) -> None:
-        """ConfigError if it cannot listen there."""
-        self._configuration: FleetConfiguration = pack_configuration(config, model_path)
-        self._desk = Desk()
-        self._port = DoorPort(config.network, config.cluster.fleet_port, keys)
-        self._control: ControllerCalls | None = None
-        self._board: ViewBoard | None = None
+    def __init__(
+        self, config: BatonConfig, configuration: FleetConfiguration, keys: PlaneKeys | None
+    ) -> None:
+        """ConfigError if it cannot listen on `cluster.fleet_port`."""
+        self._configuration = configuration
+        self._open_calls = OpenCalls()
+        self._socket = ServerSocket(config.network, config.cluster.fleet_port, keys)
+        self._control: ControlApi | None = None
+        self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._orders: set[asyncio.Task[None]] = set()
+        self._commands: set[asyncio.Task[Any]] = set()
 
     @property
     def address(self) -> str:
         """HOST:PORT, as others reach it."""
-        return self._port.address
+        return self._socket.address
 
     @property
     def num_denied(self) -> int:
-        """Connections that were turned away."""
-        return self._port.num_denied
+        """Connections that were refused."""
+        return self._socket.num_denied
 
     def open(self) -> None:
-        """Whoever asks hears that the fleet is still starting, until `serve`."""
-        self._port.open(self._take)
+        """Until `serve`, every call is answered with the error that the fleet is still starting."""
+        self._socket.open(self._on_frames)
 
-    async def serve(self, control: ControllerCalls) -> FleetView:
-        """From now on answers for this controller; who serves at present."""
-        self._control, self._board = control, ViewBoard(control)
-        self._following = asyncio.create_task(self._board.run(), name="follow the fleet")
-        return await self._board.next_view("", -1, FIRST_VIEW_S)
+    async def serve(self, control: ControlApi) -> FleetView:
+        """Passes calls on to this controller from now on; returns which workers serve at present."""
+        self._control, self._views = control, ViewCache(control)
+        self._following = asyncio.create_task(self._views.run(), name="follow the fleet")
+        return await self._views.wait_view(WaitView("", -1, FIRST_VIEW_S))
 
     async def until_ended(self) -> None:
-        """Once it serves: until the fleet ends by itself, which raises FleetEnded."""
+        """Once it serves: raises FleetEnded when the fleet ends by itself."""
         assert self._following is not None
         await asyncio.shield(self._following)
 
     async def close(self, farewell_s: float) -> None:
-        """For so long whoever waits for news, or asks for it, hears that the fleet has ended. Right at any moment."""
-        if self._board is not None:
-            self._board.end("the fleet was ended by its owner")
+        """For so long, callers that wait or ask for views get FleetEnded; then the port is closed."""
+        if self._views is not None:
+            self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
-        tasks = {*self._tasks, *self._orders, *({self._following} if self._following else ())}
+        tasks = {*self._tasks, *self._commands, *({self._following} if self._following else ())}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._port.close()
+        self._socket.close()
 
-    def _take(self, peer: bytes, frames: list[bytes]) -> None:
-        call = self._desk.take(peer, frames)
+    def _on_frames(self, peer: bytes, frames: list[bytes]) -> None:
+        call = self._open_calls.open_call(peer, frames)
         if isinstance(call, bytes):
-            self._port.send(peer, call)
+            self._socket.send(peer, call)
         elif call is not None:
-            task = asyncio.create_task(self._carry_out(peer, call))
+            task = asyncio.create_task(self._reply(peer, call))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _carry_out(self, peer: bytes, call: Call) -> None:
+    async def _reply(self, peer: bytes, call: CallFrame) -> None:
         try:
             async with awake_timeout(call.timeout_s):
-                frame = self._desk.answer(peer, call.number, await self._ask(call.question))
+                request = CONTROL_CODEC.request_in(call)
+                reply = CONTROL_CODEC.answer(call.number, request, await self._answer(request))
         except TimeoutError:
             late = ClusterError(f"the fleet's controller did not answer within {call.timeout_s:g} s")
-            frame = self._desk.refuse(peer, call.number, late)
+            reply = failure(call.number, late)
         except BatonError as error:
-            frame = self._desk.refuse(peer, call.number, error)
+            reply = failure(call.number, error)
         except asyncio.CancelledError:
-            frame = self._desk.refuse(peer, call.number, ClusterError("the fleet's door was closed"))
-        except Exception as error:  # the edge: who asks must not wait in vain
-            logger.exception("a call failed in a way that nobody foresaw")
-            failure = ClusterError(f"the fleet's door failed: {type(error).__name__}")
-            frame = self._desk.refuse(peer, call.number, failure)
-        self._port.send(peer, frame)
+            reply = failure(call.number, ClusterError("the control server was closed"))
+        except Exception as error:  # the edge: a caller must not wait in vain
+            logger.exception("a control call failed with an unexpected error")
+            reply = failure(call.number, ClusterError(f"the control server failed: {type(error).__name__}"))
+        self._open_calls.close_call(peer, call.number)
+        self._socket.send(peer, reply)
 
-    async def _ask(self, question: Question) -> Value:
-        control, board = self._control, self._board
-        if control is None or board is None:
-            raise ClusterError(_NOT_YET)
-        match question:
-            case NextView(incarnation, version, wait_s):
-                return await board.next_view(incarnation, version, wait_s)
-            case TellConfiguration():
-                return self._configuration
-            case Describe():
-                return await control.describe()
-            case TakeReport(report):
-                await control.report(report)
-                return Done()
-            case BeginRollout(workers):
-                return RolloutBegun(await control.begin_rollout(workers))
-            case NextStep(rollout_id, index):
-                return await control.rollout_step(rollout_id, index) or RolloutOver()
-        await self._give(_order_of(control, question))
-        return Done()
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        control, views, row = self._control, self._views, CALLS[type(request)]
+        if control is None or views is None:
+            raise ClusterError("the fleet is still starting")
+        if row.is_for_owner:
+            raise FleetError(f"{type(request).__name__} is for the fleet's owner alone")
+        if isinstance(request, WaitView):  # one wait at the controller serves any number of gateways
+            return await views.wait_view(request)
+        if isinstance(request, GetConfiguration):
+            return self._configuration
+        return await (self._command(control, request) if row.is_command else control.call(request))
 
-    async def _give(self, order: Coroutine[Any, Any, None]) -> None:
-        """Waits for an order, which goes on when that is cut off."""
-        if len(self._orders) >= MAX_ORDERS:
-            order.close()
-            raise ClusterError(f"{MAX_ORDERS} orders are under way; wait for one of them")
-        task = asyncio.create_task(order)
-        self._orders.add(task)
-        task.add_done_callback(self._note_end)
-        await asyncio.shield(task)
+    async def _command(self, control: ControlApi, request: ControlRequest[Any]) -> Any:
+        """Waits for a command, which is carried out even if this wait is cancelled."""
+        if len(self._commands) >= MAX_COMMANDS:
+            raise ClusterError(f"{MAX_COMMANDS} commands are under way; wait for one of them")
+        task = asyncio.create_task(_call(control, request))
+        self._commands.add(task)
+        task.add_done_callback(self._on_command_done)
+        return await asyncio.shield(task)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        self._orders.discard(task)
+    def _on_command_done(self, task: asyncio.Task[Any]) -> None:
+        self._commands.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.info("an order was refused or came to nothing: %s", error)
+            logger.info("a command was refused or failed: %s", error)
 
 
-def _order_of(control: ControllerCalls, order: Order) -> Coroutine[Any, Any, None]:
-    match order:
-        case Drain(worker):
-            return control.drain(worker)
-        case DrainNode(node, within_s):
-            return control.drain_node(node, within_s)
-        case SetRole(worker, role):
-            return control.set_role(worker, role)
-        case Scale(role, count):
-            return control.scale(role, count)
+async def _call(control: ControlApi, request: ControlRequest[Any]) -> Any:
+    return await control.call(request)

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from baton.clock import Clock
 from baton.config import AutoscalingConfig, BatonConfig
 from baton.errors import ClusterError, FleetError
-from baton.fleet import GatewayReport, SlotDescription
+from baton.fleet import GatewayReport, ReplicaDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.controller.observation import merge
@@ -25,27 +24,23 @@ _MAX_GATEWAYS = 1000
 _MAX_DECISIONS = 50
 
 
-class Scalable(Protocol):
-    """Whoever owns the workers' processes; raises FleetError or ClusterError where it cannot do as told."""
-
-    def slots(self) -> Sequence[SlotDescription]: ...
-
-    async def scale(self, role: WorkerRole, count: int) -> None:
-        """So many slots there shall be; returns at once. Of too many, those go first in which no worker serves."""
-        ...
-
-    async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role."""
-        ...
-
-
 class Autoscaler:
     """One loop; everything belongs to one event loop."""
 
-    def __init__(self, config: BatonConfig, fleet: Scalable, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: BatonConfig,
+        clock: Clock,
+        replicas: Callable[[], Sequence[ReplicaDescription]],
+        scale: Callable[[WorkerRole, int], Awaitable[None]],
+        set_role: Callable[[str, WorkerRole], Awaitable[None]],
+    ) -> None:
+        """The last three are the fleet's; `scale` and `set_role` raise FleetError or ClusterError if they cannot."""
         self._config: AutoscalingConfig = config.autoscaling
-        self._fleet = fleet
         self._clock = clock
+        self._replicas = replicas
+        self._scale = scale
+        self._set_role = set_role
         self._standstill = Standstill(_PACE * config.autoscaling.interval_s)
         is_alike = len({config.num_ranks(role) for role in WorkerRole}) == 1
         self._planner = Planner(
@@ -78,7 +73,7 @@ class Autoscaler:
         now = self._running_s()
         self._forget_stale(now)
         reports = [report for _, report in self._reports.values()]
-        observation = merge(self._fleet.slots(), reports) if reports else None
+        observation = merge(self._replicas(), reports) if reports else None
         decision = self._planner.observe(observation, now)
         self._tell(decision)
         if decision.change is not None and self._config.mode == "on":
@@ -108,12 +103,12 @@ class Autoscaler:
     async def _act(self, change: ScaleDecision | RoleChange) -> None:
         try:
             if isinstance(change, ScaleDecision):
-                await self._fleet.scale(change.role, change.count)
+                await self._scale(change.role, change.count)
                 return
             if change.replaces_unplaced:
-                count = sum(slot.role is change.role for slot in self._fleet.slots())
-                await self._fleet.scale(change.role, count - 1)
-            await self._fleet.set_role(change.worker, change.role)
+                count = sum(replica.role is change.role for replica in self._replicas())
+                await self._scale(change.role, count - 1)
+            await self._set_role(change.worker, change.role)
         except (FleetError, ClusterError) as error:
             self._planner.refused(change, self._running_s())
             self._note(f"that came to nothing: {error}")

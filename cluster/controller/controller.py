@@ -1,4 +1,4 @@
-"""Controller: keeps as many workers as there are to be, tells gateways which of them serve, takes operators' orders.
+"""Controller: keeps the fleet's workers running, tells gateways which of them serve, carries out commands.
 
 Plain asyncio: what runs workers is a Launcher, and what survives this process is a Store. It is on no request's path.
 """
@@ -7,41 +7,31 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ConfigError, FleetError, ModelError
-from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep, SlotDescription, SlotState
+from baton.fleet import (
+    FleetDescription,
+    FleetView,
+    GatewayReport,
+    ReplicaDescription,
+    ReplicaState,
+    RolloutStep,
+)
+from baton.messages.control import CallFailure, StartReport, WaitStart, WaitView
 from baton.system.awake_timer import awake_timeout
 from baton.system.standstill import Standstill, pace_of
-from baton.worker import StartProgress, WorkerRole
+from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
-from cluster.controller.desired import DesiredFleet, DesiredSlot, Store
-from cluster.controller.draining_nodes import LeavingNodes
+from cluster.controller.desired import DesiredFleet, DesiredReplica, Store
+from cluster.controller.draining_nodes import DrainingNodes
 from cluster.controller.launcher import Found, Launcher
-from cluster.controller.replica import RestartPolicy, Restarts, Slot
+from cluster.controller.replica import Replica, RestartPolicy, Restarts
 from cluster.controller.rollout import Rollouts
-from cluster.controller.supervisor import Keeper, Patience
+from cluster.controller.supervisor import Patience, Supervisor
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StartReport:
-    """How far a fleet's first start is, as of `version`."""
-
-    version: int
-    progress: tuple[tuple[str, StartProgress], ...]
-    """Of each worker that loads, by name."""
-    placing: tuple[str, ...]
-    """Workers that have found no room yet."""
-    unready: tuple[tuple[str, str], ...]
-    """Workers that do not serve, and what ended their last life, if anything did."""
-    lacking: tuple[WorkerRole, ...]
-    """Roles of which there are to be workers, and none serves."""
-    failure: BatonError | None
-    """What no further try would change."""
 
 
 class Controller:
@@ -54,7 +44,7 @@ class Controller:
         self._clock = clock
         self._incarnation = secrets.token_hex(8)
         self._desired = DesiredFleet()
-        self._keepers: dict[str, Keeper] = {}
+        self._supervisors: dict[str, Supervisor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changing_role: set[str] = set()
         self._version = 0
@@ -62,7 +52,9 @@ class Controller:
         self._changed = asyncio.Event()
         self._view = FleetView(self._incarnation, 0, ())
         is_scaled = config.autoscaling.mode != "off"
-        self._autoscaler = Autoscaler(config, self, clock) if is_scaled else None
+        self._autoscaler = (
+            Autoscaler(config, clock, self.replicas, self.scale, self.set_role) if is_scaled else None
+        )
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """Every worker served once, under this controller or a predecessor."""
@@ -73,71 +65,72 @@ class Controller:
         self._last_asked = self._running_s()
         self._owner_asked = asyncio.Event()
         self._rolling: str | None = None
-        self._rollouts = Rollouts(self.rollout)
-        self._leaving_nodes = LeavingNodes(launcher, self._keepers.values)
+        self.rollouts = Rollouts(self.rollout)
+        self._draining_nodes = DrainingNodes(launcher, self._supervisors.values)
 
     async def start(self) -> None:
         """Takes up what a predecessor left, and begins to start the rest; returns before that serves."""
         content = self._store.load()
         self._desired = DesiredFleet.of(self._config) if content is None else DesiredFleet.from_json(content)
-        self._launcher.avoid(self._desired.leaving_nodes)
+        self._launcher.avoid(self._desired.draining_nodes)
         found = await self._launcher.adopt(self._config.cluster.unresponsive_timeout_s)
-        for name in [slot.name for slot in self._desired.slots.values() if slot.is_leaving]:
+        for name in [replica.name for replica in self._desired.replicas.values() if replica.is_draining]:
             if name not in found:
-                del self._desired.slots[name]
-        await asyncio.gather(*[found[n].life.stop(0.0) for n in found if n not in self._desired.slots])
+                del self._desired.replicas[name]
+        await asyncio.gather(
+            *[found[n].incarnation.stop(0.0) for n in found if n not in self._desired.replicas]
+        )
         self._save()
         self._was_whole = content is not None
-        for slot in self._desired.slots.values():
-            self._keep(slot, found.get(slot.name))
-            if slot.is_leaving:
-                self._leaving.add(asyncio.create_task(self.drain(slot.name), name=f"drain {slot.name}"))
-        adopting = [self._keepers[name] for name in found if name in self._keepers]
-        while not all(keeper.was_adopted for keeper in adopting):  # or the fleet would seem to have shrunk
+        for replica in self._desired.replicas.values():
+            self._keep(replica, found.get(replica.name))
+            if replica.is_draining:
+                self._leaving.add(asyncio.create_task(self.drain(replica.name), name=f"drain {replica.name}"))
+        adopting = [self._supervisors[name] for name in found if name in self._supervisors]
+        while not all(
+            supervisor.was_adopted for supervisor in adopting
+        ):  # or the fleet would seem to have shrunk
             await self._changed.wait()
-        self._leaving_nodes.resume(self._desired.leaving_nodes)
+        self._draining_nodes.resume(self._desired.draining_nodes)
         if self._autoscaler is not None:
             self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
 
     # what gateways ask
 
-    async def next_view(
-        self, controller_incarnation: str, version: int, timeout_s: float, *, by_owner: bool = True
-    ) -> FleetView:
-        """Who serves, as soon as that is news to somebody who knows this version; after the time in any case.
-
-        `by_owner`: who asks will end the fleet when it ends itself, unlike a gateway beside it.
-        """
+    async def wait_view(self, request: WaitView) -> FleetView:
+        """See WaitView. Callers also show that the fleet is no orphan, and owners that it has one."""
+        known = (request.controller_incarnation, request.version)
         await self._until(
-            lambda: (controller_incarnation, version) != (self._incarnation, self._version),
-            timeout_s,
-            by_owner=by_owner,
+            lambda: known != (self._incarnation, self._version), request.wait_s, by_owner=request.is_owner
         )
         return self._view
 
-    async def next_start(self, version: int, timeout_s: float) -> StartReport:
-        """How far the workers are, as soon as that is news to somebody who knows this version, or after the time."""
-        await self._until(lambda: version != self._start_version, timeout_s)
-        keepers = self._keepers.values()
+    async def wait_start(self, request: WaitStart) -> StartReport:
+        """See WaitStart. Only an owner asks."""
+        await self._until(lambda: request.version != self._start_version, request.wait_s, by_owner=True)
+        supervisors = self._supervisors.values()
+        serving = {supervisor.replica.role for supervisor in supervisors if supervisor.is_serving}
         return StartReport(
             self._start_version,
-            tuple((keeper.slot.name, keeper.progress) for keeper in keepers if keeper.progress),
-            tuple(keeper.slot.name for keeper in keepers if keeper.slot.state is SlotState.PLACING),
-            tuple((k.slot.name, k.slot.last_failure) for k in keepers if not k.is_serving),
-            tuple({k.slot.role for k in keepers} - {k.slot.role for k in keepers if k.is_serving}),
-            self._failure,
+            tuple((each.replica.name, each.progress) for each in supervisors if each.progress),
+            tuple(each.replica.name for each in supervisors if each.replica.state is ReplicaState.PLACING),
+            tuple(
+                (each.replica.name, each.replica.last_failure) for each in supervisors if not each.is_serving
+            ),
+            tuple({each.replica.role for each in supervisors} - serving),
+            None if self._failure is None else CallFailure.of(self._failure),
         )
 
     async def report(self, report: GatewayReport) -> None:
-        """What a gateway saw lately, for the autoscaler."""
+        """Tells the autoscaler what a gateway saw lately."""
         if self._autoscaler is not None:
             self._autoscaler.report(report)
 
-    # what operators ask: FleetControl
+    # what operators ask
 
     async def describe(self) -> FleetDescription:
         return FleetDescription(
-            slots=self.slots(),
+            replicas=self.replicas(),
             nodes=await self._launcher.nodes(),
             controller_incarnation=self._incarnation,
             decisions=self._autoscaler.decisions if self._autoscaler is not None else (),
@@ -151,71 +144,73 @@ class Controller:
         """
         if self._desired.was_there(worker):
             return
-        keeper = self._keeper(worker)
-        slot = self._desired.slots[worker]
-        if slot.role is WorkerRole.DECODE and not slot.is_leaving:
+        supervisor = self._supervisor(worker)
+        replica = self._desired.replicas[worker]
+        if replica.role is WorkerRole.DECODE and not replica.is_draining:
             self._check_not_last(worker, "is drained")
-        slot.is_leaving = True
+        replica.is_draining = True
         self._save()
-        await keeper.drain()
+        await supervisor.drain()
         await self._let_go(worker)
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
         """Returns once the node of this address or name has no workers: they gave away what they had, and have ended.
 
-        Nothing is placed there for as long as it lives; elsewhere their next lives begin as soon as there is room.
+        Nothing is placed there for as long as it lives; their next incarnations begin elsewhere, once there is room.
         FleetError if there is no such node, if it is the only one, or the time is over; then it goes on all the same.
         """
-        here = await self._leaving_nodes.mark(node)
-        self._desired.leaving_nodes = self._leaving_nodes.names
+        here = await self._draining_nodes.mark(node)
+        self._desired.draining_nodes = self._draining_nodes.names
         self._save()
-        await self._leaving_nodes.empty(here, timeout_s)
+        await self._draining_nodes.empty(here, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         """Returns once the worker serves in its new role; if it cannot, it serves in its old one, and this raises."""
-        keeper = self._keeper(worker)
-        slot = self._desired.slots[worker]
-        if keeper.slot.role is role:
+        supervisor = self._supervisor(worker)
+        replica = self._desired.replicas[worker]
+        if supervisor.replica.role is role:
             return
-        if slot.is_leaving or worker in self._changing_role:
+        if replica.is_draining or worker in self._changing_role:
             raise FleetError(f"worker {worker} is leaving, or changes its role already; wait for that")
         ranks = {kind: self._config.num_ranks(kind) for kind in WorkerRole}
         if len(set(ranks.values())) > 1:
             raise FleetError(
                 f"worker {worker} cannot become a {role.value} worker: these have {ranks[role]} ranks, it has "
-                f"{ranks[slot.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
+                f"{ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
             )
-        if slot.role is WorkerRole.DECODE:
+        if replica.role is WorkerRole.DECODE:
             self._check_not_last(worker, "changes its role")
-        former, slot.role = slot.role, role
+        former, replica.role = replica.role, role
         self._changing_role.add(worker)
         self._save()
         try:
-            await keeper.set_role(role)
+            await supervisor.set_role(role)
         except BaseException:
-            slot.role = former
+            replica.role = former
             raise
         finally:
             self._changing_role.discard(worker)
             self._save()
 
     async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after the other; yields as each new life serves.
+        """Restarts these workers, or all, one after the other; yields as each new incarnation serves.
 
         FleetError ends it half-way.
         """
         if self._rolling is not None:
             raise FleetError(f"a rollout is under way, at worker {self._rolling}; wait for its end")
-        names = [self._keeper(name).slot.name for name in workers]
-        names = names or [slot.name for slot in self._desired.slots.values() if not slot.is_leaving]
+        names = [self._supervisor(name).replica.name for name in workers]
+        names = names or [
+            replica.name for replica in self._desired.replicas.values() if not replica.is_draining
+        ]
         try:
             for done, name in enumerate(names, 1):
                 self._rolling = name
-                keeper = self._keepers.get(name)
-                if keeper is None or self._desired.slots[name].is_leaving:
+                supervisor = self._supervisors.get(name)
+                if supervisor is None or self._desired.replicas[name].is_draining:
                     continue
                 try:
-                    endpoint = await keeper.renew()
+                    endpoint = await supervisor.renew()
                 except FleetError as error:
                     raise FleetError(
                         f"the rollout stopped after {done - 1} of {len(names)} workers: {error}"
@@ -223,13 +218,6 @@ class Controller:
                 yield RolloutStep(name, endpoint.ref.incarnation, done, len(names))
         finally:
             self._rolling = None
-
-    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
-        """Its id; see cluster.controller.rollout."""
-        return await self._rollouts.begin_rollout(workers)
-
-    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
-        return await self._rollouts.rollout_step(rollout_id, index)
 
     async def scale(self, role: WorkerRole, count: int) -> None:
         """So many workers of a role: new ones begin to start, or the least busy are drained, which is waited for."""
@@ -239,18 +227,20 @@ class Controller:
         for _ in range(count - len(present)):
             self._keep(self._desired.add(role), None)
         self._save()
-        least_busy = sorted(present, key=lambda slot: self._burden(self._keepers[slot.name]))
-        await asyncio.gather(*[self.drain(slot.name) for slot in least_busy[: max(0, len(present) - count)]])
+        least_busy = sorted(present, key=lambda replica: self._burden(self._supervisors[replica.name]))
+        await asyncio.gather(
+            *[self.drain(replica.name) for replica in least_busy[: max(0, len(present) - count)]]
+        )
 
-    def slots(self) -> tuple[SlotDescription, ...]:
+    def replicas(self) -> tuple[ReplicaDescription, ...]:
         """Every worker that there is to be, and what became of it."""
         now = self._clock.now()
-        return tuple(keeper.slot.describe(now) for keeper in self._keepers.values())
+        return tuple(supervisor.replica.describe(now) for supervisor in self._supervisors.values())
 
     # what its owner asks
 
     async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner asks anew within the time."""
+        """Whether an owner asks for anything within the time."""
         self._owner_asked.clear()
         try:
             async with awake_timeout(within_s):
@@ -273,9 +263,9 @@ class Controller:
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
-        await asyncio.gather(self._rollouts.stop(), self._leaving_nodes.stop())
+        await asyncio.gather(self.rollouts.stop(), self._draining_nodes.stop())
         if may_drain:
-            await asyncio.gather(*[keeper.drain() for keeper in self._keepers.values()])
+            await asyncio.gather(*[supervisor.drain() for supervisor in self._supervisors.values()])
         tasks, self._tasks = (
             [*self._tasks.values(), *self._leaving],
             {},
@@ -285,8 +275,8 @@ class Controller:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._store.clear()
 
-    async def _until(self, is_news: Callable[[], bool], timeout_s: float, *, by_owner: bool = True) -> None:
-        """Or for `timeout_s`. Somebody who asks, also for how the start goes on, is why the fleet is no orphan."""
+    async def _until(self, is_news: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
+        """Returns as soon as there is news, or after `timeout_s`. While a call waits, the fleet is no orphan."""
         self._num_asking += 1
         if by_owner:
             self._owner_asked.set()
@@ -303,7 +293,7 @@ class Controller:
     def _running_s(self) -> float:
         return self._standstill.running(self._clock.now())
 
-    def _keep(self, desired: DesiredSlot, found: Found | None) -> None:
+    def _keep(self, desired: DesiredReplica, found: Found | None) -> None:
         cluster = self._config.cluster
         policy = RestartPolicy(
             delay_s=cluster.restart_delay_s,
@@ -320,62 +310,71 @@ class Controller:
             leave_s=2 * self._config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
         )
         role = desired.role if found is None else found.endpoint.role
-        slot = Slot(desired.name, role, Restarts(policy), num_starts=desired.num_starts)
-        keeper = Keeper(slot, self._launcher, patience, self._clock, self._begin_life, self._note)
-        self._keepers[desired.name] = keeper
-        self._tasks[desired.name] = asyncio.create_task(keeper.run(found), name=f"keep {desired.name}")
+        replica = Replica(desired.name, role, Restarts(policy), num_starts=desired.num_starts)
+        supervisor = Supervisor(
+            replica, self._launcher, patience, self._clock, self._begin_incarnation, self._note
+        )
+        self._supervisors[desired.name] = supervisor
+        self._tasks[desired.name] = asyncio.create_task(supervisor.run(found), name=f"keep {desired.name}")
 
-    def _begin_life(self, name: str) -> int:
-        slot = self._desired.slots[name]
-        slot.num_starts += 1
+    def _begin_incarnation(self, name: str) -> int:
+        replica = self._desired.replicas[name]
+        replica.num_starts += 1
         self._save()
-        return slot.num_starts
+        return replica.num_starts
 
     async def _let_go(self, name: str) -> None:
-        """The worker is gone, and so is its slot."""
+        """The worker is gone, and so is its replica."""
         if (task := self._tasks.pop(name, None)) is None:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        keeper = self._keepers.pop(name)
-        del self._desired.slots[name]
+        supervisor = self._supervisors.pop(name)
+        del self._desired.replicas[name]
         self._save()
-        self._note(keeper)
+        self._note(supervisor)
 
-    def _keeper(self, worker: str) -> Keeper:
-        keeper = self._keepers.get(worker)
-        if keeper is None:
-            names = ", ".join(self._keepers) or "none"
+    def _supervisor(self, worker: str) -> Supervisor:
+        supervisor = self._supervisors.get(worker)
+        if supervisor is None:
+            names = ", ".join(self._supervisors) or "none"
             raise FleetError(f"there is no worker {worker!r}; there are: {names}")
-        return keeper
+        return supervisor
 
     def _check_not_last(self, worker: str, what: str) -> None:
-        others = [slot for slot in self._desired.with_role(WorkerRole.DECODE) if slot.name != worker]
+        others = [replica for replica in self._desired.with_role(WorkerRole.DECODE) if replica.name != worker]
         if not any(
-            self._keepers[slot.name].is_serving and slot.name not in self._changing_role for slot in others
+            self._supervisors[replica.name].is_serving and replica.name not in self._changing_role
+            for replica in others
         ):
             raise FleetError(
                 f"if worker {worker} {what}, no decode worker serves any more; add one first, or wait for one"
             )
 
-    def _burden(self, keeper: Keeper) -> tuple[bool, int]:
-        counts = keeper.status.requests if keeper.status else None
+    def _burden(self, supervisor: Supervisor) -> tuple[bool, int]:
+        counts = supervisor.status.requests if supervisor.status else None
         busy = counts.running + counts.waiting + counts.waiting_for_remote_kvs if counts else 0
-        return keeper.is_serving, busy
+        return supervisor.is_serving, busy
 
-    def _note(self, keeper: Keeper) -> None:
+    def _note(self, supervisor: Supervisor) -> None:
         """Takes in that something about a worker has changed."""
-        slot, desired = keeper.slot, self._desired.slots.get(keeper.slot.name)
-        if desired is not None and desired.role is not slot.role and slot.name not in self._changing_role:
-            desired.role = slot.role
+        replica, desired = supervisor.replica, self._desired.replicas.get(supervisor.replica.name)
+        if (
+            desired is not None
+            and desired.role is not replica.role
+            and replica.name not in self._changing_role
+        ):
+            desired.role = replica.role
             self._save()
-        self._was_whole = self._was_whole or all(keeper.is_serving for keeper in self._keepers.values())
-        if isinstance(keeper.failure, ConfigError | ModelError) and not self._was_whole:
-            self._failure = keeper.failure
-        endpoints = tuple(k.endpoint for k in self._keepers.values() if k.endpoint is not None)
+        self._was_whole = self._was_whole or all(
+            supervisor.is_serving for supervisor in self._supervisors.values()
+        )
+        if isinstance(supervisor.failure, ConfigError | ModelError) and not self._was_whole:
+            self._failure = supervisor.failure
+        endpoints = tuple(k.endpoint for k in self._supervisors.values() if k.endpoint is not None)
         if endpoints != self._view.endpoints:
             self._version += 1
-            deaths = tuple(k.death for k in self._keepers.values() if k.death is not None)
+            deaths = tuple(k.death for k in self._supervisors.values() if k.death is not None)
             self._view = FleetView(self._incarnation, self._version, endpoints, deaths)
         self._start_version += 1
         self._changed.set()

@@ -55,14 +55,14 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
 
 
 @dataclass(slots=True)
-class DesiredSlot:
+class DesiredReplica:
     """One worker that there is to be."""
 
     name: str
     role: WorkerRole
     num_starts: int = 0
     """Lives begun so far: the number of the latest."""
-    is_leaving: bool = False
+    is_draining: bool = False
     """It is drained, and does not come back."""
 
 
@@ -70,46 +70,53 @@ class DesiredSlot:
 class DesiredFleet:
     """Every worker that there is to be, by name. Names are never used twice."""
 
-    slots: dict[str, DesiredSlot] = field(default_factory=dict)
+    replicas: dict[str, DesiredReplica] = field(default_factory=dict)
     num_names: int = 0
-    leaving_nodes: tuple[str, ...] = ()
+    draining_nodes: tuple[str, ...] = ()
     """Where nothing is placed any more."""
 
     @classmethod
     def of(cls, config: BatonConfig) -> "DesiredFleet":
-        slots = {name: DesiredSlot(name, role) for name, role in worker_names(config)}
-        return cls(slots, len(slots))
+        replicas = {name: DesiredReplica(name, role) for name, role in worker_names(config)}
+        return cls(replicas, len(replicas))
 
-    def add(self, role: WorkerRole) -> DesiredSlot:
+    def add(self, role: WorkerRole) -> DesiredReplica:
         """One more, with a name that nobody ever had."""
-        slot = DesiredSlot(f"w{self.num_names}", role)
+        replica = DesiredReplica(f"w{self.num_names}", role)
         self.num_names += 1
-        self.slots[slot.name] = slot
-        return slot
+        self.replicas[replica.name] = replica
+        return replica
 
     def was_there(self, name: str) -> bool:
         """Whether this is the name of a worker that left."""
-        return name not in self.slots and name in {f"w{index}" for index in range(self.num_names)}
+        return name not in self.replicas and name in {f"w{index}" for index in range(self.num_names)}
 
-    def with_role(self, role: WorkerRole) -> list[DesiredSlot]:
+    def with_role(self, role: WorkerRole) -> list[DesiredReplica]:
         """Those that stay, in the order of their making."""
-        return [slot for slot in self.slots.values() if slot.role is role and not slot.is_leaving]
+        return [
+            replica for replica in self.replicas.values() if replica.role is role and not replica.is_draining
+        ]
 
     def to_json(self) -> bytes:
-        slots = [{**asdict(slot), "role": slot.role.value} for slot in self.slots.values()]
-        nodes = list(self.leaving_nodes)
-        return json.dumps({"slots": slots, "num_names": self.num_names, "leaving_nodes": nodes}).encode()
+        replicas = [{**asdict(replica), "role": replica.role.value} for replica in self.replicas.values()]
+        nodes = list(self.draining_nodes)
+        return json.dumps(
+            {"replicas": replicas, "num_names": self.num_names, "draining_nodes": nodes}
+        ).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "DesiredFleet":
         values = json.loads(text)
-        slots = [DesiredSlot(**{**slot, "role": WorkerRole(slot["role"])}) for slot in values["slots"]]
-        nodes = tuple(values["leaving_nodes"])
-        return cls({slot.name: slot for slot in slots}, values["num_names"], nodes)
+        replicas = [
+            DesiredReplica(**{**replica, "role": WorkerRole(replica["role"])})
+            for replica in values["replicas"]
+        ]
+        nodes = tuple(values["draining_nodes"])
+        return cls({replica.name: replica for replica in replicas}, values["num_names"], nodes)
 
 
 class Store(Protocol):
-    """Keeps bytes where the next life of a controller finds them; `save` is done when it returns."""
+    """Keeps bytes where the next incarnation of a controller finds them; `save` is done when it returns."""
 
     def load(self) -> bytes | None: ...
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.errors import FleetError
 from baton.fleet import NodeDescription
 from cluster.controller.launcher import Launcher
-from cluster.controller.supervisor import Keeper
+from cluster.controller.supervisor import Supervisor
 
 
-class LeavingNodes:
+class DrainingNodes:
     """Belongs to a controller's event loop. A node that has begun to leave does so for as long as it lives."""
 
-    def __init__(self, launcher: Launcher, keepers: Callable[[], Iterable[Keeper]]) -> None:
+    def __init__(self, launcher: Launcher, supervisors: Callable[[], Iterable[Supervisor]]) -> None:
         self.names: tuple[str, ...] = ()
         """Those that leave, by a name that no other node ever has."""
         self._launcher = launcher
-        self._keepers = keepers
+        self._supervisors = supervisors
         self._moving: set[asyncio.Task[None]] = set()
 
     def resume(self, names: Iterable[str]) -> None:
@@ -46,7 +46,7 @@ class LeavingNodes:
         moving = self._move_away()
         if moving:
             await asyncio.wait(moving, timeout=timeout_s)
-        if left := [keeper.slot.name for keeper in self._keepers() if keeper.is_on(here)]:
+        if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
             raise FleetError(
                 f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they go on leaving"
             )
@@ -64,9 +64,9 @@ class LeavingNodes:
     def _move_away(self) -> list[asyncio.Task[None]]:
         """Of every worker on a node that leaves; whoever does so already is not told twice."""
         tasks = [
-            asyncio.create_task(keeper.move_away(self.names), name=f"move {keeper.slot.name}")
-            for keeper in self._keepers()
-            if keeper.is_on(self.names)
+            asyncio.create_task(supervisor.move_away(self.names), name=f"move {supervisor.replica.name}")
+            for supervisor in self._supervisors()
+            if supervisor.is_on(self.names)
         ]
         for task in tasks:
             self._moving.add(task)

@@ -1,14 +1,12 @@
-"""Waiting for a fleet that starts for the first time: all of it serves, or its owner is told why not."""
+"""Waiting for the first start of a fleet: until all of it serves, or its owner gets the reason why not."""
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from baton.errors import ClusterError
+from baton.messages.control import ControlApi, StartReport, WaitStart
 from baton.system.awake_timer import awake_timeout
 from baton.worker import StartProgress
-from cluster.controller.control import ControllerCalls
-from cluster.controller.controller import StartReport
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +18,12 @@ OnProgress = Callable[[str, StartProgress], None]
 OnEnough = Callable[[], Awaitable[None]]
 """Workers of each role serve."""
 
-OnServing = Callable[[ControllerCalls], Awaitable[None]]
+OnServing = Callable[[ControlApi], Awaitable[None]]
 """The same of a fleet, with its controller."""
 
 
-class StartSource(Protocol):
-    """A controller, or a handle to one."""
-
-    async def next_start(self, version: int, timeout_s: float) -> StartReport: ...
-
-
 async def first_start(
-    source: StartSource,
+    control: ControlApi,
     timeout_s: float,
     no_room: str,
     on_progress: OnProgress,
@@ -43,7 +35,9 @@ async def first_start(
     Raises what no further try would change, and ClusterError once the time is over: `no_room` if some worker found
     none, else which ones are not ready.
     """
-    report = await source.next_start(-1, timeout_s)  # at once, but a controller's process has to start, too
+    report = await control.call(
+        WaitStart(-1, timeout_s)
+    )  # at once, but a controller's process has to start, too
     left_s, is_enough = timeout_s, False
     while report.failure is None:
         if on_enough is not None and not is_enough and not report.lacking:
@@ -55,14 +49,14 @@ async def first_start(
             on_progress(name, progress)
         try:
             async with awake_timeout(left_s) as timer:
-                report = await source.next_start(report.version, _POLL_S)
+                report = await control.call(WaitStart(report.version, _POLL_S))
             left_s = timer.left_s
         except TimeoutError:
             if not is_enough:
                 raise ClusterError(_why(report, timeout_s, no_room)) from None
             logger.warning("the fleet serves, but not all of it: %s", _why(report, timeout_s, no_room))
             return
-    raise report.failure
+    raise report.failure.to_error()
 
 
 def _why(report: StartReport, timeout_s: float, no_room: str) -> str:

@@ -1,4 +1,4 @@
-"""Follower: keeps a gateway's workers those of the fleet; while the controller is away, what is known stays."""
+"""Following a fleet: views as they change, and a gateway's workers kept those of the latest view."""
 
 import asyncio
 import logging
@@ -7,52 +7,41 @@ from typing import Protocol
 
 from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView, GatewayReport
+from baton.messages.control import ControlApi, ReportLoad, WaitView
 from baton.worker import WorkerEndpoint
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""How long a question for news waits for it."""
+"""How long one WaitView waits for news."""
 RETRY_S = 1.0
 
 
-class ViewSource(Protocol):
-    """A controller, or a handle to one."""
-
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView: ...
-
-
 class Registry(Protocol):
-    """Who wants to know the workers: the gateway."""
+    """The gateway, which connects to workers."""
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None: ...
 
     def remove_worker(self, name: str, reason: str) -> None: ...
 
 
-class ReportSink(Protocol):
-    """A controller, or a handle to one."""
-
-    async def report(self, report: GatewayReport) -> None: ...
-
-
-async def keep_reporting(sink: ReportSink, report: Callable[[], GatewayReport], interval_s: float) -> None:
-    """Tells what a gateway saw, at a fixed pace, until it is cancelled. A report that nobody takes is dropped."""
+async def keep_reporting(control: ControlApi, report: Callable[[], GatewayReport], interval_s: float) -> None:
+    """Reports what a gateway saw, at a fixed pace, until it is cancelled. A report that cannot be sent is dropped."""
     while True:
         await asyncio.sleep(interval_s)
         try:
-            await sink.report(report())
+            await control.call(ReportLoad(report()))
         except ClusterError as error:
-            logger.debug("nobody takes a report: %s", error)
+            logger.debug("dropped a report: %s", error)
 
 
-class Follower:
-    """Asks for news again and again. A worker of a new incarnation replaces the one of its name."""
+class ViewFollower:
+    """Calls `on_view` with each answer to a WaitView. While the controller is unreachable, it tries again."""
 
-    def __init__(self, source: ViewSource, registry: Registry) -> None:
-        self._source = source
-        self._registry = registry
-        self._known: dict[str, WorkerEndpoint] = {}
+    def __init__(self, control: ControlApi, on_view: Callable[[FleetView], None], *, is_owner: bool) -> None:
+        self._control = control
+        self._on_view = on_view
+        self._is_owner = is_owner
         self._view = FleetView("", -1, ())
 
     async def run(self) -> None:
@@ -65,19 +54,35 @@ class Follower:
             except FleetEnded:
                 raise
             except ClusterError as error:
-                if str(error) != complaint:  # else it would be said every second
+                if str(error) != complaint:  # else it would be logged every second
                     complaint = str(error)
-                    logger.warning(
-                        "nobody tells which workers there are, so those that are known stay: %s", error
-                    )
+                    logger.warning("controller unreachable; keeping the last known worker list: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def catch_up(self, timeout_s: float) -> tuple[WorkerEndpoint, ...]:
-        """Takes in the next news, or that there was none in this time; who serves."""
-        view = self._view
-        self._view = await self._source.next_view(view.controller_incarnation, view.version, timeout_s)
-        self._apply(self._view)
-        return self._view.endpoints
+    async def catch_up(self, wait_s: float) -> FleetView:
+        """The next view, or the same one if nothing has changed in this time."""
+        known = self._view
+        request = WaitView(known.controller_incarnation, known.version, wait_s, self._is_owner)
+        self._view = await self._control.call(request)
+        self._on_view(self._view)
+        return self._view
+
+
+class Follower:
+    """Adds and removes a gateway's workers. A worker of a new incarnation replaces the one of its name."""
+
+    def __init__(self, control: ControlApi, registry: Registry, *, is_owner: bool = False) -> None:
+        self._views = ViewFollower(control, self._apply, is_owner=is_owner)
+        self._registry = registry
+        self._known: dict[str, WorkerEndpoint] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises FleetEnded."""
+        await self._views.run()
+
+    async def catch_up(self, wait_s: float) -> tuple[WorkerEndpoint, ...]:
+        """Applies the next view; returns the workers that serve."""
+        return (await self._views.catch_up(wait_s)).endpoints
 
     def _apply(self, view: FleetView) -> None:
         reasons = dict(view.deaths)

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from baton.fleet import NodeDescription
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.messages.control import ControlRequest
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
+
+R = TypeVar("R")
 
 OnStartProgress = Callable[[StartProgress], None]
 
 
-class Life(Protocol):
-    """One life of one worker: a process, wherever it runs.
+class Incarnation(Protocol):
+    """One process that fills a replica, wherever it runs.
 
-    Calls raise ClusterError if it is gone, with the reason alone: whoever passes that on says which worker it was.
+    Calls raise ClusterError if it is gone. The message has the reason alone; the caller adds the worker's name.
     """
 
     @property
@@ -21,7 +24,7 @@ class Life(Protocol):
 
     @property
     def number(self) -> int:
-        """1 for a worker's first life; the latest is the highest."""
+        """1 for a worker's first incarnation; the latest is the highest."""
         ...
 
     @property
@@ -33,34 +36,27 @@ class Life(Protocol):
         """Loads the model and binds the ports. Raises what the worker raised."""
         ...
 
-    async def status(self, after_s: float) -> WorkerStatus:
-        """What the worker says of itself so much later; ClusterError, with the reason, as soon as it dies.
+    async def call(self, request: ControlRequest[R]) -> R:
+        """Carries out one of WORKER_CALLS on a worker that was started.
 
-        Only for a life that was started. Does not return if the process hangs.
+        Raises the worker's error, and ClusterError, with the reason, as soon as the process dies. Does not return if
+        the process hangs.
         """
-        ...
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Gives away what the worker has, as EngineHost.drain does; True if nobody lost anything."""
-        ...
-
-    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        """FleetError if the worker remains what it was."""
         ...
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the process: gently within the time, else, or with no time, by force. Gives its room back. Never raises.
 
-        Right at any moment of a life, and more than once.
+        Right at any moment of an incarnation, and more than once.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A life that another controller began."""
+    """An incarnation that another controller began."""
 
-    life: Life
+    incarnation: Incarnation
     endpoint: WorkerEndpoint
     """With the role that it has at present."""
 
@@ -68,8 +64,8 @@ class Found:
 class Launcher(Protocol):
     """Places workers. Its methods belong to one event loop."""
 
-    async def place(self, name: str, role: WorkerRole, number: int) -> Life:
-        """Room and a process for the next life of a worker; waits for as long as there is none.
+    async def place(self, name: str, role: WorkerRole, number: int) -> Incarnation:
+        """Room and a process for the next incarnation of a worker; waits for as long as there is none.
 
         Cancelled, it leaves nothing behind. ClusterError if there is no hope.
         """
@@ -80,7 +76,7 @@ class Launcher(Protocol):
         ...
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
-        """The workers that serve already, by name: of each the latest life. Everything else of the fleet is ended.
+        """The workers that serve already, by name: of each the latest incarnation. Ends everything else of the fleet.
 
         So are those that do not answer within the time.
         """

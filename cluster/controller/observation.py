@@ -1,23 +1,23 @@
-"""Observation: what the planner looks at, put together from gateways' reports and the controller's slots; pure."""
+"""Observation: what the planner looks at, put together from gateways' reports and the controller's replicas; pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
 MIN_FINISHED = 5
 """Of fewer requests a 99th percentile of the time to first token says nothing."""
 
-COMING = frozenset({SlotState.PLACING, SlotState.STARTING})
-CHANGING = COMING | {SlotState.DRAINING}
+COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
+CHANGING = COMING | {ReplicaState.DRAINING}
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A slot, and what the worker in it last said."""
+    """A replica, and what the worker in it last said."""
 
-    slot: SlotDescription
+    replica: ReplicaDescription
     status: WorkerStatus | None = None
     """None: no gateway has heard of it lately."""
 
@@ -40,14 +40,14 @@ class Observation:
     itl_p99_s: float = 0.0
 
     def of(self, role: WorkerRole) -> list[ObservedWorker]:
-        """All slots of the role, whatever became of their workers."""
-        return [worker for worker in self.workers if worker.slot.role is role]
+        """All replicas of the role, whatever became of their workers."""
+        return [worker for worker in self.workers if worker.replica.role is role]
 
     def serving(self, role: WorkerRole) -> list[ObservedWorker]:
-        return [worker for worker in self.of(role) if worker.slot.state is SlotState.SERVING]
+        return [worker for worker in self.of(role) if worker.replica.state is ReplicaState.SERVING]
 
 
-def merge(slots: Sequence[SlotDescription], reports: Iterable[GatewayReport]) -> Observation:
+def merge(replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport]) -> Observation:
     """Several gateways make one fleet: the worst of their latencies and queues counts, since each has its own clients.
 
     A worker's status is the same whoever heard it, so any will do.
@@ -56,7 +56,7 @@ def merge(slots: Sequence[SlotDescription], reports: Iterable[GatewayReport]) ->
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}
     enough = [report for report in reports if report.num_finished >= MIN_FINISHED]
     return Observation(
-        workers=tuple(ObservedWorker(slot, status_by_name.get(slot.name)) for slot in slots),
+        workers=tuple(ObservedWorker(replica, status_by_name.get(replica.name)) for replica in replicas),
         oldest_queued_s=max((report.oldest_queued_s for report in reports), default=0.0),
         ttft_p99_s=max((report.ttft_s[1] for report in enough), default=0.0),
         itl_p99_s=max((report.itl_s[1] for report in reports), default=0.0),

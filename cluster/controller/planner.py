@@ -14,7 +14,7 @@ from enum import Enum
 from math import ceil
 
 from baton.config import AutoscalingConfig
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.load_signals import TTFT, percent, seconds, signals
 from cluster.controller.observation import CHANGING, COMING, Observation, ObservedWorker
@@ -85,7 +85,7 @@ class _Role:
     ordered_at: float = float("-inf")
     unplaced_since: float | None = None
     incomplete_since: float | None = None
-    """Since when some slot holds no worker that serves."""
+    """Since when some replica holds no worker that serves."""
 
     @property
     def name(self) -> str:
@@ -98,20 +98,20 @@ class _Role:
 
     @property
     def serving(self) -> list[ObservedWorker]:
-        return [worker for worker in self.all if worker.slot.state is SlotState.SERVING]
+        return [worker for worker in self.all if worker.replica.state is ReplicaState.SERVING]
 
     @property
     def changing(self) -> list[ObservedWorker]:
-        return [worker for worker in self.all if worker.slot.state in CHANGING]
+        return [worker for worker in self.all if worker.replica.state in CHANGING]
 
     def see(self, observation: Observation, now: float) -> None:
         self.all = observation.of(self.role)
         if self.changing:
             self.changed_at = now
-        states = [worker.slot.state for worker in self.all]
-        self.unplaced_since = _since(self.unplaced_since, SlotState.PLACING in states, now)
+        states = [worker.replica.state for worker in self.all]
+        self.unplaced_since = _since(self.unplaced_since, ReplicaState.PLACING in states, now)
         self.incomplete_since = _since(
-            self.incomplete_since, any(state is not SlotState.SERVING for state in states), now
+            self.incomplete_since, any(state is not ReplicaState.SERVING for state in states), now
         )
 
 
@@ -152,7 +152,7 @@ class Planner:
     def _decisions(self, now: float) -> Iterator[Decision]:
         """All that there is a reason for, the most urgent first."""
         for role in self._roles:
-            if not any(worker.slot.state is SlotState.DRAINING for worker in role.all):
+            if not any(worker.replica.state is ReplicaState.DRAINING for worker in role.all):
                 yield from self._back_into_bounds(role)
         short = [(role, role.watch.shortage) for role in self._roles]
         waiting = []
@@ -222,7 +222,9 @@ class Planner:
         if left is None:
             return None
         short.watch.remember_limit(len(short.serving))
-        worker = min(giver.serving, key=lambda worker: (worker.num_requests, worker.slot.name)).slot.name
+        worker = min(
+            giver.serving, key=lambda worker: (worker.num_requests, worker.replica.name)
+        ).replica.name
         room = ", no node has room for a new one" if lacks_room else ""
         counts = f"{giver.name} {giver.count} -> {giver.count - 1}, {short.name} {short.count} -> "
         sentence = (
@@ -234,7 +236,7 @@ class Planner:
     def _lacks_room(self, role: _Role, now: float) -> bool:
         """Whether a worker of this role has looked for a node for so long that waiting has lost its sense."""
         since = role.unplaced_since
-        only_placing = all(worker.slot.state is SlotState.PLACING for worker in role.changing)
+        only_placing = all(worker.replica.state is ReplicaState.PLACING for worker in role.changing)
         return since is not None and only_placing and now - since >= self._config.grow_cooldown_s
 
     def _shrink(self, role: _Role, now: float) -> Iterator[Decision]:
@@ -247,8 +249,8 @@ class Planner:
         if since is not None:
             # Whatever does not serve goes first, and was not missed.
             is_stuck = now - since >= max(config.shrink_cooldown_s, config.shrink_after_s)
-            absent = next(w.slot for w in role.all if w.slot.state is not SlotState.SERVING)
-            if is_stuck and absent.state is not SlotState.DRAINING:
+            absent = next(w.replica for w in role.all if w.replica.state is not ReplicaState.SERVING)
+            if is_stuck and absent.state is not ReplicaState.DRAINING:
                 why = f"all its targets were met for {long} without {absent.name} ({absent.state.value})"
                 yield _scale(role, role.count - 1, why)
             return
@@ -278,12 +280,12 @@ def _nothing(role: _Role, reason: Reason, why: str) -> Decision:
 
 
 def _what_changes(role: _Role) -> str:
-    workers = [f"{w.slot.name} is {w.slot.state.value}" for w in role.changing]
+    workers = [f"{w.replica.name} is {w.replica.state.value}" for w in role.changing]
     return ", ".join(workers)
 
 
 def _at_max(role: _Role) -> str:
-    dead = [w.slot.name for w in role.all if w.slot.state not in COMING | {SlotState.SERVING}]
+    dead = [w.replica.name for w in role.all if w.replica.state not in COMING | {ReplicaState.SERVING}]
     note = f", of which {', '.join(dead)} is not serving" if dead else ""
     return f"{role.high} is the maximum{note}"
 

@@ -1,57 +1,38 @@
-"""Rollouts under way: their steps are kept, so that whoever asks for one may ask for it again."""
+"""Rollouts under way: keeps their steps, so that a caller may ask for one again."""
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 from baton.errors import FleetError
 from baton.fleet import RolloutStep
+from baton.messages.control import RolloutBegun, RolloutProgress
 
 _NUM_ENDED = 8
 """Their last steps may still be asked for."""
 
 
-class RolloutSource(Protocol):
-    """A controller, or a handle to one."""
-
-    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
-        """Its id. It goes on whoever still asks for its steps."""
-        ...
-
-    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
-        """The step of this number, once it is done; None after the last. Raises what ended it before."""
-        ...
-
-
-async def follow_rollout(source: RolloutSource, workers: tuple[str, ...]) -> AsyncIterator[RolloutStep]:
-    """Begins a rollout and yields its steps as they are done."""
-    rollout_id = await source.begin_rollout(workers)
-    index = 0
-    while (step := await source.rollout_step(rollout_id, index)) is not None:
-        yield step
-        index += 1
-
-
 class Rollouts:
-    """A RolloutSource over what makes the steps; it may be asked for the same step more than once."""
+    """Begins rollouts and answers for their steps; the same step may be asked for more than once."""
 
     def __init__(self, begin: Callable[[tuple[str, ...]], AsyncIterator[RolloutStep]]) -> None:
         self._begin = begin
         self._rollouts: dict[str, _Rollout] = {}
 
-    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
+    async def begin_rollout(self, workers: tuple[str, ...]) -> RolloutBegun:
+        """The rollout goes on if its caller leaves."""
         rollout_id = secrets.token_hex(4)
         ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
         for known in ended[:-_NUM_ENDED]:
             del self._rollouts[known]
         self._rollouts[rollout_id] = _Rollout(self._begin(workers))
-        return rollout_id
+        return RolloutBegun(rollout_id)
 
-    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
+    async def wait_step(self, rollout_id: str, index: int) -> RolloutProgress:
+        """The step of this number, once it is done; none after the last. Raises the error that ended it before."""
         if (rollout := self._rollouts.get(rollout_id)) is None:
             raise FleetError("the controller was restarted, and the rollout ended with it; start it again")
-        return await rollout.step(index)
+        return RolloutProgress(await rollout.step(index))
 
     async def stop(self) -> None:
         """Ends those under way."""

@@ -1,4 +1,4 @@
-"""Keeper: keeps one slot filled, life after life, and gives its worker the orders that an operator may give."""
+"""Supervisor: starts, watches and replaces the process of one replica, and gives its worker operators' commands."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from baton.clock import Clock
 from baton.errors import BatonError, ClusterError, FleetError
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
+from baton.messages.control import Drain, SetRole, WaitStatus
 from baton.system.awake_timer import awake_timeout
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
-from cluster.controller.launcher import Found, Launcher, Life
-from cluster.controller.replica import Slot
+from cluster.controller.launcher import Found, Incarnation, Launcher
+from cluster.controller.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a keeper waits for what its worker does, in seconds."""
+    """How long a supervisor waits for what its worker does, in seconds."""
 
     start_s: float
     unresponsive_s: float
@@ -33,42 +34,42 @@ class Patience:
     """What a worker may take beyond that until its transfers and leases have ended."""
 
 
-class Keeper:
-    """Owns the lives of one slot. `run` is its loop; the other methods are orders, one at a time, to what it keeps.
+class Supervisor:
+    """Owns the incarnations of one replica. `run` is its loop; the other methods command its worker, one at a time.
 
-    All of it belongs to one event loop. `on_change` hears of every move of the slot and of its worker's role.
+    All of it belongs to one event loop. `on_change` hears of every move of the replica and of its worker's role.
     """
 
     def __init__(
         self,
-        slot: Slot,
+        replica: Replica,
         launcher: Launcher,
         patience: Patience,
         clock: Clock,
-        on_life: Callable[[str], int],
-        on_change: Callable[["Keeper"], None],
+        on_incarnation: Callable[[str], int],
+        on_change: Callable[["Supervisor"], None],
     ) -> None:
-        """`on_life` notes that another life of this worker begins, and returns its number."""
-        self.slot = slot
+        """`on_incarnation` notes that another incarnation of this worker begins, and returns its number."""
+        self.replica = replica
         self.endpoint: WorkerEndpoint | None = None
         """While it serves or drains."""
         self.status: WorkerStatus | None = None
         """As of the last sign of life."""
         self.progress: StartProgress | None = None
         self.failure: BatonError | None = None
-        """What ended the latest life, if it ended unasked."""
+        """What ended the latest incarnation, if it ended unasked."""
         self.death: tuple[str, str] | None = None
         """The incarnation that served and ended unasked last, and why."""
         self._launcher = launcher
         self._patience = patience
         self._clock = clock
-        self._on_life = on_life
+        self._on_incarnation = on_incarnation
         self._on_change = on_change
-        self._life: Life | None = None
+        self._incarnation: Incarnation | None = None
         self.was_adopted = False
-        """It has served; a life that was found does so before anything else is waited for."""
+        """It has served; an incarnation that was found does so before anything else is waited for."""
         self._ready: Found | None = None
-        """The next life, which serves as soon as the present one has ended."""
+        """The next incarnation, which serves as soon as the present one has ended."""
         self._preparing: asyncio.Task[None] | None = None
         """Makes it ready."""
         self._serves_since = 0.0
@@ -78,21 +79,21 @@ class Keeper:
 
     @property
     def is_serving(self) -> bool:
-        return self.slot.state is SlotState.SERVING
+        return self.replica.state is ReplicaState.SERVING
 
     async def run(self, found: Found | None = None) -> None:
-        """Keeps the slot filled until it is cancelled; then nothing of the worker is left.
+        """Keeps the replica filled until it is cancelled; then nothing of the worker is left.
 
-        A life that was `found` is its first.
+        An incarnation that was `found` is its first.
         """
         self._ready = found
         try:
             while True:
                 try:
-                    life, endpoint = await self._place()
-                    self._serve(await self._start_life(life) if endpoint is None else endpoint)
-                    await self._watch(life)
-                except Exception as error:  # also what nobody foresaw: the slot must not be left alone
+                    incarnation, endpoint = await self._place()
+                    self._serve(await self._start_incarnation(incarnation) if endpoint is None else endpoint)
+                    await self._watch(incarnation)
+                except Exception as error:  # also unexpected ones: the replica must not be left alone
                     failure = _as_failure(error)
                     served_s = self._served_s()
                     await self._bury(str(failure), timeout_s=0.0)
@@ -114,18 +115,21 @@ class Keeper:
             return await self._empty()
 
     async def renew(self) -> WorkerEndpoint:
-        """Replaces the life that serves by a new one, which is returned once it serves.
+        """Replaces the incarnation that serves by a new one, which is returned once it serves.
 
         Where there is room the new one is made ready first. FleetError if it does not come to serve, with the reason;
         if that was known before the old one was touched, the old one still serves.
         """
         async with self._orders:
-            former, life = (await self._next_endpoint(except_for="")).ref.incarnation, self._life
-            if await self._launcher.has_room(self.slot.role):
+            former, incarnation = (
+                (await self._next_endpoint(except_for="")).ref.incarnation,
+                self._incarnation,
+            )
+            if await self._launcher.has_room(self.replica.role):
                 await self._prepare()
-            if life is not None and self._life is life:
+            if incarnation is not None and self._incarnation is incarnation:
                 await self._empty()
-                await life.stop(_STOP_TIMEOUT_S)
+                await incarnation.stop(_STOP_TIMEOUT_S)
             else:  # it died meanwhile, so another one is on its way already
                 await self._discard_ready()
             return await self._next_endpoint(except_for=former)
@@ -133,67 +137,71 @@ class Keeper:
     async def set_role(self, role: WorkerRole) -> None:
         """FleetError if the worker remains what it was."""
         async with self._orders:
-            life, endpoint = self._life, self.endpoint
-            if life is None or endpoint is None or not self.is_serving:
-                raise FleetError(f"worker {self.slot.name} {self._standing()}, so it cannot change its role")
+            incarnation, endpoint = self._incarnation, self.endpoint
+            if incarnation is None or endpoint is None or not self.is_serving:
+                raise FleetError(
+                    f"worker {self.replica.name} {self._standing()}, so it cannot change its role"
+                )
             try:
                 async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
-                    await life.set_role(role, self._patience.drain_s)
+                    await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = str(error) or "it did not answer in time"
                 raise FleetError(
-                    f"worker {self.slot.name} remains a {endpoint.role.value} worker: {reason}"
+                    f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
             self._take_role(role)
 
     def is_on(self, nodes: Collection[str]) -> bool:
-        """Whether the present life is on one of these nodes."""
-        return self._life is not None and self._life.node in nodes
+        """Whether the present incarnation is on one of these nodes."""
+        return self._incarnation is not None and self._incarnation.node in nodes
 
     async def move_away(self, nodes: Collection[str]) -> None:
-        """Ends the present life if it is on one of these nodes, once it has given away what it had.
+        """Ends the present incarnation if it is on one of these nodes, once it has given away what it had.
 
         The next one begins as soon as there is room; that is not waited for.
         """
         async with self._orders:
-            life = self._life
-            if life is None or life.node not in nodes:
+            incarnation = self._incarnation
+            if incarnation is None or incarnation.node not in nodes:
                 return
             await self._empty()
-            await life.stop(_STOP_TIMEOUT_S)
-            while self._life is life:  # until its end is noticed
+            await incarnation.stop(_STOP_TIMEOUT_S)
+            while self._incarnation is incarnation:  # until its end is noticed
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _place(self) -> tuple[Life, WorkerEndpoint | None]:
-        """The next life, and its endpoint if it is ready to serve."""
+    async def _place(self) -> tuple[Incarnation, WorkerEndpoint | None]:
+        """The next incarnation, and its endpoint if it is ready to serve."""
         self._notify()
         ready, self._ready = self._ready, None
         if ready is not None:
-            self._life = life = ready.life
+            self._incarnation = incarnation = ready.incarnation
         else:
-            number = self._on_life(self.slot.name)
-            self._life = life = await self._launcher.place(self.slot.name, self.slot.role, number)
-        self.slot.num_starts = life.number
-        self.slot.node = life.node
-        self.slot.move(SlotState.STARTING)
+            number = self._on_incarnation(self.replica.name)
+            self._incarnation = incarnation = await self._launcher.place(
+                self.replica.name, self.replica.role, number
+            )
+        self.replica.num_starts = incarnation.number
+        self.replica.node = incarnation.node
+        self.replica.move(ReplicaState.STARTING)
         self._notify()
-        return life, None if ready is None else ready.endpoint
+        return incarnation, None if ready is None else ready.endpoint
 
-    async def _start_life(self, life: Life) -> WorkerEndpoint:
+    async def _start_incarnation(self, incarnation: Incarnation) -> WorkerEndpoint:
         timeout_s = self._patience.start_s
         try:
             async with awake_timeout(timeout_s):
-                return await life.start(self._note_progress)
+                return await incarnation.start(self._note_progress)
         except TimeoutError:
             raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _prepare(self) -> None:
-        """Has a life ready that could serve, beside the one that does; whoever ends the slot ends that, too."""
+        """Starts a second incarnation beside the one that serves. It ends with the replica."""
         if self._is_over:
-            raise FleetError(f"worker {self.slot.name} was stopped")
+            raise FleetError(f"worker {self.replica.name} was stopped")
         preparing = self._preparing = asyncio.create_task(
-            self._make_ready(), name=f"next life of {self.slot.name}"
+            self._make_ready(), name=f"next incarnation of {self.replica.name}"
         )
         try:
             await asyncio.wait([preparing])
@@ -202,43 +210,43 @@ class Keeper:
             await asyncio.gather(preparing, return_exceptions=True)
             self._preparing = None
         if preparing.cancelled():
-            raise FleetError(f"worker {self.slot.name} was stopped")
+            raise FleetError(f"worker {self.replica.name} was stopped")
         preparing.result()
 
     async def _make_ready(self) -> None:
-        number = self._on_life(self.slot.name)
-        life: Life | None = None
+        number = self._on_incarnation(self.replica.name)
+        incarnation: Incarnation | None = None
         try:
             async with awake_timeout(self._patience.start_s):
-                life = await self._launcher.place(self.slot.name, self.slot.role, number)
-            self._ready = Found(life, await self._start_life(life))
+                incarnation = await self._launcher.place(self.replica.name, self.replica.role, number)
+            self._ready = Found(incarnation, await self._start_incarnation(incarnation))
         except (TimeoutError, BatonError) as error:
             reason = str(error) or "no room for it came free"
-            raise FleetError(f"no new life of worker {self.slot.name}: {reason}") from None
+            raise FleetError(f"no new incarnation of worker {self.replica.name}: {reason}") from None
         finally:
-            if life is not None and self._ready is None:
-                await life.stop(0.0)
+            if incarnation is not None and self._ready is None:
+                await incarnation.stop(0.0)
 
     async def _discard_ready(self) -> None:
         ready, self._ready = self._ready, None
         if ready is not None:
-            await ready.life.stop(0.0)
+            await ready.incarnation.stop(0.0)
 
     def _serve(self, endpoint: WorkerEndpoint) -> None:
         self.endpoint = endpoint
         self.was_adopted = True
         self.progress = None
         self._serves_since = self._clock.now()
-        self.slot.move(SlotState.SERVING)
+        self.replica.move(ReplicaState.SERVING)
         self._notify()
 
-    async def _watch(self, life: Life) -> None:
-        """Raises ClusterError once this life is over, whatever ended it."""
+    async def _watch(self, incarnation: Incarnation) -> None:
+        """Raises ClusterError once this incarnation is over, whatever ended it."""
         timeout_s = self._patience.unresponsive_s
         while True:
             try:
                 async with awake_timeout(PING_INTERVAL_S + timeout_s):
-                    self.status = status = await life.status(PING_INTERVAL_S)
+                    self.status = status = await incarnation.call(WaitStatus(PING_INTERVAL_S))
             except TimeoutError:
                 raise ClusterError(
                     f"it did not answer for {timeout_s:g} s (cluster.unresponsive_timeout_s)"
@@ -250,16 +258,16 @@ class Keeper:
 
     async def _empty(self) -> bool:
         """The worker has nothing left to lose, or is out of time, or dead."""
-        life = self._life
-        if life is None or not self.is_serving:
+        incarnation = self._incarnation
+        if incarnation is None or not self.is_serving:
             return True
-        self.slot.move(SlotState.DRAINING)
+        self.replica.move(ReplicaState.DRAINING)
         self._notify()
         try:
             async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
-                return await life.drain(self._patience.drain_s)
+                return (await incarnation.call(Drain(self._patience.drain_s))).is_clean
         except (TimeoutError, BatonError) as error:
-            logger.warning("worker %s did not drain: %s", self.slot.name, error)
+            logger.warning("worker %s did not drain: %s", self.replica.name, error)
             return False
 
     def _served_s(self) -> float:
@@ -270,27 +278,27 @@ class Keeper:
         if self.endpoint is not None and self.is_serving:
             self.death = (self.endpoint.ref.incarnation, reason)
         self.endpoint, self.status, self.progress = None, None, None
-        life, self._life = self._life, None
-        if life is not None:
+        incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
             self._notify()
-            await life.stop(timeout_s)
+            await incarnation.stop(timeout_s)
 
     async def _back_off(self, error: BatonError, served_s: float) -> None:
-        """Until the next life may begin. A life that ended as asked, or while it drained, is followed at once."""
-        slot = self.slot
-        if slot.state is SlotState.DRAINING:
-            slot.move(SlotState.PLACING)
+        """Waits until the next incarnation may begin: at once if the last one ended as asked, or while it drained."""
+        replica = self.replica
+        if replica.state is ReplicaState.DRAINING:
+            replica.move(ReplicaState.PLACING)
             return
         self.failure = error
-        extra = {"worker": slot.name}
-        logger.error("worker %s (%s) died: %s", slot.name, slot.role.value, error, extra=extra)
-        delay_s = slot.died(self._clock.now(), served_s, str(error))
+        extra = {"worker": replica.name}
+        logger.error("worker %s (%s) died: %s", replica.name, replica.role.value, error, extra=extra)
+        delay_s = replica.died(self._clock.now(), served_s, str(error))
         self._notify()
         await asyncio.sleep(delay_s)
-        slot.move(SlotState.PLACING)
+        replica.move(ReplicaState.PLACING)
 
     async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
-        """That of another life than this one, once it serves; FleetError if it fails first, or takes too long."""
+        """The endpoint of another incarnation, once it serves; FleetError if it fails first, or takes too long."""
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(self._patience.start_s):
                 while self.is_serving and self.endpoint is None and not self._is_over:
@@ -304,16 +312,16 @@ class Keeper:
                     await self._changed.wait()
                 else:
                     return self.endpoint
-        reason = self.slot.last_failure or f"waited {self._patience.start_s:g} s"
-        raise FleetError(f"worker {self.slot.name} {self._standing()}: {reason}")
+        reason = self.replica.last_failure or f"waited {self._patience.start_s:g} s"
+        raise FleetError(f"worker {self.replica.name} {self._standing()}: {reason}")
 
     def _standing(self) -> str:
-        return f"does not serve ({self.slot.state.value.replace('_', ' ')})"
+        return f"does not serve ({self.replica.state.value.replace('_', ' ')})"
 
     def _take_role(self, role: WorkerRole) -> None:
         assert self.endpoint is not None
         self.endpoint = replace(self.endpoint, role=role)
-        self.slot.role = role
+        self.replica.role = role
         self._notify()
 
     def _note_progress(self, progress: StartProgress) -> None:
@@ -328,5 +336,5 @@ class Keeper:
 def _as_failure(error: Exception) -> BatonError:
     if isinstance(error, BatonError):
         return error
-    logger.error("an error that nobody foresaw", exc_info=error)
+    logger.error("unexpected error", exc_info=error)
     return ClusterError(f"{type(error).__name__}: {error}")

@@ -5,16 +5,18 @@ import socket
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 
 from baton.config import BatonConfig
+from baton.messages.control import WORKER_CALLS, ControlRequest, Done
+from baton.messages.control_codec import ControlCodec
 from baton.system.curve import ClusterKeys
 from baton.system.garbage import settle
 from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
 
 T = TypeVar("T")
 
@@ -24,16 +26,46 @@ ACTOR_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Where an actor lives, and what its worker is; no endpoint if it does not serve (yet)."""
+    """Where an actor runs, and its worker's endpoint; None if it does not serve (yet), or is no worker."""
 
     node_id: str
     host: str
     pid: int
-    endpoint: WorkerEndpoint | None
+    endpoint: WorkerEndpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce(ControlRequest[Introduction]):
+    """Answered as soon as the actor has a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker(ControlRequest[WorkerEndpoint]):
+    """Loads the model and binds the ports."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatestProgress:
+    """None once the start is over."""
+
+    progress: StartProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitProgress(ControlRequest[LatestProgress]):
+    """Answered once the start has got further than when last asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker(ControlRequest[Done]):
+    """Ends the worker; its actor stays."""
+
+
+ACTOR_CODEC = ControlCodec((*WORKER_CALLS, Introduce, StartWorker, WaitProgress, StopWorker))
 
 
 class WorkerActor:
-    """What runs inside the actor's process: a worker, and an event that ends with it."""
+    """What runs inside the actor's process: a worker, and the one method by which Ray reaches it."""
 
     def __init__(
         self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
@@ -41,51 +73,53 @@ class WorkerActor:
         write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=name)
         self._config = config
         self._arguments = (keys, model_path, role, name)
-        self._stopped = threading.Event()
         self._progress = Latest[StartProgress]()
         self._endpoint: WorkerEndpoint | None = None
 
-    def introduce(self) -> Introduction:
+    def call(self, frame: bytes) -> bytes:
+        """The reply to a control call."""
+        return ACTOR_CODEC.carry_out(frame, self._answer)
+
+    def _answer(self, request: ControlRequest[Any]) -> object:
+        match request:
+            case Introduce():
+                return self._introduce()
+            case StartWorker():
+                return self._start()
+            case WaitProgress():
+                return LatestProgress(self._progress.take())
+            case StopWorker():
+                self._worker.stop()
+                return Done()
+        return self._control.call(request)
+
+    def _introduce(self) -> Introduction:
         endpoint = self._endpoint
         if endpoint is not None:
             endpoint = replace(endpoint, role=self._worker.status().role)
-        return Introduction(
-            ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid(), endpoint
-        )
+        return replace(whereabouts(), endpoint=endpoint)
 
-    def start(self) -> WorkerEndpoint:
+    def _start(self) -> WorkerEndpoint:
         # Not in the constructor, whose errors Ray reports as the actor's death; and imported here, so that the
         # controller, which only names this class, does not load torch.
+        from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         self._worker = build_worker(config, *self._arguments)
         try:
-            self._endpoint = self._worker.start(self._progress.put)
+            endpoint = self._worker.start(self._progress.put)
             settle()
         finally:
             self._progress.close()
-        self._worker.when_ended(self._stopped.set)
-        return self._endpoint
+        self._control = WorkerControl(self._worker)
+        self._endpoint = endpoint
+        return endpoint
 
-    def next_progress(self) -> StartProgress | None:
-        """Waits until `start` has got further than when last asked; None once it is over."""
-        return self._progress.take()
 
-    def status(self, after_s: float) -> WorkerStatus:
-        """How the worker stands so much later, or as soon as it is stopped."""
-        self._stopped.wait(after_s)
-        return self._worker.status()
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._worker.drain(timeout_s)
-
-    def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        self._worker.set_role(role, timeout_s)
-
-    def stop(self) -> None:
-        self._worker.stop()
-        self._stopped.set()
+def whereabouts() -> Introduction:
+    """Of the actor that this process is."""
+    return Introduction(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid())
 
 
 class Latest(Generic[T]):

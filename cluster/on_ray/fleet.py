@@ -7,12 +7,15 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
+from baton.messages.control import GetConfiguration
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import ClusterKeys
 from baton.system.signals import unless
+from cluster.control_api.client import ControlClient
+from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing, first_start
-from cluster.on_ray.controller import ControllerHandle, begin_fleet, find_fleet
+from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
 from cluster.serve.fleet_counts import scale_to
 
@@ -30,50 +33,50 @@ class RayFleet:
         self._keys = keys
         self._model_path = model_path
         self._is_private = config.cluster.ray_address == "local"
-        self._handle: ControllerHandle | None = None
+        self._owned: OwnedController | None = None
         self._has_started = False
 
-    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControllerHandle:
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlClient:
         """Takes up a fleet of this name that was left alone, and scales it to what is asked for now; or begins one."""
-        handle = await find_fleet(self._config, self._keys, self._model_path)
-        if handle is None:
+        owned = await find_fleet(self._config, self._keys, self._model_path)
+        if owned is None:
             bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
             if self._is_private:
                 check_room(bundles)
             # As it would be said now, before there are workers.
             shortage = no_room(bundles) + labels_text(self._config)
-            self._handle = handle = begin_fleet(self._config, self._keys, self._model_path)
+            self._owned = owned = begin_fleet(self._config, self._keys, self._model_path)
             timeout_s = self._config.cluster.start_timeout_s
-            on_enough = on_serving and partial(self._on_enough, handle, on_serving)
-            await first_start(handle, timeout_s, shortage, on_progress, on_enough)
+            on_enough = on_serving and partial(self._on_enough, owned.control, on_serving)
+            await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
-            begun_as, _ = await handle.configuration()
-            await scale_to(self._config, begun_as, handle)
-            self._handle = handle
+            begun_as, _ = unpack_configuration(await owned.control.call(GetConfiguration()))
+            await scale_to(self._config, begun_as, owned.control)
+            self._owned = owned
             if on_serving is not None:
-                await on_serving(handle)
+                await on_serving(owned.control)
         self._has_started = True
-        return handle
+        return owned.control
 
-    async def _on_enough(self, handle: ControllerHandle, on_serving: OnServing) -> None:
+    async def _on_enough(self, control: ControlClient, on_serving: OnServing) -> None:
         self._has_started = True
-        await on_serving(handle)
+        await on_serving(control)
 
     async def end(self, hurry: asyncio.Event) -> None:
-        if (handle := self._handle) is None:
+        if (owned := self._owned) is None:
             return
         try:
-            if not self._has_started or not await unless(hurry, handle.shutdown(may_drain=True)):
-                async with awake_timeout(self._forced_end_s(handle)):
-                    await handle.shutdown(may_drain=False)
+            if not self._has_started or not await unless(hurry, owned.shutdown(may_drain=True)):
+                async with awake_timeout(self._forced_end_s(owned)):
+                    await owned.shutdown(may_drain=False)
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)
         finally:
-            handle.end()
+            owned.end()
 
-    def _forced_end_s(self, handle: ControllerHandle) -> float:
+    def _forced_end_s(self, owned: OwnedController) -> float:
         """What the controller gets to end all workers in; what is left then is ended by force."""
-        if handle.has_answered:
+        if owned.has_answered:
             return self._config.cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
         # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
         return 0.0 if self._is_private else _ABSENT_TIMEOUT_S

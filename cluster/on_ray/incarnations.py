@@ -1,32 +1,43 @@
-"""One life of a worker: a detached actor in a placement group of its own, both named WORKER/NUMBER."""
+"""One incarnation of a worker: a detached actor in a placement group of its own, both named WORKER/NUMBER."""
 
 import asyncio
 import contextlib
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
 
 from baton.errors import BatonError, ClusterError
+from baton.messages.control import ControlRequest, WaitStatus
+from baton.messages.control_codec import read_reply, write_call
 from baton.system.awake_timer import awake_timeout
-from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import WorkerEndpoint
 from cluster.controller.launcher import OnStartProgress
-from cluster.on_ray.actors import Introduction
+from cluster.on_ray.actors import (
+    ACTOR_CODEC,
+    Introduce,
+    Introduction,
+    StartWorker,
+    StopWorker,
+    WaitProgress,
+)
 from cluster.on_ray.calls import answer, kill_process
+
+R = TypeVar("R")
 
 _TITLE = re.compile(r"(w\d+)/(\d+)")
 _REAP_TIMEOUT_S = 10.0
 
 
 def parse_title(title: str) -> tuple[str, int] | None:
-    """Worker and number of a life; None if it is the name of something else."""
+    """Worker and number of an incarnation; None if it is the name of something else."""
     match = _TITLE.fullmatch(title)
     return None if match is None else (match[1], int(match[2]))
 
 
-class RayLife:
-    """The control plane of one actor, from the outside. See cluster.controller.launcher.Life."""
+class RayIncarnation:
+    """The control plane of one actor, from the outside. See cluster.controller.launcher.Incarnation."""
 
     def __init__(self, name: str, number: int, actor: Any, target: str | None) -> None:
         self.name = name
@@ -47,7 +58,7 @@ class RayLife:
 
     async def introduce(self) -> Introduction:
         """Waits until the actor has room and a process, and learns where."""
-        introduction: Introduction = await self._answer(self._actor.introduce.remote())
+        introduction = await self._exchange(Introduce())
         self.node_id, self._pid = introduction.node_id, introduction.pid
         self.node = node_name(introduction.host, introduction.node_id)
         self._has_started = introduction.endpoint is not None
@@ -56,7 +67,7 @@ class RayLife:
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
         following = asyncio.create_task(self._follow(on_progress))
         try:
-            endpoint: WorkerEndpoint = await self._answer(self._actor.start.remote())
+            endpoint = await self._exchange(StartWorker())
         except asyncio.CancelledError:
             self._hangs = True
             raise
@@ -66,27 +77,21 @@ class RayLife:
         self._has_started = True
         return endpoint
 
-    async def status(self, after_s: float) -> WorkerStatus:
+    async def call(self, request: ControlRequest[R]) -> R:
         try:
-            status: WorkerStatus = await self._answer(self._actor.status.remote(after_s))
+            value = await self._exchange(request)
         except asyncio.CancelledError:
-            self._hangs = True
+            self._hangs = self._hangs or isinstance(request, WaitStatus)
             raise
-        self._hangs = False
-        return status
-
-    async def drain(self, timeout_s: float) -> bool:
-        is_empty: bool = await self._answer(self._actor.drain.remote(timeout_s))
-        return is_empty
-
-    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        await self._answer(self._actor.set_role.remote(role, timeout_s))
+        if isinstance(request, WaitStatus):
+            self._hangs = False
+        return value
 
     async def stop(self, timeout_s: float) -> None:
         if self._has_started and timeout_s > 0:
             with contextlib.suppress(TimeoutError, BatonError):
                 async with awake_timeout(timeout_s):
-                    await self._answer(self._actor.stop.remote())
+                    await self._exchange(StopWorker())
                 self._hangs = False
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
             ray.kill(self._actor)
@@ -99,11 +104,12 @@ class RayLife:
         self.is_over = True
 
     async def _follow(self, on_progress: OnStartProgress) -> None:
-        while (progress := await self._actor.next_progress.remote()) is not None:
+        while (progress := (await self._exchange(WaitProgress())).progress) is not None:
             on_progress(progress)
 
-    async def _answer(self, reference: Any) -> Any:
-        return await answer(reference, None)
+    async def _exchange(self, request: ControlRequest[R]) -> R:
+        frame = write_call(ACTOR_CODEC.frame(0, 0.0, request))
+        return ACTOR_CODEC.value_in(read_reply(await answer(self._actor.call.remote(frame), None)), request)
 
 
 def node_name(host: str, node_id: str) -> str:
@@ -112,14 +118,14 @@ def node_name(host: str, node_id: str) -> str:
 
 
 def give_room_back(title: str) -> None:
-    """Removes the placement group of a life, and with it whatever still runs there."""
+    """Removes the placement group of an incarnation, and with it whatever still runs there."""
     group = group_of(title)
     if group is not None:
         remove_placement_group(group)
 
 
 def group_of(title: str) -> PlacementGroup | None:
-    """The placement group of a life of this fleet, in whose namespace we are."""
+    """The placement group of an incarnation of this fleet, in whose namespace we are."""
     try:
         group: PlacementGroup = get_placement_group(title)
     except ValueError:

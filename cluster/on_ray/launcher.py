@@ -21,7 +21,7 @@ from baton.worker import WorkerRole
 from cluster.controller.launcher import Found
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
-from cluster.on_ray.incarnations import RayLife, give_room_back, node_name, parse_title
+from cluster.on_ray.incarnations import RayIncarnation, give_room_back, node_name, parse_title
 from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of
 
 logger = logging.getLogger(__name__)
@@ -34,30 +34,34 @@ _NODE_ID = "ray.io/node-id"
 
 
 class RayLauncher:
-    """See cluster.controller.launcher.Launcher. A life that finds no room waits, and Ray's autoscaler sees it wait."""
+    """See cluster.controller.launcher.Launcher. Ray's autoscaler sees the incarnations that wait for room."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config
         self._keys = keys
         self._model_path = model_path
         self._avoided: tuple[str, ...] = ()
-        self._lives: dict[str, RayLife] = {}
+        self._incarnations: dict[str, RayIncarnation] = {}
         """The latest of each worker, by name."""
 
-    async def place(self, name: str, role: WorkerRole, number: int) -> RayLife:
+    async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()
         target = choose_node(bundle_of(self._config, role), labels_of(self._config, role), rooms)
-        avoided = [room.node_id for room in rooms if room.is_leaving]
-        life = RayLife(name, number, self._make(f"{name}/{number}", name, role, target, avoided), target)
-        self._lives[name] = life
+        avoided = [room.node_id for room in rooms if room.is_draining]
+        incarnation = RayIncarnation(
+            name, number, self._make(f"{name}/{number}", name, role, target, avoided), target
+        )
+        self._incarnations[name] = incarnation
         try:
-            await life.introduce()
-            if life.node in self._avoided:
-                raise ClusterError(f"its node {life.node} began to leave while it waited for room there")
+            await incarnation.introduce()
+            if incarnation.node in self._avoided:
+                raise ClusterError(
+                    f"its node {incarnation.node} began to leave while it waited for room there"
+                )
         except BaseException:
-            await life.stop(0.0)
+            await incarnation.stop(0.0)
             raise
-        return life
+        return incarnation
 
     async def has_room(self, role: WorkerRole) -> bool:
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
@@ -67,11 +71,11 @@ class RayLauncher:
         titles = [title for title in ray.util.list_named_actors() if parse_title(title)]
         met = await asyncio.gather(*[self._meet(title, patience_s) for title in titles])
         found: dict[str, Found] = {}
-        for each in sorted(filter(None, met), key=lambda each: each.life.number):
-            if (former := found.get(each.life.name)) is not None:
-                await former.life.stop(0.0)
-            found[each.life.name] = each
-        kept = {f"{each.life.name}/{each.life.number}" for each in found.values()}
+        for each in sorted(filter(None, met), key=lambda each: each.incarnation.number):
+            if (former := found.get(each.incarnation.name)) is not None:
+                await former.incarnation.stop(0.0)
+            found[each.incarnation.name] = each
+        kept = {f"{each.incarnation.name}/{each.incarnation.number}" for each in found.values()}
         for group in placement_group_table().values():
             if parse_title(group["name"]) and group["state"] != "REMOVED" and group["name"] not in kept:
                 give_room_back(group["name"])  # if it is ours: names of other namespaces are not found
@@ -111,21 +115,21 @@ class RayLauncher:
         return worker.remote(self._config, self._keys, self._model_path, role, name)
 
     async def _meet(self, title: str, patience_s: float) -> Found | None:
-        """A life that another controller began; one that does not serve is ended."""
+        """An incarnation that another controller began; one that does not serve is ended."""
         name, number = parse_title(title) or ("", 0)
         try:
-            life = RayLife(name, number, ray.get_actor(title), None)
+            incarnation = RayIncarnation(name, number, ray.get_actor(title), None)
         except ValueError:
             return None
         try:
             async with awake_timeout(patience_s):
-                introduction = await life.introduce()
+                introduction = await incarnation.introduce()
             if introduction.endpoint is not None:
-                self._lives[name] = life
-                return Found(life, introduction.endpoint)
+                self._incarnations[name] = incarnation
+                return Found(incarnation, introduction.endpoint)
         except (TimeoutError, ClusterError) as error:
             logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")
-        await life.stop(0.0)
+        await incarnation.stop(0.0)
         return None
 
     async def _rooms(self) -> list[NodeRoom]:
@@ -133,7 +137,7 @@ class RayLauncher:
         nodes, free = await asyncio.gather(
             asyncio.to_thread(ray.nodes), asyncio.to_thread(available_resources_per_node)
         )
-        num_workers = Counter(life.node_id for life in self._alive)
+        num_workers = Counter(incarnation.node_id for incarnation in self._alive)
         return [
             NodeRoom(
                 node["NodeID"],
@@ -154,15 +158,19 @@ class RayLauncher:
             address=node["NodeManagerAddress"],
             is_alive=node["Alive"],
             is_head=_HEAD in resources,
-            is_leaving=name in self._avoided,
+            is_draining=name in self._avoided,
             resources=tuple(
                 (name, amount)
                 for name, amount in sorted(resources.items())
                 if not name.startswith("node:") and name not in ("memory", "object_store_memory")
             ),
-            workers=tuple(sorted(life.name for life in self._alive if life.node_id == node["NodeID"])),
+            workers=tuple(
+                sorted(
+                    incarnation.name for incarnation in self._alive if incarnation.node_id == node["NodeID"]
+                )
+            ),
         )
 
     @property
-    def _alive(self) -> list[RayLife]:
-        return [life for life in self._lives.values() if not life.is_over]
+    def _alive(self) -> list[RayIncarnation]:
+        return [incarnation for incarnation in self._incarnations.values() if not incarnation.is_over]

@@ -25,7 +25,7 @@ class NodeRoom:
     labels: Mapping[str, str]
     num_workers: int
     """Of this fleet, placed there or on their way."""
-    is_leaving: bool = False
+    is_draining: bool = False
     """It takes nothing more."""
 
 
@@ -66,7 +66,7 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
     fitting = [
         room
         for room in rooms
-        if not room.is_leaving
+        if not room.is_draining
         and _holds(room.free, bundle)
         and all(room.labels.get(name) == value for name, value in labels.items())
     ]

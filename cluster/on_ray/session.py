@@ -87,7 +87,7 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     """Starts or joins Ray, and leaves it again; a private one is gone afterwards. Says where the logs of a private one
     are, and of all workers on it.
 
-    Raises ClusterError. A private Ray has CPU slots for `num_ranks` even where the machine has fewer cores: slots
+    Raises ClusterError. A private Ray has CPU replicas for `num_ranks` even where the machine has fewer cores: replicas
     are bookkeeping, and a laptop shall serve as well. Its logs outlive it only if the body fails.
     """
     assert threading.current_thread() is threading.main_thread(), (

@@ -23,7 +23,7 @@ from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.desired import worker_names
 from cluster.serve.gateway import make_gateway
 from gateway import Gateway, Tokenizer
-from worker.control_channel import ControlChannel
+from worker.control_channel import StdioControlClient
 from worker.ready_line import endpoint_from_json
 
 STOP_TIMEOUT_S = 30.0
@@ -70,11 +70,11 @@ class WorkerProcess:
             raise WorkerUnavailable(f"its process ended with {self._process.wait()} before it was ready")
         return endpoint_from_json(line)
 
-    def control(self) -> ControlChannel:
+    def control(self) -> StdioControlClient:
         """For a worker that serves; its stdout is read there alone from now on."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        return ControlChannel(self.name, self._process.stdin, self._process.stdout)
+        return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

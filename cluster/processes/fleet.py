@@ -8,8 +8,10 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
-from baton.system.curve import ClusterSecret
+from baton.system.curve import ClusterSecret, derive_keys
 from baton.system.signals import unless
+from cluster.control_api.calls import InProcessControl
+from cluster.control_api.configuration import pack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import Memory
 from cluster.controller.first_start import OnProgress, OnServing, first_start
@@ -27,19 +29,22 @@ class ProcessFleet:
         self._start_timeout_s = config.cluster.start_timeout_s
         self.launcher = ProcessLauncher(path, secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
+        self._control = InProcessControl(
+            self.controller, pack_configuration(config, model_path, derive_keys(secret))
+        )
         self._has_started = False
 
-    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> Controller:
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> InProcessControl:
         await self.controller.start()
         shortage = "no worker could be started"
         on_enough = on_serving and partial(self._on_enough, on_serving)
-        await first_start(self.controller, self._start_timeout_s, shortage, on_progress, on_enough)
+        await first_start(self._control, self._start_timeout_s, shortage, on_progress, on_enough)
         self._has_started = True
-        return self.controller
+        return self._control
 
     async def _on_enough(self, on_serving: OnServing) -> None:
         self._has_started = True
-        await on_serving(self.controller)
+        await on_serving(self._control)
 
     async def end(self, hurry: asyncio.Event) -> None:
         try:

@@ -6,25 +6,32 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 from baton.errors import ClusterError, WorkerUnavailable
 from baton.fleet import NodeDescription
+from baton.messages.control import ControlRequest
 from baton.system.curve import ClusterSecret
-from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.processes.child_processes import WorkerProcess
-from worker.control_channel import ControlChannel
+from worker.control_channel import StdioControlClient
+
+R = TypeVar("R")
+
+_EXIT_S = 1.0
+"""How long a process may take to end after it has closed its stdout."""
 
 
-class ProcessLife:
-    """One process. See cluster.controller.launcher.Life."""
+class ProcessIncarnation:
+    """One process. See cluster.controller.launcher.Incarnation."""
 
     def __init__(self, process: WorkerProcess, number: int) -> None:
         self.number = number
         self.node = socket.gethostname()
         self.process = process
-        self._channel: ControlChannel | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"life of {process.name}")
+        self._control: StdioControlClient | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix=f"worker {process.name}")
         self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
 
     @property
@@ -38,23 +45,26 @@ class ProcessLife:
             )
         except WorkerUnavailable as error:
             raise ClusterError(str(error)) from None
-        self._channel = self.process.control()
+        self._control = self.process.control()
         return endpoint
 
-    async def status(self, after_s: float) -> WorkerStatus:
-        await asyncio.wait([self._exit], timeout=after_s)
-        if self._exit.done():
-            raise ClusterError(f"its process ended with {self._exit.result()}")
-        return await self._control().status()
-
-    async def drain(self, timeout_s: float) -> bool:
-        return await self._control().drain(timeout_s)
-
-    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        await self._control().set_role(role, timeout_s)
+    async def call(self, request: ControlRequest[R]) -> R:
+        assert self._control is not None, f"worker {self.name} was not started"
+        asking = asyncio.ensure_future(self._control.call(request))
+        both: list[asyncio.Future[Any]] = [asking, self._exit]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._control.is_gone:
+                await asyncio.wait([self._exit], timeout=_EXIT_S)
+            if self._exit.done():
+                raise ClusterError(f"its process ended with {self._exit.result()}")
+            return await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     async def stop(self, timeout_s: float) -> None:
-        if self._channel is not None and timeout_s > 0:
+        if self._control is not None and timeout_s > 0:
             self.process.ask_to_end()
             await asyncio.wait([self._exit], timeout=timeout_s)
         if not self._exit.done():
@@ -67,10 +77,6 @@ class ProcessLife:
     def is_over(self) -> bool:
         return self._exit.done()
 
-    def _control(self) -> ControlChannel:
-        assert self._channel is not None, f"worker {self.name} was not started"
-        return self._channel
-
 
 class ProcessLauncher:
     """See cluster.controller.launcher.Launcher. There is room for any number of workers, but never for a spare one."""
@@ -78,13 +84,15 @@ class ProcessLauncher:
     def __init__(self, config_path: Path, secret: ClusterSecret | None) -> None:
         self._config_path = config_path
         self._secret = secret
-        self.lives: dict[str, ProcessLife] = {}
+        self.incarnations: dict[str, ProcessIncarnation] = {}
         """The latest of each worker, by name."""
 
-    async def place(self, name: str, role: WorkerRole, number: int) -> ProcessLife:
-        life = ProcessLife(WorkerProcess(self._config_path, self._secret, role, name, None), number)
-        self.lives[name] = life
-        return life
+    async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
+        incarnation = ProcessIncarnation(
+            WorkerProcess(self._config_path, self._secret, role, name, None), number
+        )
+        self.incarnations[name] = incarnation
+        return incarnation
 
     async def has_room(self, role: WorkerRole) -> bool:  # noqa: ARG002
         return False
@@ -101,6 +109,8 @@ class ProcessLauncher:
             address="127.0.0.1",
             is_alive=True,
             is_head=True,
-            workers=tuple(sorted(name for name, life in self.lives.items() if not life.is_over)),
+            workers=tuple(
+                sorted(name for name, incarnation in self.incarnations.items() if not incarnation.is_over)
+            ),
         )
         return (node,)

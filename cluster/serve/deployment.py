@@ -13,7 +13,7 @@ from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.controller.first_start import OnProgress
-from cluster.serve.following_gateway import Door, Service, WhileReady, stopping_text
+from cluster.serve.following_gateway import FollowingGateway, Service, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, make_gateway
 from cluster.serve.owned_fleet import Fleet, check_owner, fleet_text, make_fleet, resolve_model
 from cluster.serve.screen import Screen, workers_text
@@ -79,23 +79,23 @@ class _Deployment:
         self._model_path = model_path
         self._fleet = fleet
         self._loading = loading
-        self._door: Door | None = None
+        self._gateway: FollowingGateway | None = None
 
     async def start(self, on_progress: OnProgress) -> Service:
-        """Opens the door once the workers serve and the tokenizer is there."""
+        """Opens the gateway once the workers serve and the tokenizer is loaded."""
         control = await self._fleet.start(on_progress)
         tokenizer = await asyncio.wrap_future(self._loading)
         gateway = make_gateway(self._config, self._keys, self._model_path, tokenizer, control)
-        self._door = Door(self._config, gateway, control)
-        return await self._door.start()
+        self._gateway = FollowingGateway(self._config, gateway, control, is_owner=True)
+        return await self._gateway.start()
 
     async def use(self, work: Awaitable[None]) -> None:
         """Returns when `work` does; FleetEnded if the fleet ends first."""
-        assert self._door is not None
-        await self._door.use(work)
+        assert self._gateway is not None
+        await self._gateway.use(work)
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """No new requests; running ones get their time unless `hurry` is set; then nothing is left."""
-        if self._door is not None:
-            await self._door.stop(hurry)
+        if self._gateway is not None:
+            await self._gateway.stop(hurry)
         await self._fleet.end(hurry)

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import BatonError
+from baton.messages.control import ControlApi, ScaleRole
 from baton.worker import WorkerRole
 from cluster.controller.desired import differences
 
@@ -16,13 +16,7 @@ LOOK_EVERY_S = 2.0
 """Nobody tells of a change: what Kubernetes mounts is exchanged by a link to another folder."""
 
 
-class Scalable(Protocol):
-    """See cluster.controller.control.ControllerCalls."""
-
-    async def scale(self, role: WorkerRole, count: int) -> None: ...
-
-
-async def scale_to(config: BatonConfig, before: BatonConfig, control: Scalable) -> None:
+async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi) -> None:
     """As many workers of each role as one configuration says, where another one said otherwise.
 
     With autoscaling both say only where that begins, and nothing is done.
@@ -33,13 +27,13 @@ async def scale_to(config: BatonConfig, before: BatonConfig, control: Scalable) 
         count = getattr(config.cluster, role.value)
         if count != getattr(before.cluster, role.value):
             logger.info("the fleet's file asks for %d workers to %s", count, role.value)
-            await control.scale(role, count)
+            await control.call(ScaleRole(role, count))
 
 
 async def follow_counts(
     read: Callable[[], BatonConfig],
     config: BatonConfig,
-    control: Scalable,
+    control: ControlApi,
     look_every_s: float = LOOK_EVERY_S,
 ) -> None:
     """Scales the fleet, which was begun with `config`, whenever `read` tells of other counts; runs until cancelled.

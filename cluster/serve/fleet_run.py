@@ -1,19 +1,19 @@
-"""A fleet without a gateway: begun or taken up, its door open to gateways elsewhere, and ended with all of it."""
+"""A fleet without a gateway: started or taken over, open to gateways elsewhere by its control server, and ended."""
 
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from baton.config import BatonConfig
-from baton.system.curve import PlaneKeys, derive_fleet_keys
+from baton.messages.control import ControlApi, FleetConfiguration, WaitView
+from baton.system.curve import PlaneKeys, derive_fleet_keys, derive_keys
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from baton.worker import WorkerEndpoint
-from cluster.control_api.server import FIRST_VIEW_S, FleetDoor
-from cluster.controller.control import ControllerCalls
+from cluster.control_api.configuration import pack_configuration
+from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
 from cluster.serve.fleet_counts import follow_counts
 from cluster.serve.owned_fleet import (
@@ -30,7 +30,7 @@ _FAREWELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class OpenDoor:
+class OpenFleet:
     """A fleet that serves, and where gateways find it."""
 
     address: str
@@ -38,7 +38,7 @@ class OpenDoor:
     endpoints: tuple[WorkerEndpoint, ...]
 
 
-WhileOpen = Callable[[OpenDoor], Awaitable[None]]
+WhileOpen = Callable[[OpenFleet], Awaitable[None]]
 
 
 def run_fleet(
@@ -59,12 +59,13 @@ def run_fleet(
         model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
-        signals.run(_run(config, model_path, keys, fleet, screen, while_open, reread, signals))
+        configuration = pack_configuration(config, model_path, derive_keys(secret))
+        signals.run(_run(config, configuration, keys, fleet, screen, while_open, reread, signals))
 
 
 async def _run(
     config: BatonConfig,
-    model_path: Path,
+    configuration: FleetConfiguration,
     keys: PlaneKeys | None,
     fleet: Fleet,
     screen: Screen,
@@ -73,28 +74,28 @@ async def _run(
     signals: StopSignals,
 ) -> None:
     # Bound before the workers start, which takes minutes, so that a port that is taken is known now.
-    door = FleetDoor(config, model_path, keys)
-    door.open()
+    server = ControlServer(config, configuration, keys)
+    server.open()
 
     async def start_and_serve() -> None:
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
 
-            async def let_in(control: ControllerCalls) -> None:
-                endpoints = (await door.serve(control)).endpoints
+            async def open_to_gateways(control: ControlApi) -> None:
+                endpoints = (await server.serve(control)).endpoints
                 if (num_missing := len(worker_names(config)) - len(endpoints)) > 0:
                     stage.note(
-                        f"{workers_text(endpoints)} serve at {door.address}; {num_missing} more to come"
+                        f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
                     )
 
             control = await fleet.start(
                 lambda name, progress: stage.report(name, progress.what, progress.done / progress.count),
-                let_in,
+                open_to_gateways,
             )
-            view = await control.next_view("", -1, FIRST_VIEW_S)
+            view = await control.call(WaitView("", -1, FIRST_VIEW_S, is_owner=True))
             stage(workers_text(view.endpoints))
         await _either(
-            while_open(OpenDoor(door.address, view.endpoints)),
-            door.until_ended(),
+            while_open(OpenFleet(server.address, view.endpoints)),
+            server.until_ended(),
             follow_counts(reread, config, control),
         )
 
@@ -105,7 +106,7 @@ async def _run(
         try:
             await fleet.end(signals.hurry)
         finally:
-            await door.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
+            await server.close(0.0 if signals.hurry.is_set() else _FAREWELL_S)
 
 
 async def _either(*works: Awaitable[None]) -> None:

@@ -1,40 +1,36 @@
-"""Where a gateway looks for the fleet that it joins: on its Ray cluster, or at its door; knows no gateway."""
+"""Where a gateway looks for the fleet that it joins: on its Ray cluster, or at a control server; knows no gateway."""
 
 import asyncio
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
-from baton.system.curve import ClusterKeys
-from cluster.control_api.client import FleetClient
-from cluster.controller.control import ControllerCalls
+from baton.messages.control import ControlApi, GetConfiguration
+from cluster.control_api.client import ControlClient
+from cluster.control_api.configuration import unpack_configuration
+from cluster.control_api.zmq_carrier import ZmqCarrier
 
 
 class AnotherFleet(ClusterError):
-    """There is one, but not the one that is asked for: waiting longer would not help."""
-
-
-class FleetHandle(ControllerCalls, Protocol):
-    """A controller from the outside."""
-
-    async def has_keys(self, keys: ClusterKeys) -> bool:
-        """Whether these are the fleet's."""
-        ...
-
-    def with_config(self, config: BatonConfig) -> Self:
-        """Of the same controller, for somebody who has learnt its configuration."""
-        ...
+    """There is a fleet, but not the one that is asked for: waiting longer would not help."""
 
 
 class Sighting(NamedTuple):
     """A fleet that answers."""
 
-    control: FleetHandle
+    control: ControlApi
     config: BatonConfig
-    """As its owner said it."""
+    """As its owner set it."""
     model_path: Path
     """On the machine of its owner."""
+    keys_digest: str
+
+    @classmethod
+    async def of(cls, control: ControlApi) -> "Sighting":
+        """ClusterError if the fleet does not answer yet."""
+        configuration = await control.call(GetConfiguration())
+        return cls(control, *unpack_configuration(configuration), configuration.keys_digest)
 
 
 class FleetSource(Protocol):
@@ -45,8 +41,8 @@ class FleetSource(Protocol):
         """For messages: that there is no fleet where it looks."""
         ...
 
-    async def look(self) -> Sighting:
-        """ClusterError, with the reason, if none answers yet; AnotherFleet if there is one that will not have us."""
+    async def find_fleet(self) -> Sighting:
+        """ClusterError, with the reason, if none answers yet; AnotherFleet if one refuses the connection."""
         ...
 
 
@@ -57,30 +53,29 @@ class RaySource:
         self._config = config
         self.absence = f"there is no fleet named '{config.cluster.name}' (cluster.name) on this Ray cluster"
 
-    async def look(self) -> Sighting:
-        from cluster.on_ray.controller import (
-            running_fleet,  # not above: a gateway's machine may do without Ray
-        )
+    async def find_fleet(self) -> Sighting:
+        from cluster.on_ray.controller import running_fleet  # not above: a gateway needs no Ray elsewhere
 
         control = await asyncio.to_thread(running_fleet, self._config)
         if control is None:
-            raise ClusterError("nobody has this name there")
-        return Sighting(control, *await control.configuration())
+            raise ClusterError("no fleet of that name is running")
+        return await Sighting.of(control)
 
 
-class DoorSource:
+class ControlServerSource:
     """Over a connection that is open."""
 
-    def __init__(self, client: FleetClient) -> None:
+    def __init__(self, client: ControlClient, carrier: ZmqCarrier) -> None:
         self._client = client
-        self.absence = f"no fleet answers at {client.address} (cluster.fleet_address)"
+        self._carrier = carrier
+        self.absence = f"no fleet answers at {carrier.address} (cluster.fleet_address)"
 
-    async def look(self) -> Sighting:
+    async def find_fleet(self) -> Sighting:
         try:
-            return Sighting(self._client, *await self._client.configuration())
+            return await Sighting.of(self._client)
         except ClusterError:
-            if self._client.refusal is None:
+            if self._carrier.refusal is None:
                 raise
             raise AnotherFleet(
-                f"the fleet at {self._client.address} (cluster.fleet_address) is not ours: {self._client.refusal}"
+                f"the fleet at {self._carrier.address} (cluster.fleet_address) is not ours: {self._carrier.refusal}"
             ) from None

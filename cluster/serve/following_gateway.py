@@ -1,20 +1,19 @@
-"""Door: a gateway whose workers are those of a fleet, from its first port to its last request; starts no worker."""
+"""A gateway whose workers are those of a fleet, from its first port to its last request; starts no worker."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
+from baton.messages.control import ControlApi
 from baton.system.garbage import settle
 from baton.system.hosts import in_url
 from baton.system.signals import unless
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.controller.follower import POLL_S, Follower, ReportSink, ViewSource, keep_reporting
+from cluster.controller.follower import POLL_S, Follower, keep_reporting
 from gateway import Gateway
-from gateway.fleet_control import FleetControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +34,22 @@ class Service:
 WhileReady = Callable[[Service], Awaitable[None]]
 
 
-class Control(FleetControl, ViewSource, ReportSink, Protocol):
-    """What a gateway needs of a fleet's controller, wherever that runs."""
-
-
-class Door:
+class FollowingGateway:
     """`stop` is right whatever `start` did."""
 
-    def __init__(self, config: BatonConfig, gateway: Gateway, control: Control) -> None:
+    def __init__(self, config: BatonConfig, gateway: Gateway, control: ControlApi, *, is_owner: bool) -> None:
+        """`is_owner`: this process ends the fleet when it ends itself."""
         self._config = config
         self._gateway = gateway
         self._control = control
+        self._is_owner = is_owner
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
-        """Returns once some worker decodes, and everyone who serves was heard of; ClusterError if none ever does."""
+        """Returns once some worker decodes and all that serve are connected; ClusterError if none decodes in time."""
         gateway = self._gateway
         await gateway.start()
-        follower = Follower(self._control, gateway)
+        follower = Follower(self._control, gateway, is_owner=self._is_owner)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
         await asyncio.gather(*[gateway.wait_for_worker(endpoint.ref.name) for endpoint in endpoints])
         self._tasks.append(asyncio.create_task(follower.run(), name="follow the fleet"))

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
+from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
 from cluster.controller.spec import served_model
 from gateway import Gateway, Tokenizer
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
-from gateway.fleet_control import FleetControl
 from gateway.open_files import fitted_to_open_files
 
 
@@ -28,9 +28,9 @@ def make_gateway(
     keys: ClusterKeys,
     model_path: Path,
     tokenizer: Tokenizer,
-    fleet_control: FleetControl | None = None,
+    control: ControlApi | None = None,
 ) -> Gateway:
-    """Not started yet. Operators' orders go to `fleet_control`; without one they are refused."""
+    """Not started yet. Operators' calls go to `control`; without one they are refused."""
     return Gateway(
         config.gateway,
         config.network,
@@ -40,6 +40,6 @@ def make_gateway(
         served_model(config, model_path),
         tokenizer,
         SystemClock(),
-        fleet_control,
+        control,
         log_prompts=config.logging.log_prompts,
     )

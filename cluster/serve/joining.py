@@ -9,28 +9,30 @@ from typing import NamedTuple
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
+from baton.messages.control import ControlApi
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import ClusterKeys, derive_fleet_keys, derive_keys
 from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
-from cluster.control_api.client import FleetClient
+from cluster.control_api.configuration import keys_digest
+from cluster.control_api.zmq_carrier import control_client
 from cluster.controller.desired import differences
-from cluster.serve.fleet_source import AnotherFleet, DoorSource, FleetHandle, FleetSource, RaySource, Sighting
-from cluster.serve.following_gateway import Door, WhileReady, stopping_text
+from cluster.serve.fleet_source import AnotherFleet, ControlServerSource, FleetSource, RaySource, Sighting
+from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Tokenizer
 
 _LOOK_EVERY_S = 1.0
-"""Nobody tells that a fleet has appeared."""
+"""Pause between two looks for a fleet."""
 
 
-class Found(NamedTuple):
+class JoinedFleet(NamedTuple):
     """A fleet, and what a gateway to it has to know."""
 
-    control: FleetHandle
+    control: ControlApi
     config: BatonConfig
     """The fleet's own, with our gateway in it."""
     keys: ClusterKeys
@@ -46,8 +48,8 @@ def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) ->
     than is asked for, or when it ends; KeyboardInterrupt if SIGINT comes before there is a loop.
     """
     address = config.cluster.ray_address
-    has_door = config.cluster.fleet_address is not None
-    if not has_door and address in ("local", "none"):
+    uses_ray = config.cluster.fleet_address is None
+    if uses_ray and address in ("local", "none"):
         raise ConfigError(
             f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach; a gateway joins a Ray "
             "cluster by its address, such as head:6379, or auto for that of this machine; or a `baton fleet` by "
@@ -56,7 +58,7 @@ def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) ->
     check_access(config)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        if not has_door:
+        if uses_ray:
             _connect_ray(config, screen, stack)
         signals.run(_run(config, screen, while_ready, signals))
 
@@ -71,10 +73,10 @@ def _connect_ray(config: BatonConfig, screen: Screen, stack: ExitStack) -> None:
 
 
 async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, signals: StopSignals) -> None:
-    door: Door | None = None
+    following: FollowingGateway | None = None
 
     async def find_and_open() -> None:
-        nonlocal door
+        nonlocal following
         found = await _find(config, await _source(config, stack), screen)
         with (
             screen.stage("workers", "waiting for some that serve") as stage,
@@ -82,18 +84,18 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
         ):
             model_path, tokenizer = await asyncio.wrap_future(loading.result)
             gateway = make_gateway(found.config, found.keys, model_path, tokenizer, found.control)
-            door = Door(found.config, gateway, found.control)
-            service = await door.start()
+            following = FollowingGateway(found.config, gateway, found.control, is_owner=False)
+            service = await following.start()
             stage(workers_text(service.endpoints))
-        await door.use(while_ready(service))
+        await following.use(while_ready(service))
 
     async with AsyncExitStack() as stack:
         try:
             await unless(signals.stop, find_and_open())
         finally:
-            if door is not None:
+            if following is not None:
                 screen.line("stopping", f"{stopping_text(config)}; the fleet goes on")
-                await door.stop(signals.hurry)
+                await following.stop(signals.hurry)
 
 
 async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
@@ -102,22 +104,23 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
     if address is None:
         return RaySource(config)
     keys = derive_fleet_keys(load_secret(config.network, os.environ, may_create=False))
-    return DoorSource(await stack.enter_async_context(FleetClient(address, keys, config.network)))
+    client, carrier = await stack.enter_async_context(control_client(address, keys, config.network))
+    return ControlServerSource(client, carrier)
 
 
-async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> Found:
+async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> JoinedFleet:
     """Waits until there is a fleet, and compares it with what is asked for."""
     name = config.cluster.name
     with screen.stage("fleet", f"looking for '{name}'") as stage:
-        control, theirs, model_path = await _wait_for(config, source, stage)
+        control, theirs, model_path, digest = await _wait_for(config, source, stage)
         if contradictions := differences(theirs, config, only_set=True):
             raise _another_one(theirs.cluster.name, contradictions)
         merged = _with_gateway_of(config, theirs)
         keys = derive_keys(load_secret(merged.network, os.environ, may_create=False))
-        if not await control.has_keys(keys):
+        if digest != keys_digest(keys):
             raise _another_one(name, ["its cluster secret is another one"])
         stage(f"found '{merged.cluster.name}'")
-    return Found(control.with_config(merged), merged, keys, model_path)
+    return JoinedFleet(control, merged, keys, model_path)
 
 
 async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
@@ -128,7 +131,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
         async with awake_timeout(timeout_s):
             while True:
                 try:
-                    return await source.look()
+                    return await source.find_fleet()
                 except AnotherFleet:
                     raise
                 except ClusterError as error:  # it ends, or is not quite there yet
@@ -139,11 +142,11 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
     except TimeoutError:
         raise ClusterError(
             f"{source.absence}; waited {timeout_s:g} s (cluster.start_timeout_s) for a `baton serve` or `baton fleet` "
-            f"to start one: {reason or 'nobody answers'}"
+            f"to start one: {reason or 'no answer'}"
         ) from None
 
 
-def _load(config: BatonConfig, found: Found) -> tuple[Path, Tokenizer]:
+def _load(config: BatonConfig, found: JoinedFleet) -> tuple[Path, Tokenizer]:
     """The model's folder on this machine, which need not be where it is on others, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     if "path" in config.model.model_fields_set:

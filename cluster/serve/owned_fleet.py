@@ -1,4 +1,4 @@
-"""The fleet that a command begins or takes up, and ends with itself: on Ray, or child processes; opens no door."""
+"""The fleet that a command begins or takes up, and ends with itself: on Ray, or child processes; listens on no port."""
 
 import asyncio
 import os
@@ -9,9 +9,9 @@ from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError
+from baton.messages.control import ControlApi
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
-from cluster.controller.control import ControllerCalls
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
@@ -21,7 +21,7 @@ from engine.loading.pretrained import default_cache_dir, resolve
 class Fleet(Protocol):
     """Workers and their controller. `end` is right whatever `start` did."""
 
-    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControllerCalls:
+    async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlApi:
         """Returns once every worker serves; raises BatonError if that cannot be.
 
         `on_serving` is called before, as soon as workers of each role serve; then others may be missing in the end, as

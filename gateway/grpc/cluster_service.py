@@ -1,4 +1,4 @@
-"""ClusterService: the operators' calls. What they order is for the controller to do; here it is asked and answered."""
+"""ClusterService: the operators' calls, which the fleet's controller carries out."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -9,11 +9,18 @@ import grpc.aio
 
 from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
 from baton.fleet import FleetDescription
+from baton.messages.control import (
+    ControlApi,
+    DescribeFleet,
+    DrainNode,
+    DrainWorker,
+    SetWorkerRole,
+    follow_rollout,
+)
 from baton.v1 import cluster_service_pb2 as pb
 from baton.v1 import cluster_service_pb2_grpc as pb_grpc
 from baton.worker import WorkerRole
 from gateway.auth import callers
-from gateway.fleet_control import FleetControl
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
 from gateway.requests.driver import RequestDriver
@@ -33,15 +40,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):
-    """Tells what the gateway and the controller know of the fleet, and passes orders on to the latter.
+    """Describes the fleet as the gateway and the controller see it, and passes commands on to the controller.
 
-    An order that was passed on is the controller's: a caller who leaves does not call it back.
+    The controller carries out a command even if its caller leaves.
     """
 
-    def __init__(self, driver: RequestDriver, model: ServedModel, fleet_control: FleetControl | None) -> None:
+    def __init__(self, driver: RequestDriver, model: ServedModel, control: ControlApi | None) -> None:
         self._driver = driver
         self._model = model
-        self._fleet_control = fleet_control
+        self._control = control
         self._is_closing = asyncio.Event()
         self._num_watches = 0
 
@@ -78,7 +85,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> pb.DrainWorkerResponse:
         try:
-            await self._control().drain(request.worker)
+            await self._controller_api().call(DrainWorker(request.worker))
         except FleetError as error:
             raise await self._why([request.worker], error) from error
         return pb.DrainWorkerResponse()
@@ -90,7 +97,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.DrainNodeResponse:
         if not request.node:
             raise InvalidRequest("node", "got none; the node's address, or its name in DescribeCluster")
-        await self._control().drain_node(request.node, _drain_time_from(request))
+        await self._controller_api().call(DrainNode(request.node, _drain_time_from(request)))
         return pb.DrainNodeResponse()
 
     async def SetWorkerRole(  # noqa: N802
@@ -100,7 +107,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
         try:
-            await self._control().set_role(request.worker, role)
+            await self._controller_api().call(SetWorkerRole(request.worker, role))
         except FleetError as error:
             raise await self._why([request.worker], error) from error
         return pb.SetWorkerRoleResponse()
@@ -112,7 +119,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
         asked = tuple(request.workers)
         try:
-            async for step in self._control().rollout(asked):
+            async for step in follow_rollout(self._controller_api(), asked):
                 asked = ()  # they were all there when it began
                 yield fleet_messages.step_to_message(step)
         except FleetError as error:
@@ -140,7 +147,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         response = pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
-            workers=fleet_messages.workers_to_messages(clients, fleet.slots if fleet else ()),
+            workers=fleet_messages.workers_to_messages(clients, fleet.replicas if fleet else ()),
             gateway=fleet_messages.gateway_to_message(
                 self._driver.num_in_flight, self._driver.num_queued, self._driver.tally
             ),
@@ -152,11 +159,11 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         return response
 
     async def _controller(self) -> tuple[pb.Controller, FleetDescription | None]:
-        if self._fleet_control is None:
+        if self._control is None:
             return pb.Controller(state="none"), None
         try:
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                fleet = await self._fleet_control.describe()
+                fleet = await self._control.call(DescribeFleet())
         except TimeoutError:
             reason = f"it did not answer within {DESCRIBE_TIMEOUT_S:g} s"
             return pb.Controller(state="away", failure=reason), None
@@ -169,20 +176,20 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         _, fleet = await self._controller()
         if fleet is None:
             return error
-        names = sorted((slot.name for slot in fleet.slots), key=in_order)
+        names = sorted((replica.name for replica in fleet.replicas), key=in_order)
         there = f"there are {', '.join(names)}" if names else "there is none"
         for worker in workers:
             if worker not in names:
                 return UnknownWorker(f"no worker is called {worker!r}; {there}")
         return error
 
-    def _control(self) -> FleetControl:
-        if self._fleet_control is None:
+    def _controller_api(self) -> ControlApi:
+        if self._control is None:
             raise FleetError(
                 "this gateway was started without a controller: its workers are started and stopped by "
                 "whoever runs them, one by one"
             )
-        return self._fleet_control
+        return self._control
 
 
 def _role_from(text: str) -> WorkerRole:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription
+from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription, RolloutStep
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
 from gateway.requests.record import Tally
@@ -10,14 +10,16 @@ from gateway.workers.appearance import in_order, state_of, state_without_process
 from gateway.workers.worker_client import WorkerClient
 
 
-def workers_to_messages(clients: Iterable[WorkerClient], slots: Iterable[SlotDescription]) -> list[pb.Worker]:
+def workers_to_messages(
+    clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription]
+) -> list[pb.Worker]:
     """Every worker there is or should be, by name: `w2` before `w10`."""
     by_name: dict[str, pb.Worker] = {}
-    waiting = {slot.name: slot for slot in slots}
+    waiting = {replica.name: replica for replica in replicas}
     for client in clients:
         by_name[client.name] = _worker_to_message(client, waiting.pop(client.name, None))
-    for slot in waiting.values():
-        by_name[slot.name] = _missing_to_message(slot)
+    for replica in waiting.values():
+        by_name[replica.name] = _missing_to_message(replica)
     return [by_name[name] for name in sorted(by_name, key=in_order)]
 
 
@@ -33,7 +35,7 @@ def node_to_message(node: NodeDescription) -> pb.Node:
         address=node.address,
         is_alive=node.is_alive,
         is_head=node.is_head,
-        is_leaving=node.is_leaving,
+        is_leaving=node.is_draining,
         resources=dict(node.resources),
         workers=sorted(node.workers, key=in_order),
     )
@@ -64,20 +66,20 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
             worker.slot.ClearField("last_failure")
 
 
-def _worker_to_message(client: WorkerClient, slot: SlotDescription | None) -> pb.Worker:
+def _worker_to_message(client: WorkerClient, replica: ReplicaDescription | None) -> pb.Worker:
     """A worker as of its last heartbeat; before the first, `starting` and without numbers."""
     endpoint, status = client.endpoint, client.status
     message = pb.Worker(
         name=endpoint.ref.name,
         role=(status.role if status else endpoint.role).value,
-        state=state_of(client, slot),
+        state=state_of(client, replica),
         incarnation=endpoint.ref.incarnation,
         node=endpoint.node,
         pid=endpoint.pid,
         kv_blocks=_blocks_to_message(status),
         requests=_requests_to_message(status),
         load=_load_to_message(status),
-        slot=_slot_to_message(slot),
+        slot=_slot_to_message(replica),
     )
     if status is not None:
         message.counters.update(status.counters)
@@ -86,30 +88,30 @@ def _worker_to_message(client: WorkerClient, slot: SlotDescription | None) -> pb
     return message
 
 
-def _missing_to_message(slot: SlotDescription) -> pb.Worker:
+def _missing_to_message(replica: ReplicaDescription) -> pb.Worker:
     """A worker whose process the gateway does not know, if there is one."""
     return pb.Worker(
-        name=slot.name,
-        role=slot.role.value,
-        state=state_without_process(slot),
-        node=slot.node,
+        name=replica.name,
+        role=replica.role.value,
+        state=state_without_process(replica),
+        node=replica.node,
         kv_blocks=pb.KVBlocks(),
         requests=pb.Requests(),
         load=pb.Load(),
-        slot=_slot_to_message(slot),
+        slot=_slot_to_message(replica),
     )
 
 
-def _slot_to_message(slot: SlotDescription | None) -> pb.Slot | None:
-    if slot is None:
+def _slot_to_message(replica: ReplicaDescription | None) -> pb.Slot | None:
+    if replica is None:
         return None
     return pb.Slot(
-        state=slot.state.value,
-        role=slot.role.value,
-        node=slot.node,
-        starts=slot.num_starts,
-        last_failure=slot.last_failure,
-        next_start_in_s=slot.next_start_in_s,
+        state=replica.state.value,
+        role=replica.role.value,
+        node=replica.node,
+        starts=replica.num_starts,
+        last_failure=replica.last_failure,
+        next_start_in_s=replica.next_start_in_s,
     )
 
 

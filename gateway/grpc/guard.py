@@ -195,7 +195,7 @@ def _seen(error: Exception, name: str, request_id: str) -> CallError:
     is_ours = code_of(error) is not grpc.StatusCode.INTERNAL
     caller = current_caller.get(None)
     return CallError(
-        door="grpc",
+        api="grpc",
         error=type(error).__name__ if is_ours else INTERNAL_ERROR,
         caller=None if caller is None else caller.name,
         call=name,

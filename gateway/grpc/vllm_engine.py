@@ -188,7 +188,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             timeout_s=context.time_remaining(),
             caller=current_caller.get(),
             trace=trace_of(context),
-            door="vllm",
+            api="vllm",
         )
         generations = self._preprocessor.samples(generation, max(1, params.n), keep_special_tokens)
         if not request.stream:

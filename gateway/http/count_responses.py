@@ -55,7 +55,7 @@ class CountResponses:
         caller = state.get("caller")
         self._on_error(
             CallError(
-                door="http",
+                api="http",
                 error=error,
                 caller=None if caller is None else caller.name,
                 call=call,

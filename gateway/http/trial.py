@@ -60,7 +60,7 @@ class PageTrial:
             request_id=request_id,
             mode=Mode(request.mode) if request.mode else None,
             caller=caller,
-            door="page",
+            api="page",
             trace=trace,
         )
         return self._events(generation)

@@ -34,7 +34,7 @@ class RequestRecord:
 
     request_id: str
     caller: Caller
-    door: str
+    api: str
     """The frontend that it came by: `grpc`, `chat`, `completions`, ..."""
     is_chat: bool
     """Its prompt was a conversation."""
@@ -86,7 +86,7 @@ def record_of(
     return RequestRecord(
         request_id=request.request_id,
         caller=request.caller,
-        door=request.door,
+        api=request.api,
         trace=request.trace,
         is_chat=request.is_chat,
         outcome=outcome,

@@ -29,7 +29,7 @@ class GatewayRequest:
     timeout_s: float | None = None
     """How long its client waits, from now on."""
     caller: Caller = ANYBODY
-    door: str = "grpc"
+    api: str = "grpc"
     """The frontend that it came by: `grpc`, `chat`, `completions`, ..."""
     trace: TraceContext | None = None
     """The trace of its client's that it belongs to."""

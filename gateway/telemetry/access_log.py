@@ -24,7 +24,7 @@ def fields_of(record: RequestRecord) -> dict[str, str | int | float | None]:
     return {
         "request_id": record.request_id,
         "caller": record.caller.name,
-        "door": record.door,
+        "api": record.api,
         "outcome": record.outcome.value,
         "error": record.error_kind,
         "finish_reason": None if record.finish is None else record.finish.reason.value,

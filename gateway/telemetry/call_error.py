@@ -12,7 +12,7 @@ INTERNAL_ERROR = "Internal"
 class CallError:
     """Holds nothing that a client wrote, but for the names that it chose."""
 
-    door: Literal["grpc", "http"]
+    api: Literal["grpc", "http"]
     error: str
     """What was wrong: a class of baton/errors.py, or what only HTTP knows, such as `NotFound`."""
     caller: str | None

@@ -7,11 +7,11 @@ from typing import Literal
 
 from baton.clock import Clock
 from baton.errors import ClusterError, FleetError
-from baton.fleet import FleetDescription, SlotDescription
+from baton.fleet import FleetDescription, ReplicaDescription
 from baton.kv import TransferRole
+from baton.messages.control import ControlApi, DescribeFleet
 from baton.version import baton_version
 from baton.worker import WorkerRole, WorkerStatus
-from gateway.fleet_control import FleetControl
 from gateway.model import ServedModel
 from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S, LatencyWindow
@@ -40,11 +40,11 @@ class ClusterView:
     """All methods belong to the gateway's event loop."""
 
     def __init__(
-        self, driver: RequestDriver, model: ServedModel, fleet_control: FleetControl | None, clock: Clock
+        self, driver: RequestDriver, model: ServedModel, control: ControlApi | None, clock: Clock
     ) -> None:
         self._driver = driver
         self._model = model
-        self._controller = _Controller(fleet_control, clock)
+        self._controller = _Controller(control, clock)
         self._clock = clock
         self._version = baton_version()
 
@@ -64,7 +64,7 @@ class ClusterView:
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,
-            workers=_workers(clients, fleet.slots if fleet else ()),
+            workers=_workers(clients, fleet.replicas if fleet else ()),
             handovers=_handovers(clients),
             gateway=_gateway(self._driver),
             last_minute=_last_minute(self._driver.latencies, self._clock.now()),
@@ -79,22 +79,22 @@ class ClusterView:
 class _Controller:
     """What the controller said last; asked at most every CONTROLLER_INTERVAL_S."""
 
-    def __init__(self, fleet_control: FleetControl | None, clock: Clock) -> None:
-        self._fleet_control = fleet_control
+    def __init__(self, control: ControlApi | None, clock: Clock) -> None:
+        self._control = control
         self._clock = clock
         self._asked_at = -math.inf
         self._asking: asyncio.Task[None] | None = None
-        self.state: Literal["none", "answering", "away"] = "none" if fleet_control is None else "away"
+        self.state: Literal["none", "answering", "away"] = "none" if control is None else "away"
         self.fleet: FleetDescription | None = None
 
     def begin_to_ask(self) -> "asyncio.Task[None] | None":
         """The question that is under way; None if the last answer is young enough, or there is nobody to ask."""
         if self._asking is not None and not self._asking.done():
             return self._asking
-        if self._fleet_control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:
+        if self._control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:
             return None
         self._asked_at = self._clock.now()
-        self._asking = asyncio.create_task(self._ask(self._fleet_control), name="ask the controller")
+        self._asking = asyncio.create_task(self._ask(self._control), name="ask the controller")
         return self._asking
 
     async def stop(self) -> None:
@@ -102,27 +102,29 @@ class _Controller:
             self._asking.cancel()
             await asyncio.wait([self._asking])
 
-    async def _ask(self, fleet_control: FleetControl) -> None:
+    async def _ask(self, control: ControlApi) -> None:
         try:
             async with asyncio.timeout(CONTROLLER_TIMEOUT_S):
-                self.fleet = await fleet_control.describe()
+                self.fleet = await control.call(DescribeFleet())
             self.state = "answering"
         except (TimeoutError, FleetError, ClusterError):
             self.fleet, self.state = None, "away"
 
 
-def _workers(clients: Iterable[WorkerClient], slots: Iterable[SlotDescription]) -> tuple[WorkerSeen, ...]:
+def _workers(
+    clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription]
+) -> tuple[WorkerSeen, ...]:
     """Every worker there is or should be."""
-    missing = {slot.name: slot for slot in slots}
+    missing = {replica.name: replica for replica in replicas}
     seen = [_worker(client, missing.pop(client.name, None)) for client in clients]
-    seen += [_without_process(slot) for slot in missing.values()]
+    seen += [_without_process(replica) for replica in missing.values()]
     return tuple(sorted(seen, key=lambda worker: in_order(worker.name)))
 
 
-def _worker(client: WorkerClient, slot: SlotDescription | None) -> WorkerSeen:
+def _worker(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerSeen:
     status, role = client.status, client.endpoint.role
-    name, state = client.name, state_of(client, slot)
-    node, failure = client.endpoint.node, slot.last_failure if slot else None
+    name, state = client.name, state_of(client, replica)
+    node, failure = client.endpoint.node, replica.last_failure if replica else None
     if status is None:
         return WorkerSeen(name=name, role=_word(role), state=state, node=node, failure=failure)
     return WorkerSeen(
@@ -138,10 +140,14 @@ def _worker(client: WorkerClient, slot: SlotDescription | None) -> WorkerSeen:
     )
 
 
-def _without_process(slot: SlotDescription) -> WorkerSeen:
-    state = state_without_process(slot)
+def _without_process(replica: ReplicaDescription) -> WorkerSeen:
+    state = state_without_process(replica)
     return WorkerSeen(
-        name=slot.name, role=_word(slot.role), state=state, node=slot.node, failure=slot.last_failure
+        name=replica.name,
+        role=_word(replica.role),
+        state=state,
+        node=replica.node,
+        failure=replica.last_failure,
     )
 
 

@@ -91,7 +91,7 @@ class GatewayMetrics:
         self._grpc_responses.labels(method, code).inc()
 
     def call_failed(self, error: CallError) -> None:
-        self._call_errors.labels(error.door, error.error, self._caller(error.caller or "")).inc()
+        self._call_errors.labels(error.api, error.error, self._caller(error.caller or "")).inc()
 
     def connection_refused(self, error: str) -> None:
         """Of a connection over HTTP that did not get as far as a call. Not logged: strangers could fill a disk."""
@@ -145,13 +145,11 @@ class GatewayMetrics:
 
     def _count_outcome(self, record: RequestRecord) -> None:
         caller = self._caller(record.caller.name)
-        if (
-            key := f"{record.door} {caller}"
-        ) not in self._doors:  # so that a rate over them has all its parts
+        if (key := f"{record.api} {caller}") not in self._doors:  # so that a rate over them has all its parts
             self._doors.add(key)
             for outcome in Outcome:
-                self._outcomes.labels(record.door, outcome.value, caller)
-        self._outcomes.labels(record.door, record.outcome.value, caller).inc()
+                self._outcomes.labels(record.api, outcome.value, caller)
+        self._outcomes.labels(record.api, record.outcome.value, caller).inc()
         if record.outcome is Outcome.ABORTED:
             self._success["abort"].inc()
         kind = record.error_kind
@@ -203,7 +201,7 @@ class GatewayMetrics:
             "request_success", "Requests that ended as their clients chose", "model_name", "finished_reason"
         )
         self._success = {reason: success.labels(self._model, reason) for reason in FINISHED_REASONS}
-        self._outcomes = self._counter("requests", "Requests that are over", "door", "outcome", "caller")
+        self._outcomes = self._counter("requests", "Requests that are over", "api", "outcome", "caller")
         self._errors = self._counter(
             "request_errors", "Requests without an answer, by what was wrong", "error"
         )
@@ -232,15 +230,15 @@ class GatewayMetrics:
         self._http_responses = self._counter("http_responses", "HTTP responses", "method", "route", "status")
         self._grpc_responses = self._counter("grpc_calls", "gRPC calls that are over", "method", "code")
         self._call_errors = self._counter(
-            "call_errors", "Calls answered with an error, by what was wrong", "door", "error", "caller"
+            "call_errors", "Calls answered with an error, by what was wrong", "api", "error", "caller"
         )
         self._grammars = self._counter(
             "grammar_checks", "Clients' grammars that were checked before a worker sees them", "verdict"
         )
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
-        for door in ("grpc", "http"):  # or an alert would miss the first one
-            self._call_errors.labels(door, INTERNAL_ERROR, "")
+        for api in ("grpc", "http"):  # or an alert would miss the first one
+            self._call_errors.labels(api, INTERNAL_ERROR, "")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(exposition.PREFIX + name, meaning, labels, registry=self.registry)

@@ -141,7 +141,7 @@ def _attributes(record: RequestRecord, model_name: str) -> Mapping[str, str | in
         "gen_ai.response.time_to_first_chunk": record.ttft_s,
         "baton.request.id": record.request_id,
         "baton.request.caller": record.caller.name,
-        "baton.request.door": record.door,
+        "baton.request.api": record.api,
         "baton.request.outcome": record.outcome.value,
         "baton.request.path": record.path,
         "baton.request.attempts": record.num_attempts,

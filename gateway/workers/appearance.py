@@ -2,10 +2,15 @@
 
 import re
 
-from baton.fleet import SlotDescription, SlotState
+from baton.fleet import ReplicaDescription, ReplicaState
 from gateway.workers.worker_client import WorkerClient
 
-_WITHOUT_PROCESS = {SlotState.PLACING, SlotState.STARTING, SlotState.BACKING_OFF, SlotState.CRASH_LOOP}
+_WITHOUT_PROCESS = {
+    ReplicaState.PLACING,
+    ReplicaState.STARTING,
+    ReplicaState.BACKING_OFF,
+    ReplicaState.CRASH_LOOP,
+}
 """What the controller knows better than a worker's silence tells."""
 
 
@@ -15,16 +20,16 @@ def in_order(name: str) -> tuple[str, int, str]:
     return (match[1], int(match[2]), "") if match else (name, -1, name)
 
 
-def state_of(client: WorkerClient, slot: SlotDescription | None) -> str:
+def state_of(client: WorkerClient, replica: ReplicaDescription | None) -> str:
     """Of a worker that this gateway knows."""
     if client.status is not None and not client.is_silent:
         return client.status.state.value
-    if slot is not None and slot.state in _WITHOUT_PROCESS:
-        return slot.state.value
+    if replica is not None and replica.state in _WITHOUT_PROCESS:
+        return replica.state.value
     return "starting" if client.status is None else "dead"
 
 
-def state_without_process(slot: SlotDescription) -> str:
+def state_without_process(replica: ReplicaDescription) -> str:
     """Of a worker whose process the gateway does not know, if there is one."""
-    state: SlotState = SlotState.STARTING if slot.state is SlotState.SERVING else slot.state
+    state: ReplicaState = ReplicaState.STARTING if replica.state is ReplicaState.SERVING else replica.state
     return str(state.value)

@@ -7,22 +7,23 @@ from pathlib import Path
 import pytest
 
 from baton.config import BatonConfig
+from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole
 from cluster.processes.child_processes import WorkerProcess
 from tests.factories.local_cluster import local_cluster
 from tests.factories.models import make_model_dir
-from worker.control_channel import ControlChannel
+from worker.control_channel import StdioControlClient
 
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 4
 
 
-def control(worker: WorkerProcess) -> ControlChannel:
+def control(worker: WorkerProcess) -> StdioControlClient:
     process = worker._process
     assert process.stdin is not None
     assert process.stdout is not None
-    return ControlChannel(worker.name, process.stdin, process.stdout)
+    return StdioControlClient(worker.name, process.stdin, process.stdout)
 
 
 def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tmp_path: Path) -> None:
@@ -59,11 +60,11 @@ def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tm
                 assert await answers == undisturbed
                 return outcome
 
-            await under_load(w2.set_role(WorkerRole.PREFILL, 0.1))
-            assert await under_load(w0.drain(0.1)), "w2 computes the prompts now"
-            await under_load(w2.set_role(WorkerRole.DECODE, 0.1))
-            assert await under_load(w1.drain(0.1)), "w2 decodes now, all by itself"
+            await under_load(w2.call(SetRole(WorkerRole.PREFILL, 0.1)))
+            assert await under_load(w0.call(Drain(0.1))) == Drained(True), "w2 computes the prompts now"
+            await under_load(w2.call(SetRole(WorkerRole.DECODE, 0.1)))
+            assert await under_load(w1.call(Drain(0.1))) == Drained(True), "w2 decodes now, all by itself"
             assert await ask_all() == undisturbed
-            assert (await w2.status()).load.decode_step_s > 0.0
+            assert (await w2.call(WaitStatus(0.0))).load.decode_step_s > 0.0
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""A fleet's door on a loopback port over a controller that has no processes, and a client of it."""
+"""A control server on a loopback port over a controller that has no processes, and a client of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -9,14 +9,26 @@ from typing import Any
 
 from baton.config import BatonConfig
 from baton.errors import FleetError
-from baton.fleet import FleetView, GatewayReport, RolloutStep
-from baton.system.curve import PlaneKeys
-from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.control_api.client import FleetClient
-from cluster.control_api.server import FleetDoor
-from cluster.controller.control import ControllerCalls
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
-from tests.factories.security import FLEET_KEYS
+from baton.fleet import FleetView, GatewayReport
+from baton.messages.control import (
+    BeginRollout,
+    ControlApi,
+    ControlRequest,
+    Done,
+    ReportLoad,
+    ScaleRole,
+    WaitView,
+)
+from baton.system.curve import PlaneKeys, derive_keys
+from baton.worker import WorkerEndpoint
+from cluster.control_api.calls import InProcessControl
+from cluster.control_api.client import ControlClient
+from cluster.control_api.configuration import pack_configuration
+from cluster.control_api.server import ControlServer
+from cluster.control_api.zmq_carrier import control_client
+from cluster.controller.controller import Controller
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
+from tests.factories.security import FLEET_KEYS, SECRET
 
 TIMEOUT_S = 60.0
 MODEL_PATH = Path("/models/tiny")
@@ -30,58 +42,61 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+def in_process(controller: Controller, config: BatonConfig) -> InProcessControl:
+    return InProcessControl(controller, pack_configuration(config, MODEL_PATH, derive_keys(SECRET)))
+
+
 @asynccontextmanager
-async def door_of(
+async def control_server(
     config: BatonConfig,
-    control: ControllerCalls | None,
+    control: Controller | ControlApi | None,
     *,
     keys: PlaneKeys | None = FLEET_KEYS,
     model_path: Path = MODEL_PATH,
-) -> AsyncIterator[FleetDoor]:
+) -> AsyncIterator[ControlServer]:
     """Open; without a controller it is one whose fleet is still starting."""
-    door = FleetDoor(config, model_path, keys)
-    door.open()
+    server = ControlServer(config, pack_configuration(config, model_path, derive_keys(SECRET)), keys)
+    server.open()
     try:
         if control is not None:
-            await door.serve(control)
-        yield door
+            await server.serve(in_process(control, config) if isinstance(control, Controller) else control)
+        yield server
     finally:
-        await door.close(0.0)
+        await server.close(0.0)
 
 
 @asynccontextmanager
 async def client_of(
-    door: FleetDoor, config: BatonConfig, keys: PlaneKeys | None = FLEET_KEYS
-) -> AsyncIterator[FleetClient]:
-    async with FleetClient(door.address, keys, config.network) as client:
+    server: ControlServer, config: BatonConfig, keys: PlaneKeys | None = FLEET_KEYS
+) -> AsyncIterator[ControlClient]:
+    async with control_client(server.address, keys, config.network) as (client, _):
         yield client
 
 
-def port_of(door: FleetDoor) -> int:
-    return int(door.address.rpartition(":")[2])
+def port_of(server: ControlServer) -> int:
+    return int(server.address.rpartition(":")[2])
 
 
 class StandingFleet(FakeFleetControl):
     """A controller whose workers serve for ever, and are what a test says."""
 
     def __init__(self, *endpoints: WorkerEndpoint) -> None:
-        super().__init__(fleet_of(*[slot(endpoint.ref.name, endpoint.role) for endpoint in endpoints]))
+        super().__init__(fleet_of(*[replica(endpoint.ref.name, endpoint.role) for endpoint in endpoints]))
         self._view = FleetView("c-life", 1, endpoints)
         self.reports: list[GatewayReport] = []
 
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        if (controller_incarnation, version) == ("c-life", 1):
-            await asyncio.sleep(timeout_s)
-        return self._view
-
-    async def report(self, report: GatewayReport) -> None:
-        self.reports.append(report)
-
-    async def scale(self, role: WorkerRole, count: int) -> None:
-        self.orders.append(("scale", role.value, str(count)))
-
-    async def begin_rollout(self, workers: tuple[str, ...]) -> str:
-        raise FleetError("nobody is restarted here")
-
-    async def rollout_step(self, rollout_id: str, index: int) -> RolloutStep | None:
-        raise FleetError("nobody is restarted here")
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        match request:
+            case WaitView(controller_incarnation, version, wait_s):
+                if (controller_incarnation, version) == ("c-life", 1):
+                    await asyncio.sleep(wait_s)
+                return self._view
+            case ReportLoad(report):
+                self.reports.append(report)
+                return Done()
+            case ScaleRole(role, count):
+                self.orders.append(("scale", role.value, str(count)))
+                return Done()
+            case BeginRollout():
+                raise FleetError("no worker is restarted here")
+        return await super()._answer(request)

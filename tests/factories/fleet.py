@@ -4,13 +4,22 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetError
 from baton.fleet import FleetView, NodeDescription
 from baton.kv import WorkerRef
+from baton.messages.control import (
+    ControlRequest,
+    Done,
+    Drain,
+    Drained,
+    SetRole,
+    WaitStatus,
+    WaitView,
+)
 from baton.worker import (
     KVBlockCounts,
     RequestCounts,
@@ -24,6 +33,8 @@ from cluster.controller.controller import Controller
 from cluster.controller.desired import Memory, Store
 from cluster.controller.launcher import Found, OnStartProgress
 from tests.factories.virtual_loop import VirtualLoop
+
+R = TypeVar("R")
 
 QUICK = {
     "start_timeout_s": 2.0,
@@ -42,7 +53,7 @@ def fleet_config(prefill: int = 1, decode: int = 2, **cluster: Any) -> BatonConf
     return BatonConfig.from_mapping({**sections, "kv_transfer": {"lease_s": 0.1}})
 
 
-class FakeLife:
+class FakeIncarnation:
     """A worker that a test kills, freezes and breaks."""
 
     _incarnations = itertools.count(1)
@@ -86,7 +97,22 @@ class FakeLife:
         ref = WorkerRef(self.name, f"life{self.pid}", ("tcp://127.0.0.1:1",), 16)
         return WorkerEndpoint(ref, self.role, "tcp://127.0.0.1:2", self.node, self.pid)
 
-    async def status(self, after_s: float) -> WorkerStatus:
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        match request:
+            case WaitStatus(after_s):
+                return await self._status(after_s)
+            case Drain(timeout_s):
+                return Drained(await self._drain(timeout_s))
+            case SetRole(role, timeout_s):
+                await self._set_role(role, timeout_s)
+                return Done()
+        raise AssertionError(f"{request} is no call of a worker")
+
+    async def _status(self, after_s: float) -> WorkerStatus:
         assert after_s > 0
         await asyncio.wait([self.death], timeout=0.01)
         if self.death.done():
@@ -100,7 +126,7 @@ class FakeLife:
             self.endpoint.ref, self.role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {}
         )
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def _drain(self, timeout_s: float) -> bool:
         self.orders.append(f"drain {timeout_s:g}")
         waiting: asyncio.Future[Any] = asyncio.ensure_future(self.may_drain.wait())
         await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +135,7 @@ class FakeLife:
             raise ClusterError(self.death.result())
         return True
 
-    async def set_role(self, role: WorkerRole, timeout_s: float) -> None:
+    async def _set_role(self, role: WorkerRole, timeout_s: float) -> None:
         self.orders.append(f"{role.value} {timeout_s:g}")
         await self.may_drain.wait()
         if self.role_error is not None:
@@ -124,10 +150,10 @@ class FakeLife:
 
 
 class FakeLauncher:
-    """Remembers every life; a test's `prepare` sees each before it starts."""
+    """Remembers every incarnation; a test's `prepare` sees each before it starts."""
 
-    def __init__(self, prepare: Callable[[FakeLife], None] = lambda _: None) -> None:
-        self.lives: list[FakeLife] = []
+    def __init__(self, prepare: Callable[[FakeIncarnation], None] = lambda _: None) -> None:
+        self.incarnations: list[FakeIncarnation] = []
         self.room = asyncio.Event()
         self.room.set()
         self.has_spare_room = False
@@ -138,20 +164,20 @@ class FakeLauncher:
         self.avoided: tuple[str, ...] = ()
         self.prepare = prepare
 
-    def latest(self, name: str) -> FakeLife:
-        return [life for life in self.lives if life.name == name][-1]
+    def latest(self, name: str) -> FakeIncarnation:
+        return [incarnation for incarnation in self.incarnations if incarnation.name == name][-1]
 
     @property
-    def alive(self) -> list[FakeLife]:
-        return [life for life in self.lives if not life.death.done()]
+    def alive(self) -> list[FakeIncarnation]:
+        return [incarnation for incarnation in self.incarnations if not incarnation.death.done()]
 
-    async def place(self, name: str, role: WorkerRole, number: int) -> FakeLife:
+    async def place(self, name: str, role: WorkerRole, number: int) -> FakeIncarnation:
         await self.room.wait()
         node = next(node for node in self.addresses if node not in self.avoided)
-        life = FakeLife(name, role, number, lambda: self.is_cut_off, node)
-        self.lives.append(life)
-        self.prepare(life)
-        return life
+        incarnation = FakeIncarnation(name, role, number, lambda: self.is_cut_off, node)
+        self.incarnations.append(incarnation)
+        self.prepare(incarnation)
+        return incarnation
 
     async def has_room(self, role: WorkerRole) -> bool:
         assert role in WorkerRole
@@ -159,7 +185,7 @@ class FakeLauncher:
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
         assert patience_s > 0
-        return {life.name: Found(life, life.endpoint) for life in self.alive}
+        return {incarnation.name: Found(incarnation, incarnation.endpoint) for incarnation in self.alive}
 
     def avoid(self, nodes: Sequence[str]) -> None:
         self.avoided = tuple(nodes)
@@ -170,8 +196,8 @@ class FakeLauncher:
                 name=node,
                 address=address,
                 is_alive=True,
-                is_leaving=node in self.avoided,
-                workers=tuple(life.name for life in self.alive if life.node == node),
+                is_draining=node in self.avoided,
+                workers=tuple(incarnation.name for incarnation in self.alive if incarnation.node == node),
             )
             for node, address in self.addresses.items()
         )
@@ -198,13 +224,15 @@ class FleetUnderTest:
                 if self.view.version >= 0 and condition(known):
                     return known
                 view = self.view
-                self.view = await self.controller.next_view(view.controller_incarnation, view.version, 5.0)
+                self.view = await self.controller.wait_view(
+                    WaitView(view.controller_incarnation, view.version, 5.0, is_owner=True)
+                )
 
     async def all_serve(self, count: int) -> dict[str, WorkerEndpoint]:
         return await self.until(lambda known: len(known) == count)
 
     async def states(self) -> dict[str, str]:
-        return {slot.name: slot.state.value for slot in (await self.controller.describe()).slots}
+        return {replica.name: replica.state.value for replica in (await self.controller.describe()).replicas}
 
 
 @asynccontextmanager

@@ -1,28 +1,45 @@
-"""A controller that has no processes: it describes what a test says, and does as it is told or refuses."""
+"""A controller that has no processes: it describes what a test says, and carries out commands or refuses them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from baton.errors import BatonError, FleetError
-from baton.fleet import FleetDescription, NodeDescription, RolloutStep, SlotDescription, SlotState
+from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription, ReplicaState, RolloutStep
+from baton.messages.control import (
+    BeginRollout,
+    ControlRequest,
+    DescribeFleet,
+    Done,
+    DrainNode,
+    DrainWorker,
+    RolloutBegun,
+    RolloutProgress,
+    SetWorkerRole,
+    WaitRolloutStep,
+)
 from baton.worker import WorkerRole
 
-
-def slot(
-    name: str, role: WorkerRole = WorkerRole.DECODE, state: SlotState = SlotState.SERVING, **fields: object
-) -> SlotDescription:
-    return SlotDescription(name=name, role=role, state=state, **fields)  # type: ignore[arg-type]
+R = TypeVar("R")
 
 
-def fleet_of(*slots: SlotDescription, nodes: tuple[NodeDescription, ...] = ()) -> FleetDescription:
+def replica(
+    name: str,
+    role: WorkerRole = WorkerRole.DECODE,
+    state: ReplicaState = ReplicaState.SERVING,
+    **fields: object,
+) -> ReplicaDescription:
+    return ReplicaDescription(name=name, role=role, state=state, **fields)  # type: ignore[arg-type]
+
+
+def fleet_of(*replicas: ReplicaDescription, nodes: tuple[NodeDescription, ...] = ()) -> FleetDescription:
     return FleetDescription(
-        slots=slots, nodes=nodes, controller_incarnation="c-life", decisions=("Nothing to do.",)
+        replicas=replicas, nodes=nodes, controller_incarnation="c-life", decisions=("Nothing to do.",)
     )
 
 
 class FakeFleetControl:
-    """`refuses` is raised by orders, `is_away` by everything; while `answers` is clear, nothing is answered."""
+    """`refuses` is raised by commands, `is_away` by everything; while `answers` is clear, nothing is answered."""
 
     def __init__(self, fleet: FleetDescription) -> None:
         self.fleet = fleet
@@ -34,34 +51,52 @@ class FakeFleetControl:
         self.obeys = asyncio.Event()
         """While it is clear, a drain or a change of role takes its time."""
         self.obeys.set()
+        self._rolled: tuple[str, ...] = ()
 
-    async def describe(self) -> FleetDescription:
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        match request:
+            case DescribeFleet():
+                return await self._describe()
+            case DrainWorker(worker):
+                await self._note("drain", worker)
+                left = tuple(each for each in self.fleet.replicas if each.name != worker)
+                self.fleet = replace(self.fleet, replicas=left)
+                return Done()
+            case DrainNode(node, within_s):
+                if self.refuses:
+                    raise self.refuses
+                self.orders.append(("drain_node", node, f"{within_s:g}"))
+                return Done()
+            case SetWorkerRole(worker, role):
+                await self._note("set_role", worker, role.value)
+                return Done()
+            case BeginRollout(workers):
+                self._check(workers)
+                self.orders.append(("rollout", *workers))
+                self._rolled = workers or tuple(each.name for each in self.fleet.replicas)
+                return RolloutBegun("r")
+            case WaitRolloutStep("r", index):
+                return RolloutProgress(self._step(index))
+        raise AssertionError(f"{request} is not for this fake")
+
+    async def _describe(self) -> FleetDescription:
         await self.answers.wait()
         if self.is_away:
             raise self.is_away
         return self.fleet
 
-    async def drain(self, worker: str) -> None:
-        await self._note("drain", worker)
-        self.fleet = replace(self.fleet, slots=tuple(s for s in self.fleet.slots if s.name != worker))
-
-    async def drain_node(self, node: str, timeout_s: float) -> None:
-        if self.refuses:
+    def _step(self, index: int) -> RolloutStep | None:
+        """Refuses, if it does, after the first worker."""
+        if index > 0 and self.refuses:
             raise self.refuses
-        self.orders.append(("drain_node", node, f"{timeout_s:g}"))
-
-    async def set_role(self, worker: str, role: WorkerRole) -> None:
-        await self._note("set_role", worker, role.value)
-
-    async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        """Refuses unknown names at once, and if it does refuse, after the first worker."""
-        self._check(workers)
-        self.orders.append(("rollout", *workers))
-        names = workers or tuple(description.name for description in self.fleet.slots)
-        for done, name in enumerate(names, start=1):
-            yield RolloutStep(name, f"{name}-next-life", done, len(names))
-            if self.refuses:
-                raise self.refuses
+        if index == len(self._rolled):
+            return None
+        name = self._rolled[index]
+        return RolloutStep(name, f"{name}-next-life", index + 1, len(self._rolled))
 
     async def _note(self, *order: str) -> None:
         if self.is_away:
@@ -74,5 +109,5 @@ class FakeFleetControl:
 
     def _check(self, workers: tuple[str, ...]) -> None:
         for worker in workers:
-            if worker not in {description.name for description in self.fleet.slots}:
+            if worker not in {description.name for description in self.fleet.replicas}:
                 raise FleetError(f"there is no worker {worker!r}")

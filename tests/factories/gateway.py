@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
 from baton.kv import TransferRole, WorkerRef
+from baton.messages.control import ControlApi
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.system.curve import ClusterKeys
 from baton.worker import (
@@ -24,7 +25,6 @@ from baton.worker import (
 )
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
-from gateway.fleet_control import FleetControl
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.security import KEYS
 from worker.kv_events import KVChange
@@ -194,7 +194,7 @@ async def gateway_with(
     decode: Mapping[str, Script],
     *,
     load_failure_policy: LoadFailurePolicy = "retry",
-    fleet_control: FleetControl | None = None,
+    control: ControlApi | None = None,
     network: NetworkConfig = NETWORK,
     credentials: Credentials = NO_CREDENTIALS,
     log_prompts: bool = False,
@@ -214,7 +214,7 @@ async def gateway_with(
         model,
         tokenizer,
         SystemClock(),
-        fleet_control,
+        control,
         log_prompts=log_prompts,
     )
     workers = {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from baton.config import BatonConfig
-from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from cluster.controller.observation import Observation, ObservedWorker
@@ -50,12 +50,12 @@ def worker_status(
 
 
 def worker(
-    name: str, role: WorkerRole, state: SlotState = SlotState.SERVING, **status: Any
+    name: str, role: WorkerRole, state: ReplicaState = ReplicaState.SERVING, **status: Any
 ) -> ObservedWorker:
     """One that serves has a status, made of what is given; any other one has none."""
-    slot = SlotDescription(name=name, role=role, state=state)
-    is_serving = state is SlotState.SERVING
-    return ObservedWorker(slot, worker_status(name, role, **status) if is_serving else None)
+    replica = ReplicaDescription(name=name, role=role, state=state)
+    is_serving = state is ReplicaState.SERVING
+    return ObservedWorker(replica, worker_status(name, role, **status) if is_serving else None)
 
 
 def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: Any) -> Observation:

@@ -17,10 +17,11 @@ import msgpack
 
 from baton.errors import BatonError, WireError
 from baton.kv import PROTOCOL_VERSION
+from baton.messages.control_codec import CALL_FRAMES, REPLY_FRAMES
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER
 from baton.messages.wire import unpack
 from baton.sampling import SamplingParams
-from cluster.control_api.messages import TO_DOOR
+from cluster.control_api.calls import CONTROL_CODEC
 from engine.ranks.messages import FROM_RANK, TO_RANK
 from kv_transfer.protocol import messages
 from kv_transfer.protocol.messages import PREFIX_BYTES, TO_CONSUMER, TO_PRODUCER, Open, Pieces, SealedCodec
@@ -32,7 +33,9 @@ CODECS = {
     "TO_CONSUMER": TO_CONSUMER,
     "TO_RANK": TO_RANK,
     "FROM_RANK": FROM_RANK,
-    "TO_DOOR": TO_DOOR,
+    "CONTROL_CALLS": CONTROL_CODEC.requests,
+    "CALL_FRAMES": CALL_FRAMES,
+    "REPLY_FRAMES": REPLY_FRAMES,
 }
 
 Maker = Callable[[random.Random], Any]

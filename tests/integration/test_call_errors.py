@@ -93,14 +93,14 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
         ("grpc", "InvalidRequest", "bob"): 1,
         ("grpc", "PermissionDenied", "bob"): 1,
     }.items():
-        door, error, caller = labels
-        assert now("call_errors_total", door=door, error=error, caller=caller) == number, labels
+        api, error, caller = labels
+        assert now("call_errors_total", api=api, error=error, caller=caller) == number, labels
     assert now("call_errors_total") == 11, "and no others"
     assert now("http_responses_total", route="/v1/completions", status="401") == 2
 
     lines: list[Any] = [record for record in caplog.records if record.name == "gateway.telemetry.call_log"]
     assert len(lines) == 11
-    (bobs,) = (line for line in lines if (line.door, line.error) == ("grpc", "InvalidRequest"))
+    (bobs,) = (line for line in lines if (line.api, line.error) == ("grpc", "InvalidRequest"))
     assert bobs.caller == "bob"
     assert bobs.call == "/baton.v1.GenerationService/Generate"
     assert "bobs" in bobs.getMessage()

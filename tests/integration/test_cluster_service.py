@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from baton.errors import ClusterError, FleetError
-from baton.fleet import NodeDescription, RolloutStep, SlotState
+from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway import GatewayError
 from gateway.grpc.cluster_service import DESCRIBE_TIMEOUT_S
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
 from tests.factories.models import make_model_dir
 
@@ -24,10 +24,12 @@ NODES = (
     NodeDescription(name="n2", address="10.0.0.3", is_alive=False),
 )
 FLEET = fleet_of(
-    slot("w0", WorkerRole.PREFILL, node="n1", num_starts=1),
-    slot("w10", node="n1", num_starts=3, last_failure="killed by signal 9"),
-    slot("w2", state=SlotState.BACKING_OFF, num_starts=2, last_failure="exit code 1", next_start_in_s=1.5),
-    slot("w3", state=SlotState.PLACING),
+    replica("w0", WorkerRole.PREFILL, node="n1", num_starts=1),
+    replica("w10", node="n1", num_starts=3, last_failure="killed by signal 9"),
+    replica(
+        "w2", state=ReplicaState.BACKING_OFF, num_starts=2, last_failure="exit code 1", next_start_in_s=1.5
+    ),
+    replica("w3", state=ReplicaState.PLACING),
     nodes=NODES,
 )
 
@@ -50,7 +52,7 @@ async def refusal(call: Awaitable[object]) -> GatewayError:
 def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {"w0": silent}, {"w10": silent}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {"w10": silent}, control=control) as under_test:
             description = await under_test.client.describe()
         workers = {worker["name"]: worker for worker in description["workers"]}
         assert list(workers) == ["w0", "w2", "w3", "w10"]
@@ -78,7 +80,7 @@ def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path)
 def test_every_node_is_shown_and_who_is_there(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             description = await under_test.client.describe()
         head, busy, dead = description["nodes"]
         assert head == {
@@ -117,14 +119,14 @@ def test_what_a_worker_measured_of_its_load_arrives(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "shown"), [(SlotState.BACKING_OFF, "backing_off"), (SlotState.SERVING, "dead")]
+    ("state", "shown"), [(ReplicaState.BACKING_OFF, "backing_off"), (ReplicaState.SERVING, "dead")]
 )
 def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_more(
-    folder: Path, state: SlotState, shown: str
+    folder: Path, state: ReplicaState, shown: str
 ) -> None:
     async def test() -> None:
-        control = FakeFleetControl(fleet_of(slot("w0", state=state)))
-        async with gateway_with(folder, {}, {"w0": silent}, fleet_control=control) as under_test:
+        control = FakeFleetControl(fleet_of(replica("w0", state=state)))
+        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
             under_test.workers.pop("w0").stop()
             await under_test.until(lambda: under_test.gateway.num_ready == 0)
             (worker,) = (await under_test.client.describe())["workers"]
@@ -155,7 +157,7 @@ def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(folder
 def test_while_the_controller_is_away_the_gateway_answers_soon_with_what_it_knows(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {"w0": silent}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
             control.answers.clear()
             started = asyncio.get_running_loop().time()
             description = await under_test.client.describe()
@@ -171,7 +173,7 @@ def test_while_the_controller_is_away_the_gateway_answers_soon_with_what_it_know
 def test_a_controller_that_cannot_be_reached_makes_orders_unavailable(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             control.is_away = ClusterError("the controller's connection is closed")
             refused = await refusal(under_test.client.drain("w0"))
             assert (refused.code, control.orders) == ("UNAVAILABLE", [])
@@ -185,7 +187,7 @@ def test_a_controller_that_cannot_be_reached_makes_orders_unavailable(folder: Pa
 def test_orders_reach_the_controller(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             await under_test.client.set_role("w0", WorkerRole.DECODE)
             await under_test.client.drain("w3")
             steps = [step async for step in under_test.client.rollout()]
@@ -202,7 +204,7 @@ def test_orders_reach_the_controller(folder: Path) -> None:
 def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             client = under_test.client
             rollout = anext(client.rollout(("w0", "w9")))
             for order in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
@@ -218,7 +220,7 @@ def test_what_the_controller_refuses_is_said_in_its_words(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
         control.refuses = FleetError("w0 is the last prefill worker")
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             for order in (under_test.client.drain("w0"), under_test.client.set_role("w0", WorkerRole.DECODE)):
                 refused = await refusal(order)
                 assert refused.code == "FAILED_PRECONDITION"
@@ -237,7 +239,7 @@ def test_a_rollout_that_fails_has_told_how_far_it_came(folder: Path) -> None:
             async for step in under_test.client.rollout():
                 seen.append(step.worker)  # noqa: PERF401 - what came before the error counts
 
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             refused = await refusal(follow())
         assert seen == ["w0"]
         assert (refused.code, "w10 did not come back" in str(refused)) == ("FAILED_PRECONDITION", True)
@@ -248,7 +250,7 @@ def test_a_rollout_that_fails_has_told_how_far_it_came(folder: Path) -> None:
 def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> None:
     async def test() -> None:
         control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=control) as under_test:
             await under_test.client.drain_node("10.0.0.2", 7.0)
             assert control.orders == [("drain_node", "10.0.0.2", "7")]
             for node, timeout_s, field in (

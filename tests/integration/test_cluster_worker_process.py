@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ClusterError, FleetError, ModelError
+from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole, WorkerState
 from tests.factories.models import make_model_dir
-from worker.control_channel import ControlChannel
+from worker.control_channel import StdioControlClient
 from worker.ready_line import endpoint_from_json
 
 pytestmark = pytest.mark.slow
@@ -66,22 +67,22 @@ def test_a_worker_is_controlled_through_its_stdin(config: Path) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         endpoint = endpoint_from_json(process.stdout.readline())
-        channel = ControlChannel("w0", process.stdin, process.stdout)
-        status = await channel.status()
+        channel = StdioControlClient("w0", process.stdin, process.stdout)
+        status = await channel.call(WaitStatus(0.0))
         assert (status.ref, status.role, status.state) == (
             endpoint.ref,
             WorkerRole.PREFILL,
             WorkerState.READY,
         )
-        await channel.set_role(WorkerRole.DECODE, 5.0)
-        assert (await channel.status()).role is WorkerRole.DECODE
-        assert await channel.drain(5.0)
-        assert (await channel.status()).state is WorkerState.DRAINING
+        await channel.call(SetRole(WorkerRole.DECODE, 5.0))
+        assert (await channel.call(WaitStatus(0.0))).role is WorkerRole.DECODE
+        assert await channel.call(Drain(5.0)) == Drained(is_clean=True)
+        assert (await channel.call(WaitStatus(0.0))).state is WorkerState.DRAINING
         with pytest.raises(FleetError, match=r"^it is draining"):
-            await channel.set_role(WorkerRole.PREFILL, 5.0)
+            await channel.call(SetRole(WorkerRole.PREFILL, 5.0))
         process.kill()
         with pytest.raises(ClusterError, match="its process has ended"):
-            await asyncio.wait_for(channel.status(), 10)
+            await asyncio.wait_for(channel.call(WaitStatus(0.0)), 10)
         channel.close()
 
     with start("--role", "prefill", "--config", str(config)) as process:

@@ -1,4 +1,4 @@
-"""`baton drain --node` as a pod's last command runs it: at the fleet's door, with the cluster's secret, in its time."""
+"""`baton drain --node` as a pod's last command runs it, at the control server, with the cluster's secret."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import pytest
 
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
-from tests.factories.control_api import door_of, in_loop
+from tests.factories.control_api import control_server, in_loop
 from tests.factories.fleet import FakeLauncher, fleet, fleet_config
 from tests.factories.security import OTHER_SECRET, SECRET
 
@@ -28,14 +28,14 @@ def test_a_node_is_emptied_and_whoever_asks_again_is_told_so(capsys: pytest.Capt
         launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
         async with fleet(config, launcher) as tested:
             await tested.all_serve(3)
-            async with door_of(config, tested.controller) as door:
-                at_door = ("--fleet-address", door.address)
-                assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_door) == DONE
+            async with control_server(config, tested.controller) as server:
+                at_server = ("--fleet-address", server.address)
+                assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_server) == DONE
                 assert "node 10.0.0.1 has no workers, and gets none" in capsys.readouterr().out
-                assert [life.node for life in launcher.alive if life.node == "n1"] == []
-                assert await drain("--node", "10.0.0.1", "--json", *at_door) == DONE
+                assert [incarnation.node for incarnation in launcher.alive if incarnation.node == "n1"] == []
+                assert await drain("--node", "10.0.0.1", "--json", *at_server) == DONE
                 assert json.loads(capsys.readouterr().out)["node"] == "10.0.0.1"
-                assert await drain("--node", "10.0.0.9", *at_door) == REFUSED
+                assert await drain("--node", "10.0.0.9", *at_server) == REFUSED
                 assert "there are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
 
     test()
@@ -49,9 +49,9 @@ def test_it_takes_no_longer_than_it_may(capsys: pytest.CaptureFixture[str]) -> N
         async with fleet(config, launcher) as tested:
             await tested.all_serve(3)
             launcher.latest("w1").may_drain.clear()
-            async with door_of(config, tested.controller) as door:
-                at_door = ("--fleet-address", door.address)
-                assert await drain("--node", "n1", "--timeout", "0.3", *at_door) == REFUSED
+            async with control_server(config, tested.controller) as server:
+                at_server = ("--fleet-address", server.address)
+                assert await drain("--node", "n1", "--timeout", "0.3", *at_server) == REFUSED
             assert "within 0.3 s" in capsys.readouterr().err
             launcher.latest("w1").may_drain.set()
 
@@ -64,9 +64,9 @@ def test_a_fleet_of_another_secret_is_an_error_at_once(
     @in_loop
     async def test() -> None:
         config = fleet_config()
-        async with fleet(config) as tested, door_of(config, tested.controller) as door:
+        async with fleet(config) as tested, control_server(config, tested.controller) as server:
             monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
-            assert await drain("--node", "n1", "--fleet-address", door.address) == REFUSED
+            assert await drain("--node", "n1", "--fleet-address", server.address) == REFUSED
 
     test()
     assert "is not ours" in capsys.readouterr().err

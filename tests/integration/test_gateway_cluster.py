@@ -10,13 +10,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from baton.fleet import NodeDescription, SlotState
+from baton.fleet import NodeDescription, ReplicaState
 from baton.kv import TransferRole
 from baton.request import ErrorKind
 from baton.worker import KVBlockCounts, KVPeerCounts, RequestCounts, WorkerRole
 from gateway.http.page import FILES
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
 from tests.factories.models import make_model_dir
 
@@ -53,12 +53,14 @@ async def story(under_test: GatewayUnderTest, **body: object) -> list[tuple[str,
 
 def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) -> None:
     node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
-    missing = slot("w2", state=SlotState.CRASH_LOOP, last_failure="no room at 10.1.2.3")
-    control = FakeFleetControl(fleet_of(slot("w0", WorkerRole.PREFILL), slot("w1"), missing, nodes=(node,)))
+    missing = replica("w2", state=ReplicaState.CRASH_LOOP, last_failure="no room at 10.1.2.3")
+    control = FakeFleetControl(
+        fleet_of(replica("w0", WorkerRole.PREFILL), replica("w1"), missing, nodes=(node,))
+    )
 
     async def run() -> dict[str, Any]:
         scripts = {"w0": answering(ANSWER)}, {"w1": answering(ANSWER)}
-        async with gateway_with(folder, *scripts, fleet_control=control) as under_test:
+        async with gateway_with(folder, *scripts, control=control) as under_test:
             worker = under_test.workers["w1"]
             worker.blocks = KVBlockCounts(100, 60, 3, 2)
             worker.requests = RequestCounts(4, 5, 6)
@@ -99,12 +101,12 @@ def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) ->
 
 def test_addresses_are_for_administrators(folder: Path) -> None:
     node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
-    control = FakeFleetControl(fleet_of(slot("w0", last_failure="at 10.1.2.3"), nodes=(node,)))
+    control = FakeFleetControl(fleet_of(replica("w0", last_failure="at 10.1.2.3"), nodes=(node,)))
 
     async def run() -> None:
         access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
         async with (
-            gateway_with(folder, {}, {"w0": silent}, fleet_control=control, **access) as under_test,
+            gateway_with(folder, {}, {"w0": silent}, control=control, **access) as under_test,
             client_of(under_test) as client,
         ):
             for key, is_shown in ((ADMIN, True), (WATCHER, False)):
@@ -120,11 +122,11 @@ def test_addresses_are_for_administrators(folder: Path) -> None:
 
 
 def test_a_controller_that_is_away_delays_nobody_for_long(folder: Path) -> None:
-    control = FakeFleetControl(fleet_of(slot("w0")))
+    control = FakeFleetControl(fleet_of(replica("w0")))
     control.answers.clear()
 
     async def run() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
             async with client_of(under_test) as client:
                 seen = (await client.get("/cluster")).json()
             assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])

@@ -21,7 +21,7 @@ from gateway import GatewayClient, GatewayError
 from gateway.auth.credentials import Credentials
 from gateway.grpc.generated import vllm_engine_pb2
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, BOB, WATCHER, entry
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
 from tests.factories.models import make_model_dir
 
@@ -61,14 +61,14 @@ async def tokens_of(client: GatewayClient, **request: Any) -> list[int]:
 
 def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) -> None:
     async def test() -> None:
-        control = FakeFleetControl(fleet_of(slot("w0")))
+        control = FakeFleetControl(fleet_of(replica("w0")))
         async with gateway_with(
             folder,
             {},
             {"w0": answering([7, 8])},
             api_keys=API_KEYS,
             credentials=AS_ADMIN,
-            fleet_control=control,
+            control=control,
         ) as under_test:
             for key in (None, "baton-wrong"):
                 async with client_with(under_test, key) as client:
@@ -106,10 +106,10 @@ async def _all(steps: AsyncIterator[object]) -> list[object]:
 
 def test_who_does_not_administer_sees_no_addresses_and_no_paths(folder: Path) -> None:
     async def test() -> None:
-        slots = (slot("w0", node="10.0.0.7", num_starts=2, last_failure="/secret/path: gone"),)
-        control = FakeFleetControl(fleet_of(*slots))
+        replicas = (replica("w0", node="10.0.0.7", num_starts=2, last_failure="/secret/path: gone"),)
+        control = FakeFleetControl(fleet_of(*replicas))
         async with gateway_with(
-            folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN, fleet_control=control
+            folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN, control=control
         ) as under_test:
             async with client_with(under_test, WATCHER) as client:
                 seen = await client.describe()

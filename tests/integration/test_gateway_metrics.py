@@ -67,7 +67,7 @@ def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
             assert now("request_generation_tokens_sum") == now("generation_tokens_total") == 3
             assert now("prompt_tokens_total") == now("request_prompt_tokens_sum") > 0
             assert now("request_success_total", finished_reason="length") == 1
-            assert now("requests_total", door="grpc", outcome="finished", caller="anybody") == 1
+            assert now("requests_total", api="grpc", outcome="finished", caller="anybody") == 1
             assert now("request_paths_total", path="disaggregated") == now("request_attempts_total") == 1
             assert now("grpc_calls_total", method="/baton.v1.GenerationService/Generate", code="OK") == 1
             assert now("http_responses_total", method="GET", route="/metrics", status="200") == 1

@@ -164,7 +164,7 @@ def test_the_pages_requests_are_traced_as_any_others(folder: Path, ratio: float,
     assert bool(spans) == is_traced
     if is_traced:
         assert root_of(spans).name == "chat tiny"
-        assert attributes_of(root_of(spans))["baton.request.door"] == "page"
+        assert attributes_of(root_of(spans))["baton.request.api"] == "page"
 
 
 def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
         record = RequestRecord(
             request_id="r",
             caller=ANYBODY,
-            door="chat",
+            api="chat",
             trace=None,
             is_chat=True,
             outcome=Outcome.FINISHED,

@@ -19,7 +19,7 @@ from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway.grpc import guard, server
 from tests.factories.counting_proxy import proxy_to
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir, make_tokenizer
 
@@ -37,9 +37,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_answers_are_compressed_for_those_who_ask(folder: Path) -> None:
     async def test() -> None:
-        control = FakeFleetControl(fleet_of(*(slot(f"w{n}", node="node") for n in range(500))))
+        control = FakeFleetControl(fleet_of(*(replica(f"w{n}", node="node") for n in range(500))))
         async with (
-            gateway_with(folder, {}, {"d0": answering(ANSWER * 20)}, fleet_control=control) as under_test,
+            gateway_with(folder, {}, {"d0": answering(ANSWER * 20)}, control=control) as under_test,
             proxy_to(under_test.gateway.grpc_port) as proxy,
             grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
         ):

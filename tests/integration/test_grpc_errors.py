@@ -20,7 +20,7 @@ from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import GatewayError
 from gateway.grpc.status import INTERNAL, MAX_MESSAGE_BYTES
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir, make_tokenizer
 
@@ -135,7 +135,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
 
     async def test() -> None:
         control = FakeFleetControl(fleet_of())
-        async with gateway_with(folder, {}, {"d0": silent}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {"d0": silent}, control=control) as under_test:
             monkeypatch.setattr("gateway.grpc.convert.prompt_from", broken)
             error = await error_of(under_test, pb.GenerateRequest(text="Hi", request_id="unlucky"))
             assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL)
@@ -147,7 +147,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
             assert caught.value.message == "no worker is called 'w0'; there is none"
-            monkeypatch.setattr(control, "drain", broken)
+            monkeypatch.setattr(control, "call", broken)
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
             assert caught.value.message == INTERNAL
@@ -162,8 +162,8 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
 
 def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
     async def test() -> None:
-        control = FakeFleetControl(fleet_of(slot("w0")))
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        control = FakeFleetControl(fleet_of(replica("w0")))
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w7")
             assert (caught.value.code, caught.value.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
@@ -176,7 +176,7 @@ def test_what_a_client_sent_comes_back_bounded(folder: Path) -> None:
 
     async def test() -> None:
         control = FakeFleetControl(fleet_of())
-        async with gateway_with(folder, {}, {}, fleet_control=control) as under_test:
+        async with gateway_with(folder, {}, {}, control=control) as under_test:
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("ä" * 100_000)
             assert caught.value.code == "NOT_FOUND"

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from baton.errors import FleetError
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 from tests.factories.models import make_model_dir
 from tests.factories.serving import baton
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def control() -> FakeFleetControl:
     return FakeFleetControl(
         fleet_of(
-            slot("w0", WorkerRole.PREFILL, num_starts=1),
-            slot("w1", state=SlotState.CRASH_LOOP, num_starts=7, last_failure="exit code 1"),
+            replica("w0", WorkerRole.PREFILL, num_starts=1),
+            replica("w1", state=ReplicaState.CRASH_LOOP, num_starts=7, last_failure="exit code 1"),
         )
     )
 
@@ -54,7 +54,7 @@ async def command(under_test: GatewayUnderTest, *arguments: str) -> subprocess.C
 def test_orders_end_with_a_clear_line(folder: Path) -> None:
     async def test() -> None:
         fake = control()
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=fake) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
             role = await command(under_test, "role", "w0", "decode")
             assert (role.returncode, role.stderr) == (DONE, "")
             assert role.stdout.splitlines()[-1].startswith("role      w0 serves as a decode worker")
@@ -74,7 +74,7 @@ def test_orders_end_with_a_clear_line(folder: Path) -> None:
 
 def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
             role = await command(under_test, "role", "w0", "decode", "--json")
             rollout = await command(under_test, "rollout", "--json")
             drain = await command(under_test, "drain", "w0", "--json")
@@ -97,7 +97,7 @@ def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
     async def test() -> None:
         fake = control()
         fake.refuses = FleetError("w1 is the last of its role")
-        async with gateway_with(folder, {}, {}, fleet_control=fake) as under_test:
+        async with gateway_with(folder, {}, {}, control=fake) as under_test:
             drain = await command(under_test, "drain", "w1")
             assert (drain.returncode, drain.stdout) == (REFUSED, "")
             assert drain.stderr == "baton drain: FAILED_PRECONDITION: w1 is the last of its role\n"
@@ -113,7 +113,7 @@ def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
 
 def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
             table = await command(under_test, "status")
             assert "crash loop" in table.stdout
             assert "w1: exit code 1" in table.stdout
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> No
     async def test() -> None:
         fake = control()
         fake.obeys.clear()
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=fake) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
             target = f"127.0.0.1:{under_test.gateway.grpc_port}"
             shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
             try:
@@ -239,7 +239,7 @@ def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -
             assert termios.tcgetattr(shown.theirs) == shown.mode
 
     async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
             await asyncio.to_thread(watch, f"127.0.0.1:{under_test.gateway.grpc_port}")
 
     run(test())
@@ -247,7 +247,7 @@ def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -
 
 def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, fleet_control=control()) as under_test:
+        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
             port = under_test.gateway.grpc_port
             target = f"127.0.0.1:{port}"
             shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")

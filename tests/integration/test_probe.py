@@ -1,4 +1,4 @@
-"""`baton probe` against what it is for: a gateway's pages with and without TLS, a fleet's door, and mere ports."""
+"""`baton probe` against what it is for: a gateway's pages with and without TLS, a control server, and mere ports."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ import pytest
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
 from tests.factories.certificates import make_certificates
-from tests.factories.control_api import door_of, in_loop
+from tests.factories.control_api import control_server, in_loop, in_process
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.security import SECRET
 
@@ -106,11 +106,11 @@ def test_a_fleet_is_well_once_it_serves(
     @in_loop
     async def test() -> None:
         config = fleet_config()
-        async with fleet(config) as tested, door_of(config, None) as door:
-            probe = ["probe", f"fleet://{door.address}", "--timeout", "20"]
+        async with fleet(config) as tested, control_server(config, None) as server:
+            probe = ["probe", f"fleet://{server.address}", "--timeout", "20"]
             assert await asyncio.to_thread(main, probe) == REFUSED
             assert "still starting" in capsys.readouterr().err
-            await door.serve(tested.controller)
+            await server.serve(in_process(tested.controller, config))
             assert await asyncio.to_thread(main, probe) == DONE
 
     test()

@@ -64,7 +64,7 @@ def test_a_finished_request_has_one_line_with_its_figures(
         run(test())
     (line,) = access_lines(caplog)
     assert line.request_id.startswith("my-request-")
-    assert (line.caller, line.door, line.outcome, line.error) == (
+    assert (line.caller, line.api, line.outcome, line.error) == (
         "anybody",
         "completions",
         "finished",
@@ -137,7 +137,7 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
         run(test())
     (line,) = access_lines(caplog)
     assert line.request_id.startswith("over-grpc-")
-    assert line.door == "grpc"
+    assert line.api == "grpc"
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])

@@ -13,7 +13,7 @@ from baton.worker import WorkerState
 from gateway import GatewayError
 from gateway.auth import callers
 from gateway.grpc import cluster_service
-from tests.factories.fleet_control import FakeFleetControl, fleet_of, slot
+from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -29,9 +29,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_the_description_comes_at_once_and_again_when_it_has_changed(folder: Path) -> None:
     async def test() -> None:
-        control = FakeFleetControl(fleet_of(slot("d0")))
+        control = FakeFleetControl(fleet_of(replica("d0")))
         async with (
-            gateway_with(folder, {}, {"d0": answering([3])}, fleet_control=control) as under_test,
+            gateway_with(folder, {}, {"d0": answering([3])}, control=control) as under_test,
             aclosing(under_test.client.watch(interval_s=0.1)) as watch,
         ):
             first = await anext(watch)
@@ -41,7 +41,7 @@ def test_the_description_comes_at_once_and_again_when_it_has_changed(folder: Pat
             assert not second.done(), "nothing has changed"
             under_test.workers["d0"].state = WorkerState.DRAINING
             assert [worker["state"] for worker in (await second)["workers"]] == ["draining"]
-            control.fleet = fleet_of(slot("d0"), slot("d1"))
+            control.fleet = fleet_of(replica("d0"), replica("d1"))
             assert [worker["name"] for worker in (await anext(watch))["workers"]] == ["d0", "d1"]
 
     run(test())

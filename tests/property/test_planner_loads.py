@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.controller.planner import RoleChange, ScaleDecision
@@ -50,7 +50,8 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
                 assert may_change_roles
         if faults.random() < 0.01:
             name = faults.choice(
-                [slot.name for slot in fleet.slots() if slot.state is SlotState.SERVING] or [""]
+                [replica.name for replica in fleet.replicas() if replica.state is ReplicaState.SERVING]
+                or [""]
             )
             if name:
                 fleet.kill(name, comes_back_after_s=faults.choice([15.0, None]))
@@ -100,5 +101,5 @@ def test_a_dry_run_sees_everything_and_changes_nothing() -> None:
     config = autoscaling_config(**BOUNDS, mode="dry_run")
     fleet = VirtualFleet(config, QUICK)
     play(fleet, steps([12.0], 300.0), 300.0, 1)
-    assert [slot.name for slot in fleet.slots()] == ["w0", "w1"]
+    assert [replica.name for replica in fleet.replicas()] == ["w0", "w1"]
     assert any(sentence.startswith("would do: decode +") for sentence in fleet.autoscaler.decisions)

@@ -65,7 +65,7 @@ class Played:
         head.start("fleet")  # a sidecar comes first, and waits for Ray
         head.start("ray-head", kuberay(params, "--head"), **token)
         self._timeline["head ready"] = head.wait_for("ray-head", "readinessProbe")
-        self._timeline["fleet's door open"] = head.wait_for_port("fleet")
+        self._timeline["control server open"] = head.wait_for_port("fleet")
         for group in ray["workerGroupSpecs"]:
             of_worker = {
                 "address": f"{head.address}:6379",

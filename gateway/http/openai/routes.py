@@ -56,20 +56,20 @@ class HttpCall:
     """What a request says of itself outside of its body."""
 
     request_id: str
-    door: str
+    api: str
     caller: Caller
     trace: TraceContext | None
     deadline: float | None
     """By the event loop's clock; None: the client waits for as long as it takes."""
 
     @classmethod
-    def of(cls, request: Request, body: GenerationFields, door: str, timeout_ms: int | None) -> Self:
+    def of(cls, request: Request, body: GenerationFields, api: str, timeout_ms: int | None) -> Self:
         """An id in the body is what the client wants its request to be called; one in a header is not."""
         if body.request_id is not None:
             request.state.request_id = body.request_id
         return cls(
             request.state.request_id,
-            door,
+            api,
             request.state.caller,
             trace_of(request.headers),
             None if timeout_ms is None else asyncio.get_running_loop().time() + timeout_ms / 1000,
@@ -140,7 +140,7 @@ class OpenAIRoutes:
                     mode=body.mode,
                     timeout_s=call.time_left_s,
                     caller=call.caller,
-                    door=call.door,
+                    api=call.api,
                     trace=call.trace,
                 )
             except InvalidRequest as error:

@@ -1,18 +1,28 @@
-"""Both ends of a child process's control plane over real pipes: what is asked, what is answered, and by whom."""
+"""Both ends of a worker's control channel over real pipes, with the calls that a worker answers."""
 
 import asyncio
+import binascii
 import contextlib
-import json
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+import msgpack
 import pytest
 
 from baton.errors import ClusterError, FleetError
 from baton.kv import TransferRole, WorkerRef
+from baton.messages.control import (
+    FLEET_PLANE_VERSION,
+    ControlRequest,
+    Drain,
+    Drained,
+    SetRole,
+    WaitStatus,
+)
+from baton.messages.control_codec import FailureFrame, Reply, read_reply, write_call
 from baton.worker import (
     KVBlockCounts,
     KVPeerCounts,
@@ -22,7 +32,8 @@ from baton.worker import (
     WorkerState,
     WorkerStatus,
 )
-from worker.control_channel import MAX_LINE_BYTES, MAX_QUESTIONS, ControlChannel, ControlServer
+from worker.control_calls import WorkerControl
+from worker.control_channel import CODEC, MAX_CALLS, MAX_LINE_BYTES, StdioControlClient, StdioControlServer
 
 STATUS = WorkerStatus(
     WorkerRef("w0", "life", ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 16),
@@ -54,38 +65,45 @@ class FakeWorker:
         if role is WorkerRole.PREFILL:
             raise FleetError("worker w0: 3 blocks are leased")
 
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        self.end = callback
+
     def status(self) -> WorkerStatus:
         if self.asked and self.asked[-1] == ("set_role", WorkerRole.DECODE, 99.0):
             raise ZeroDivisionError("a defect")
         return STATUS
 
 
+def server_of(worker: FakeWorker, write_line: Callable[[str], None]) -> StdioControlServer:
+    return StdioControlServer(WorkerControl(cast("Any", worker)).call, write_line)
+
+
 class Pipes:
-    """A worker behind two pipes, and the channel to it."""
+    """A worker behind two pipes, and a client of it."""
 
     def __init__(self) -> None:
         self.worker = FakeWorker()
         questions, answers = os.pipe(), os.pipe()
         self._to_parent = os.fdopen(answers[1], "w")
-        server = ControlServer(self.worker, self._write)
+        server = server_of(self.worker, self._write)
         self._thread = threading.Thread(target=self._serve, args=(server, questions[0]), daemon=True)
         self._thread.start()
-        self.channel = ControlChannel("w0", os.fdopen(questions[1], "w"), os.fdopen(answers[0]))
+        self.client = StdioControlClient("w0", os.fdopen(questions[1], "w"), os.fdopen(answers[0]))
 
     def _write(self, line: str) -> None:
         with contextlib.suppress(ValueError):  # it is closed: the process has ended
             print(line, file=self._to_parent, flush=True)
 
-    def _serve(self, server: ControlServer, questions: int) -> None:
+    def _serve(self, server: StdioControlServer, questions: int) -> None:
         while data := os.read(questions, 7):  # lines come in pieces
-            server.take(data)
+            server.receive(data)
         self._to_parent.close()
         os.close(questions)
 
     def end(self) -> None:
-        self.channel.close()
+        self.client.close()
         self._thread.join(10)
-        self.channel._reader.join(10)
+        self.client._reader.join(10)
 
 
 @pytest.fixture
@@ -97,17 +115,28 @@ def pipes() -> Iterator[Pipes]:
 
 
 def test_a_status_comes_as_it_was_said(pipes: Pipes) -> None:
-    assert asyncio.run(pipes.channel.status()) == STATUS
+    assert asyncio.run(pipes.client.call(WaitStatus(0.0))) == STATUS
 
 
-def test_a_long_question_keeps_nobody_waiting(pipes: Pipes) -> None:
+def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
     async def scenario() -> None:
-        drains = [asyncio.create_task(pipes.channel.drain(seconds)) for seconds in (5.0, 0.5)]
-        await pipes.channel.set_role(WorkerRole.DECODE, 2.0)
-        assert await pipes.channel.status() == STATUS
+        waiting = asyncio.create_task(pipes.client.call(WaitStatus(1000.0)))
+        assert await pipes.client.call(WaitStatus(0.0)) == STATUS
+        assert not waiting.done()
+        pipes.worker.end()
+        assert await asyncio.wait_for(waiting, 10) == STATUS
+
+    asyncio.run(scenario())
+
+
+def test_a_long_call_keeps_nobody_waiting(pipes: Pipes) -> None:
+    async def scenario() -> None:
+        drains = [asyncio.create_task(pipes.client.call(Drain(seconds))) for seconds in (5.0, 0.5)]
+        await pipes.client.call(SetRole(WorkerRole.DECODE, 2.0))
+        assert await pipes.client.call(WaitStatus(0.0)) == STATUS
         assert not any(drain.done() for drain in drains)
         pipes.worker.may_drain.set()
-        assert await asyncio.gather(*drains) == [True, False]
+        assert await asyncio.gather(*drains) == [Drained(is_clean=True), Drained(is_clean=False)]
 
     asyncio.run(scenario())
     assert sorted(pipes.worker.asked, key=str) == [
@@ -119,19 +148,19 @@ def test_a_long_question_keeps_nobody_waiting(pipes: Pipes) -> None:
 
 def test_what_the_worker_raises_is_raised_here(pipes: Pipes) -> None:
     with pytest.raises(FleetError, match="worker w0: 3 blocks are leased"):
-        asyncio.run(pipes.channel.set_role(WorkerRole.PREFILL, 2.0))
-    asyncio.run(pipes.channel.set_role(WorkerRole.DECODE, 99.0))
+        asyncio.run(pipes.client.call(SetRole(WorkerRole.PREFILL, 2.0)))
+    asyncio.run(pipes.client.call(SetRole(WorkerRole.DECODE, 99.0)))
     with pytest.raises(ClusterError, match="a defect"):
-        asyncio.run(pipes.channel.status())
+        asyncio.run(pipes.client.call(WaitStatus(0.0)))
 
 
 def test_the_end_of_a_worker_ends_every_call(pipes: Pipes) -> None:
     async def scenario() -> None:
-        drain = asyncio.create_task(pipes.channel.drain(5.0))
+        drain = asyncio.create_task(pipes.client.call(Drain(5.0)))
         while not pipes.worker.asked:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(pipes.end)
-        for call in (drain, pipes.channel.status()):
+        for call in (drain, pipes.client.call(WaitStatus(0.0))):
             with pytest.raises(ClusterError, match="its process has ended"):
                 await asyncio.wait_for(call, 10)
 
@@ -141,51 +170,68 @@ def test_the_end_of_a_worker_ends_every_call(pipes: Pipes) -> None:
 def test_who_waits_no_longer_does_no_harm(pipes: Pipes) -> None:
     async def scenario() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(pipes.channel.drain(5.0), 0.05)
+            await asyncio.wait_for(pipes.client.call(Drain(5.0)), 0.05)
         pipes.worker.may_drain.set()
-        assert await pipes.channel.status() == STATUS
+        assert await pipes.client.call(WaitStatus(0.0)) == STATUS
 
     asyncio.run(scenario())
 
 
-def answers_to(data: bytes, count: int = 1, worker: FakeWorker | None = None) -> list[dict[str, Any]]:
+def line(number: int, request: ControlRequest[Any]) -> bytes:
+    return binascii.b2a_base64(write_call(CODEC.frame(number, 0.0, request)))
+
+
+def raw(*message: Any) -> bytes:
+    """A call, well or not, with this message in it."""
+    frame = msgpack.packb(["Call", FLEET_PLANE_VERSION, 7, 0.0, msgpack.packb(list(message))])
+    return binascii.b2a_base64(frame, newline=False)
+
+
+def replies_to(data: bytes, count: int = 1, worker: FakeWorker | None = None) -> list[Reply]:
     lines: queue.Queue[str] = queue.Queue()
     put: Callable[[str], None] = lines.put
-    ControlServer(worker or FakeWorker(), put).take(data)
-    return [json.loads(lines.get(timeout=10)) for _ in range(count)]
+    server_of(worker or FakeWorker(), put).receive(data)
+    return [read_reply(binascii.a2b_base64(lines.get(timeout=10))) for _ in range(count)]
+
+
+def failure_in(reply: Reply) -> tuple[int, str, str]:
+    assert isinstance(reply, FailureFrame)
+    return reply.number, reply.failure.kind, reply.failure.reason
 
 
 @pytest.mark.parametrize(
-    ("line", "number", "complaint"),
+    ("line_", "number", "complaint"),
     [
-        (b"what?", None, "Invalid JSON"),
-        (b"[]", None, "not a question"),
-        (b'{"do":"dance","id":7}', 7, "'dance'"),
-        (b'{"do":"drain","id":7}', 7, "drain.timeout_s: Field required"),
-        (b'{"do":"drain","id":7,"timeout_s":-1}', 7, "greater than or equal to 0"),
-        (b'{"do":"drain","id":7,"timeout_s":"1"}', 7, "valid number"),
-        (b'{"do":"set_role","id":7,"timeout_s":1,"role":"juggler"}', 7, "'prefill' or 'decode'"),
-        (b'{"do":"status","id":7,"why":"so"}', 7, "status.why"),
-        (b'{"do":"status","id":"7"}', None, "status.id"),
+        (b"what?", 0, "not a call: not base64"),
+        (b'{"do":"drain","id":7}', 0, "not base64"),
+        (binascii.b2a_base64(b"\xc1", newline=False), 0, "not msgpack"),
+        (raw("Dance"), 7, "unknown kind of message 'Dance'"),
+        (raw("Drain"), 7, "Drain: expected 1 fields"),
+        (raw("Drain", -1.0), 7, "a time of zero or more"),
+        (raw("Drain", "1"), 7, "Drain.timeout_s: expected float, got '1'"),
+        (raw("SetRole", "juggler", 1.0), 7, "expected one of ['prefill', 'decode']"),
+        (raw("WaitStatus", 0.0, "so"), 7, "WaitStatus: expected 1 fields"),
+        (binascii.b2a_base64(msgpack.packb(["Call", 1, 7, 1.0, b""]), newline=False), 0, "version 1 of"),
     ],
 )
-def test_what_is_no_question_is_answered_too_and_the_next_one_is_served(
-    line: bytes, number: int | None, complaint: str
+def test_what_is_no_call_is_answered_too_and_the_next_one_is_served(
+    line_: bytes, number: int, complaint: str
 ) -> None:
-    refusal, answer = answers_to(line + b'\n\n{"do":"status","id":8}\n', 2)
-    assert (refusal["answer"], refusal["id"], refusal["kind"]) == ("failed", number, "WireError")
-    assert complaint in refusal["message"]
-    assert (answer["answer"], answer["id"]) == ("status", 8)
+    first, second = replies_to(line_ + b"\n\n" + line(8, WaitStatus(0.0)), 2)
+    if second.number != 8:  # each call has a thread of its own
+        first, second = second, first
+    assert failure_in(first)[:2] == (number, "WireError")
+    assert complaint in failure_in(first)[2]
+    assert CODEC.value_in(second, WaitStatus(0.0)) == STATUS
 
 
 def test_a_line_without_end_is_not_kept() -> None:
-    (refusal,) = answers_to(b"x" * (MAX_LINE_BYTES + 1))
-    assert refusal["message"] == f"a line of more than {MAX_LINE_BYTES} bytes"
+    (refusal,) = replies_to(b"x" * (MAX_LINE_BYTES + 1))
+    assert failure_in(refusal)[2] == f"a line of more than {MAX_LINE_BYTES} bytes"
 
 
-def test_too_many_questions_at_a_time_are_refused() -> None:
+def test_too_many_calls_at_a_time_are_refused() -> None:
     worker = FakeWorker()
-    drain = b'{"do":"drain","id":1,"timeout_s":1}\n'
-    (refusal,) = answers_to(drain * (MAX_QUESTIONS + 1), worker=worker)
-    assert refusal["message"] == f"{MAX_QUESTIONS} questions wait for an answer already"
+    (refusal,) = replies_to(b"".join(line(n, Drain(1.0)) for n in range(MAX_CALLS + 1)), worker=worker)
+    assert failure_in(refusal) == (MAX_CALLS, "FleetError", f"{MAX_CALLS} calls are under way already")
     worker.may_drain.set()

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from baton.errors import ClusterError, FleetError
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
+from baton.messages.control import WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
-from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.unit.cluster.controller.test_controller import in_loop, state_becomes
 
 DECODE = WorkerRole.DECODE
@@ -37,12 +38,14 @@ async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_
             async with fleet(config, launcher, store) as second:
                 assert {
                     endpoint.ref.name
-                    for endpoint in (await second.controller.next_view("", 0, 0.0)).endpoints
+                    for endpoint in (
+                        await second.controller.wait_view(WaitView("", 0, 0.0, is_owner=True))
+                    ).endpoints
                 }
                 assert (await second.states())["w1"] == "draining"
                 launcher.latest("w1").may_drain.set()
                 assert set(await second.all_serve(2)) == {"w0", "w2"}
-                assert [life.name for life in launcher.alive] == ["w0", "w2"]
+                assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w2"]
 
 
 @in_loop
@@ -87,13 +90,13 @@ async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -
         launcher.has_spare_room = True
         loads = asyncio.Event()
 
-        def slow(life: FakeLife) -> None:
-            life.may_start = loads
+        def slow(incarnation: FakeIncarnation) -> None:
+            incarnation.may_start = loads
 
         launcher.prepare = slow
         rolling = asyncio.ensure_future(anext(tested.controller.rollout()))
         async with asyncio.timeout(2.0):
-            while len(launcher.lives) < 2:
+            while len(launcher.incarnations) < 2:
                 await asyncio.sleep(0.005)
         await tested.controller.shutdown(may_drain=False)
         loads.set()
@@ -108,9 +111,9 @@ async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
     async with fleet(fleet_config(), launcher) as tested:
         await tested.all_serve(3)
 
-        def odd(life: FakeLife) -> None:
-            if life.number == 2:
-                life.kill()
+        def odd(incarnation: FakeIncarnation) -> None:
+            if incarnation.number == 2:
+                incarnation.kill()
                 raise ValueError("this name is taken")
 
         launcher.prepare = odd
@@ -118,8 +121,8 @@ async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
         await tested.all_serve(2)
         known = await tested.all_serve(3)
         assert known["w1"].pid == launcher.latest("w1").pid
-        slot = (await tested.controller.describe()).slots[1]
-        assert (slot.num_starts, slot.last_failure) == (3, "ValueError: this name is taken")
+        replica = (await tested.controller.describe()).replicas[1]
+        assert (replica.num_starts, replica.last_failure) == (3, "ValueError: this name is taken")
 
 
 @in_loop
@@ -128,10 +131,10 @@ async def test_a_failure_is_shown_until_a_life_ends_as_asked() -> None:
         before = await tested.all_serve(3)
         tested.launcher.latest("w0").kill("out of memory")
         await tested.until(lambda known: "w0" in known and known["w0"] != before["w0"])
-        assert (await tested.controller.describe()).slots[0].last_failure == "out of memory"
+        assert (await tested.controller.describe()).replicas[0].last_failure == "out of memory"
         await anext(tested.controller.rollout(("w0",)))
-        slot = (await tested.controller.describe()).slots[0]
-        assert (slot.num_starts, slot.last_failure, slot.state) == (3, "", SlotState.SERVING)
+        replica = (await tested.controller.describe()).replicas[0]
+        assert (replica.num_starts, replica.last_failure, replica.state) == (3, "", ReplicaState.SERVING)
 
 
 @pytest.mark.parametrize("name", ["1", "w01", "w٣", "w-1", "", "w3"])
@@ -149,19 +152,19 @@ async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
     async with fleet(fleet_config()) as tested:
         asking = asyncio.ensure_future(tested.controller.is_owned(1.0))
         await asyncio.sleep(0.01)
-        await tested.controller.next_start(-1, 0.01)
+        await tested.controller.wait_start(WaitStart(-1, 0.01))
         assert await asking
 
 
 @in_loop
 async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:
     launcher = FakeLauncher()
-    launcher.prepare = lambda life: setattr(
-        life, "start_error", ClusterError("no driver") if life.name == "w2" else None
+    launcher.prepare = lambda incarnation: setattr(
+        incarnation, "start_error", ClusterError("no driver") if incarnation.name == "w2" else None
     )
     async with fleet(fleet_config(), launcher) as tested:
         await tested.all_serve(2)
         await state_becomes(tested, "w2", "crash_loop")
         await tested.controller.drain("w2")
         assert set(await tested.states()) == {"w0", "w1"}
-        assert [life.name for life in launcher.alive] == ["w0", "w1"]
+        assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w1"]

@@ -8,7 +8,7 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.errors import FleetError
-from baton.fleet import GatewayReport, SlotDescription, SlotState
+from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.observation import merge
@@ -26,9 +26,9 @@ class FakeFleet:
         self.refuses = refuses
         self.orders: list[tuple[Any, ...]] = []
 
-    def slots(self) -> Sequence[SlotDescription]:
+    def replicas(self) -> Sequence[ReplicaDescription]:
         return [
-            SlotDescription(name=name, role=role, state=SlotState.SERVING)
+            ReplicaDescription(name=name, role=role, state=ReplicaState.SERVING)
             for name, role in self.roles.items()
         ]
 
@@ -78,7 +78,7 @@ def test_it_does_what_it_says_and_a_dry_run_only_says_it(
     mode: str, orders: list[tuple[Any, ...]], told: str
 ) -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(mode=mode), fleet, clock)
+    autoscaler = Autoscaler(autoscaling_config(mode=mode), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 3, **SLOW)
     assert fleet.orders == orders
     assert autoscaler.decisions[-1].startswith(f"{told}inter-token latency p99 is 83 ms")
@@ -86,7 +86,7 @@ def test_it_does_what_it_says_and_a_dry_run_only_says_it(
 
 def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
-    autoscaler = Autoscaler(autoscaling_config(prefill=2), fleet, clock)
+    autoscaler = Autoscaler(autoscaling_config(prefill=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
     assert fleet.orders == [("set_role", "w0", D)]
     assert "that came to nothing: w0 still holds leased blocks" in autoscaler.decisions
@@ -94,7 +94,7 @@ def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
 
 def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(), fleet, clock)
+    autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 20)
     (only,) = autoscaler.decisions
     assert only.startswith("nothing is done: 1 prefill and 1 decode will do")
@@ -102,7 +102,9 @@ def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
 
 def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(grow_after_s=15.0), fleet, clock)
+    autoscaler = Autoscaler(
+        autoscaling_config(grow_after_s=15.0), clock, fleet.replicas, fleet.scale, fleet.set_role
+    )
     look_often(autoscaler, fleet, clock, 1, **SLOW)
     clock.advance(600.0)
     decision = asyncio.run(autoscaler.look())
@@ -113,7 +115,7 @@ def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shor
 
 def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(), fleet, clock)
+    autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
     for _ in range(200):
         look_often(autoscaler, fleet, clock, 1)
         look_often(autoscaler, fleet, clock, 1, **SLOW)
@@ -122,7 +124,7 @@ def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
 
 def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D, D)
-    autoscaler = Autoscaler(autoscaling_config(decode=2), fleet, clock)
+    autoscaler = Autoscaler(autoscaling_config(decode=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 1)
 
     async def silence() -> list[Reason | None]:
@@ -138,7 +140,9 @@ def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
 
 def test_the_loop_looks_at_its_interval() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(interval_s=0.01), fleet, clock)
+    autoscaler = Autoscaler(
+        autoscaling_config(interval_s=0.01), clock, fleet.replicas, fleet.scale, fleet.set_role
+    )
 
     async def until_told() -> None:
         loop = asyncio.create_task(autoscaler.run())
@@ -154,10 +158,10 @@ def test_the_loop_looks_at_its_interval() -> None:
 
 def test_several_gateways_make_one_fleet() -> None:
     """The worst counts: each gateway has clients of its own."""
-    slots = FakeFleet(P, D).slots()
+    replicas = FakeFleet(P, D).replicas()
     first = gateway_report("g0", ttft_s=(0.1, 3.0), oldest_queued_s=1.0, workers=(worker_status("w0", P),))
     second = gateway_report("g1", itl_s=(0.1, 0.4), workers=(worker_status("w1", D, running=3),))
-    seen = merge(slots, [first, second])
+    seen = merge(replicas, [first, second])
     assert (seen.ttft_p99_s, seen.itl_p99_s, seen.oldest_queued_s) == (3.0, 0.4, 1.0)
     assert [worker.num_requests for worker in seen.workers] == [0, 3]
 

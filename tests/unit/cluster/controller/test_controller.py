@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from baton.errors import ClusterError, ConfigError, FleetError
+from baton.messages.control import CallFailure, WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
-from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
@@ -47,7 +48,7 @@ async def test_all_workers_start_at_once() -> None:
 
 
 @in_loop
-async def test_a_dead_worker_is_replaced_by_another_life() -> None:
+async def test_a_dead_worker_is_replaced_by_another_incarnation() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         tested.launcher.latest("w1").kill("out of memory")
@@ -55,8 +56,12 @@ async def test_a_dead_worker_is_replaced_by_another_life() -> None:
         after = await tested.until(lambda known: "w1" in known and known["w1"].ref.incarnation != incarnation)
         assert after["w0"] == before["w0"]
         assert (incarnation, "out of memory") in tested.view.deaths
-        slot = (await tested.controller.describe()).slots[1]
-        assert (slot.num_starts, slot.last_failure, slot.state.value) == (2, "out of memory", "serving")
+        replica = (await tested.controller.describe()).replicas[1]
+        assert (replica.num_starts, replica.last_failure, replica.state.value) == (
+            2,
+            "out of memory",
+            "serving",
+        )
 
 
 @in_loop
@@ -72,15 +77,15 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
 
 @in_loop
 async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve() -> None:
-    def broken(life: FakeLife) -> None:
-        if life.name == "w1":
-            life.start_error = ClusterError("no")
+    def broken(incarnation: FakeIncarnation) -> None:
+        if incarnation.name == "w1":
+            incarnation.start_error = ClusterError("no")
 
     launcher = FakeLauncher(broken)
     async with fleet(fleet_config(), launcher) as tested:
         await state_becomes(tested, "w1", "crash_loop")
         assert set(await tested.all_serve(2)) == {"w0", "w2"}
-        report = await tested.controller.next_start(-1, 1.0)
+        report = await tested.controller.wait_start(WaitStart(-1, 1.0))
         assert (report.failure, dict(report.unready), report.lacking) == (None, {"w1": "no"}, ())
         launcher.prepare = lambda _: None
         await tested.all_serve(3)
@@ -88,27 +93,27 @@ async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve
 
 @in_loop
 async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
-    def broken(life: FakeLife) -> None:
-        if life.name == "w0":
-            life.start_error = ClusterError("no")
+    def broken(incarnation: FakeIncarnation) -> None:
+        if incarnation.name == "w0":
+            incarnation.start_error = ClusterError("no")
 
     async with fleet(fleet_config(prefill=1), FakeLauncher(broken)) as tested:
-        assert (await tested.controller.next_start(-1, 1.0)).lacking != ()
+        assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).lacking != ()
         assert "w0" not in await tested.all_serve(2)
-        assert (await tested.controller.next_start(-1, 1.0)).lacking == (WorkerRole.PREFILL,)
+        assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).lacking == (WorkerRole.PREFILL,)
 
 
 @in_loop
 async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() -> None:
-    def broken(life: FakeLife) -> None:
-        life.start_error = ConfigError("no such thing") if life.name == "w2" else None
+    def broken(incarnation: FakeIncarnation) -> None:
+        incarnation.start_error = ConfigError("no such thing") if incarnation.name == "w2" else None
 
     async with fleet(fleet_config(), FakeLauncher(broken)) as tested:
         version, failure = -1, None
         while failure is None:
-            report = await tested.controller.next_start(version, 1.0)
+            report = await tested.controller.wait_start(WaitStart(version, 1.0))
             version, failure = report.version, report.failure
-        assert str(failure) == "no such thing"
+        assert failure == CallFailure("ConfigError", "no such thing")
 
 
 @in_loop
@@ -116,9 +121,9 @@ async def test_who_knows_the_present_view_waits_for_the_next() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         view = tested.view
-        same = await tested.controller.next_view(view.controller_incarnation, view.version, 0.01)
+        same = await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.01))
         assert same == view
-        other = await tested.controller.next_view("somebody else", view.version, 60.0)  # at once
+        other = await tested.controller.wait_view(WaitView("somebody else", view.version, 60.0))  # at once
         assert other == view
 
 
@@ -126,14 +131,14 @@ async def test_who_knows_the_present_view_waits_for_the_next() -> None:
 async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good() -> None:
     async with fleet(fleet_config(drain_timeout_s=0.5)) as tested:
         await tested.all_serve(3)
-        life = tested.launcher.latest("w1")
-        life.may_drain.clear()
+        incarnation = tested.launcher.latest("w1")
+        incarnation.may_drain.clear()
         draining = asyncio.create_task(tested.controller.drain("w1"))
         await state_becomes(tested, "w1", "draining")
         assert len(await tested.all_serve(3)) == 3  # gateways still talk to it
-        life.may_drain.set()
+        incarnation.may_drain.set()
         await draining
-        assert life.orders == ["drain 0.5", "stop 5"]
+        assert incarnation.orders == ["drain 0.5", "stop 5"]
         assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
         await tested.controller.drain("w1")  # as one who did not hear the answer would
         with pytest.raises(FleetError, match="there is no worker 'w9'; there are: w0, w2"):
@@ -147,11 +152,11 @@ async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good()
 async def test_a_worker_that_dies_while_it_drains_is_gone_all_the_same() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
-        life = tested.launcher.latest("w1")
-        life.may_drain.clear()
+        incarnation = tested.launcher.latest("w1")
+        incarnation.may_drain.clear()
         draining = asyncio.create_task(tested.controller.drain("w1"))
         await state_becomes(tested, "w1", "draining")
-        life.kill()
+        incarnation.kill()
         await draining
         assert set(await tested.states()) == {"w0", "w2"}
 
@@ -189,7 +194,11 @@ async def test_a_role_that_cannot_change_stays() -> None:
         tested.launcher.latest("w1").role_error = FleetError("3 leases are held")
         with pytest.raises(FleetError, match="w1 remains a decode worker: 3 leases are held"):
             await tested.controller.set_role("w1", PREFILL)
-        assert [slot.role for slot in (await tested.controller.describe()).slots] == [PREFILL, DECODE, DECODE]
+        assert [replica.role for replica in (await tested.controller.describe()).replicas] == [
+            PREFILL,
+            DECODE,
+            DECODE,
+        ]
         assert b'"name": "w1", "role": "decode"' in (tested.store.load() or b"")
 
 
@@ -229,9 +238,9 @@ async def test_a_rollout_renews_one_after_the_other() -> None:
         renewed = {step.worker: step.incarnation for step in steps}
         after = await tested.until(lambda known: renewed == {n: e.ref.incarnation for n, e in known.items()})
         assert all(before[name].pid != after[name].pid for name in before)
-        for life in tested.launcher.lives[:3]:
-            assert life.orders[:2] == ["drain 0", "stop 5"]
-        assert len(tested.launcher.lives) == 6
+        for incarnation in tested.launcher.incarnations[:3]:
+            assert incarnation.orders[:2] == ["drain 0", "stop 5"]
+        assert len(tested.launcher.incarnations) == 6
 
 
 @in_loop
@@ -247,7 +256,7 @@ async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leav
         assert launcher.alive == [old, launcher.latest("w0")]
         old.may_drain.set()
         assert (await rolling).incarnation == launcher.latest("w0").endpoint.ref.incarnation
-        assert len(launcher.lives) == 2
+        assert len(launcher.incarnations) == 2
 
 
 @in_loop
@@ -256,8 +265,10 @@ async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
     async with fleet(fleet_config(restart_delay_s=5.0, restart_delay_max_s=5.0), launcher) as tested:
         await tested.all_serve(3)
 
-        def broken(life: FakeLife) -> None:
-            life.start_error = ClusterError("the driver is too old") if life.name == "w1" else None
+        def broken(incarnation: FakeIncarnation) -> None:
+            incarnation.start_error = (
+                ClusterError("the driver is too old") if incarnation.name == "w1" else None
+            )
 
         launcher.prepare = broken
         rolling = tested.controller.rollout()
@@ -273,11 +284,15 @@ async def test_a_new_life_that_fails_beside_the_old_one_costs_nothing() -> None:
     async with fleet(fleet_config(), launcher) as tested:
         before = await tested.all_serve(3)
         launcher.has_spare_room = True
-        launcher.prepare = lambda life: setattr(life, "start_error", ClusterError("bad weights"))
-        with pytest.raises(FleetError, match="after 0 of 3 workers: no new life of worker w0: bad weights"):
+        launcher.prepare = lambda incarnation: setattr(
+            incarnation, "start_error", ClusterError("bad weights")
+        )
+        with pytest.raises(
+            FleetError, match="after 0 of 3 workers: no new incarnation of worker w0: bad weights"
+        ):
             await anext(tested.controller.rollout())
         assert await tested.all_serve(3) == before
-        assert [life.name for life in launcher.alive] == ["w0", "w1", "w2"]
+        assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w1", "w2"]
 
 
 @in_loop
@@ -316,7 +331,7 @@ async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None
         store.save(content)
         launcher.latest("w3").kill()
         async with fleet(config, launcher, store) as second:
-            view = await second.controller.next_view(before["w0"].ref.incarnation, 0, 1.0)
+            view = await second.controller.wait_view(WaitView(before["w0"].ref.incarnation, 0, 1.0))
             known = {endpoint.ref.name: endpoint for endpoint in view.endpoints}
             assert {name: known[name] for name in ("w0", "w1", "w2")} == {
                 name: before[name] for name in ("w0", "w1", "w2")
@@ -324,7 +339,7 @@ async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None
             after = await second.all_serve(4)
             assert after["w1"].role is PREFILL
             assert launcher.latest("w3").number == 2
-            assert len(launcher.lives) == 5
+            assert len(launcher.incarnations) == 5
 
 
 @in_loop
@@ -333,7 +348,7 @@ async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
         await tested.all_serve(3)
         view = tested.view
         orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
-        await tested.controller.next_view(view.controller_incarnation, view.version, 0.4)
+        await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.4))
         assert not orphaned.done()
         assert not await tested.controller.is_owned(0.01)
         await orphaned
@@ -348,12 +363,12 @@ async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_i
         known = view.controller_incarnation, view.version
         asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
         await asyncio.sleep(0)
-        await tested.controller.next_view(*known, 0.4, by_owner=False)
+        await tested.controller.wait_view(WaitView(*known, 0.4))
         assert not orphaned.done()
         assert not await asking
         asking = asyncio.ensure_future(tested.controller.is_owned(0.3))
         await asyncio.sleep(0)
-        await tested.controller.next_view(*known, 0.01)
+        await tested.controller.wait_view(WaitView(*known, 0.01, is_owner=True))
         assert await asking
         await orphaned
 
@@ -363,9 +378,9 @@ async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
     """Large models take minutes to load, and no gateway follows before they have."""
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
-        report = await tested.controller.next_start(-1, 1.0)
+        report = await tested.controller.wait_start(WaitStart(-1, 1.0))
         orphaned = asyncio.create_task(tested.controller.orphaned(0.2))
-        await tested.controller.next_start(report.version, 0.4)
+        await tested.controller.wait_start(WaitStart(report.version, 0.4))
         assert not orphaned.done()
         await orphaned
 
@@ -375,5 +390,7 @@ async def test_shutdown_drains_all_and_leaves_nothing() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         await tested.controller.shutdown(may_drain=True)
-        assert all(life.orders[:2] == ["drain 0", "stop 5"] for life in tested.launcher.lives)
+        assert all(
+            incarnation.orders[:2] == ["drain 0", "stop 5"] for incarnation in tested.launcher.incarnations
+        )
         assert tested.store.load() is None

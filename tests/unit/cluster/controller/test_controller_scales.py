@@ -40,13 +40,15 @@ async def reporting_until(
             described = await tested.controller.describe()
             if condition(described):
                 return described
-            statuses = tuple(worker_status(slot.name, slot.role, running=running) for slot in described.slots)
+            statuses = tuple(
+                worker_status(replica.name, replica.role, running=running) for replica in described.replicas
+            )
             await tested.controller.report(gateway_report(workers=statuses, **report))
             await asyncio.sleep(0.01)
 
 
 def num_serving(described: FleetDescription, role: WorkerRole) -> int:
-    return sum(slot.role is role and slot.state.value == "serving" for slot in described.slots)
+    return sum(replica.role is role and replica.state.value == "serving" for replica in described.replicas)
 
 
 def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
@@ -56,9 +58,9 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
             grown = await reporting_until(
                 tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 10, **SLOW
             )
-            assert [slot.name for slot in grown.slots] == ["w0", "w1", "w2"]
+            assert [replica.name for replica in grown.replicas] == ["w0", "w1", "w2"]
             assert any(s.startswith("decode +1 (1 -> 2): inter-token latency p99") for s in grown.decisions)
-            shrunk = await reporting_until(tested, lambda it: len(it.slots) == 2, 0)
+            shrunk = await reporting_until(tested, lambda it: len(it.replicas) == 2, 0)
             assert any(s.startswith("decode -1 (2 -> 1): all its targets were met") for s in shrunk.decisions)
             assert len(tested.launcher.alive) == 2
 
@@ -72,8 +74,8 @@ def test_a_spare_worker_changes_its_role() -> None:
             changed = await reporting_until(
                 tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 0, **SLOW
             )
-            assert [slot.role.value for slot in changed.slots].count("prefill") == 1
-            assert len(tested.launcher.lives) == 3  # nobody was started for it
+            assert [replica.role.value for replica in changed.replicas].count("prefill") == 1
+            assert len(tested.launcher.incarnations) == 3  # nobody was started for it
 
     asyncio.run(change())
 
@@ -86,6 +88,6 @@ def test_a_fleet_that_is_not_scaled_heeds_no_report() -> None:
                 await tested.controller.report(gateway_report(**SLOW))
                 await asyncio.sleep(0.005)
             described = await tested.controller.describe()
-            assert (len(described.slots), described.decisions) == (2, ())
+            assert (len(described.replicas), described.decisions) == (2, ())
 
     asyncio.run(stay())

@@ -1,4 +1,4 @@
-"""Which workers there are to be, and that a controller's next life reads what the last one wrote."""
+"""Which workers there are to be, and that a controller's next incarnation reads what the last one wrote."""
 
 from baton.config import BatonConfig
 from baton.worker import WorkerRole
@@ -7,7 +7,7 @@ from cluster.controller.desired import DesiredFleet, differences
 
 def test_it_begins_as_configured_and_names_say_no_role() -> None:
     desired = DesiredFleet.of(BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 2}}))
-    assert [(slot.name, slot.role) for slot in desired.slots.values()] == [
+    assert [(replica.name, replica.role) for replica in desired.replicas.values()] == [
         ("w0", WorkerRole.PREFILL),
         ("w1", WorkerRole.DECODE),
         ("w2", WorkerRole.DECODE),
@@ -16,7 +16,7 @@ def test_it_begins_as_configured_and_names_say_no_role() -> None:
 
 def test_a_name_is_never_used_twice() -> None:
     desired = DesiredFleet.of(BatonConfig())
-    del desired.slots["w1"]
+    del desired.replicas["w1"]
     assert desired.add(WorkerRole.DECODE).name == "w2"
     assert [desired.was_there(name) for name in ("w0", "w1", "w2", "w3", "prefill-0")] == [
         False,
@@ -30,9 +30,9 @@ def test_a_name_is_never_used_twice() -> None:
 def test_what_is_written_is_what_is_read() -> None:
     desired = DesiredFleet.of(BatonConfig())
     desired.add(WorkerRole.PREFILL).num_starts = 7
-    desired.slots["w1"].is_leaving = True
+    desired.replicas["w1"].is_draining = True
     assert DesiredFleet.from_json(desired.to_json()) == desired
-    assert [slot.name for slot in desired.with_role(WorkerRole.DECODE)] == []
+    assert [replica.name for replica in desired.with_role(WorkerRole.DECODE)] == []
 
 
 def test_two_configurations_of_one_fleet_may_differ_in_their_gateways() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import FleetError
 from cluster.controller.desired import Memory
-from tests.factories.fleet import FakeLauncher, FakeLife, FleetUnderTest, fleet, fleet_config
+from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -37,16 +37,18 @@ async def test_workers_give_away_what_they_have_and_begin_anew_elsewhere(node: s
     launcher = two_nodes()
     async with fleet(fleet_config(drain_timeout_s=0.5), launcher) as tested:
         await all_serve_on(tested, "n1")
-        former = list(launcher.lives)
+        former = list(launcher.incarnations)
         await tested.controller.drain_node(node, 10.0)
         # They have ended, the last that decodes among them; whoever comes after them may take its time.
-        assert all(life.death.done() and life.orders[0] == "drain 0.5" for life in former)
+        assert all(
+            incarnation.death.done() and incarnation.orders[0] == "drain 0.5" for incarnation in former
+        )
         await all_serve_on(tested, "n2")
         described = {each.name: each for each in (await tested.controller.describe()).nodes}
-        assert [described[name].is_leaving for name in ("n1", "n2")] == [True, False]
+        assert [described[name].is_draining for name in ("n1", "n2")] == [True, False]
         # Whoever asks again is told so at once, and harms nobody.
         await tested.controller.drain_node(node, 10.0)
-        assert len(launcher.lives) == 6
+        assert len(launcher.incarnations) == 6
         assert len(launcher.alive) == 3
         tested.launcher.latest("w0").kill()
         await tested.until(lambda known: len(known) == 3 and launcher.latest("w0").number == 3)
@@ -70,9 +72,9 @@ async def test_their_successors_are_not_waited_for() -> None:
 async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
     may_start = asyncio.Event()
 
-    def hold(life: FakeLife) -> None:
-        if life.name == "w2" and life.number == 1:
-            life.may_start = may_start
+    def hold(incarnation: FakeIncarnation) -> None:
+        if incarnation.name == "w2" and incarnation.number == 1:
+            incarnation.may_start = may_start
 
     launcher = two_nodes(prepare=hold)
     async with fleet(fleet_config(), launcher) as tested:
@@ -93,7 +95,7 @@ async def test_who_waits_for_too_long_hears_who_is_left_and_they_go_all_the_same
         launcher.latest("w1").may_drain.clear()
         with pytest.raises(FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they go on leaving"):
             await tested.controller.drain_node("n1", 0.05)
-        assert [life.name for life in launcher.alive if life.node == "n1"] == ["w1"]
+        assert [incarnation.name for incarnation in launcher.alive if incarnation.node == "n1"] == ["w1"]
         again = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
         await asyncio.sleep(0)
         launcher.latest("w1").may_drain.set()

@@ -1,13 +1,16 @@
 """What the owner of a fleet hears while it starts for the first time."""
 
 import asyncio
+from typing import Any, TypeVar
 
 import pytest
 
 from baton.errors import BatonError, ClusterError, ModelError
+from baton.messages.control import CallFailure, ControlRequest, StartReport, WaitStart
 from baton.worker import StartProgress, WorkerRole
-from cluster.controller.controller import StartReport
 from cluster.controller.first_start import first_start
+
+R = TypeVar("R")
 
 LOADING = (("w0", StartProgress("weights", 1, 2)),)
 
@@ -19,7 +22,14 @@ def report(
     placing: tuple[str, ...] = (),
     failure: BatonError | None = None,
 ) -> StartReport:
-    return StartReport(version, LOADING if unready else (), placing, unready, lacking, failure)
+    return StartReport(
+        version,
+        LOADING if unready else (),
+        placing,
+        unready,
+        lacking,
+        None if failure is None else CallFailure.of(failure),
+    )
 
 
 class Script:
@@ -28,10 +38,15 @@ class Script:
     def __init__(self, *reports: StartReport) -> None:
         self.reports = list(reports)
 
-    async def next_start(self, version: int, timeout_s: float) -> StartReport:
-        assert version < (self.reports[0].version if self.reports else 99)
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        assert isinstance(request, WaitStart)
+        assert request.version < (self.reports[0].version if self.reports else 99)
         if not self.reports:
-            await asyncio.sleep(timeout_s)
+            await asyncio.sleep(request.wait_s)
         return self.reports.pop(0)
 
 

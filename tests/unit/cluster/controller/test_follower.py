@@ -3,15 +3,19 @@
 import asyncio
 import contextlib
 import logging
+from typing import Any, TypeVar
 
 import pytest
 
 from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView
 from baton.kv import WorkerRef
+from baton.messages.control import ControlRequest, WaitView
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller import follower
 from cluster.controller.follower import Follower
+
+R = TypeVar("R")
 
 
 def endpoint(name: str, incarnation: str) -> WorkerEndpoint:
@@ -27,9 +31,14 @@ class Script:
         self.asked: list[tuple[str, int]] = []
         self.is_over = asyncio.Event()
 
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        assert timeout_s > 0
-        self.asked.append((controller_incarnation, version))
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        assert isinstance(request, WaitView)
+        assert request.wait_s > 0
+        self.asked.append((request.controller_incarnation, request.version))
         if not self.answers:
             self.is_over.set()
             await asyncio.Event().wait()
@@ -103,7 +112,7 @@ def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
     with caplog.at_level(logging.WARNING):
         follow(back, away, away, away, back, away)
-    assert caplog.text.count("those that are known stay: away") == 2
+    assert caplog.text.count("keeping the last known worker list: away") == 2
 
 
 def test_a_fleet_that_has_ended_is_not_asked_again() -> None:

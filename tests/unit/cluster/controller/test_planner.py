@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.config import BatonConfig
-from baton.fleet import SlotState
+from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from cluster.controller.observation import Observation
 from cluster.controller.planner import Decision, Planner, Reason, RoleChange, ScaleDecision
@@ -110,7 +110,7 @@ def test_far_off_or_not_the_maximum_holds() -> None:
 
 def test_workers_that_are_coming_are_waited_for() -> None:
     planner = make_planner(autoscaling_config(decode=2))
-    starting = worker("w3", D, SlotState.STARTING)
+    starting = worker("w3", D, ReplicaState.STARTING)
     seen = fleet(1, 2, busy=True, itl_p99_s=0.083)
     seen = replace(seen, workers=(*seen.workers, starting))
     looks = look(planner, seen, 0.0, 300.0)
@@ -130,7 +130,7 @@ def test_after_a_change_it_has_time_to_show() -> None:
 def test_dead_workers_neither_serve_nor_come() -> None:
     planner = make_planner(autoscaling_config(decode=2, max_decode=4))
     seen = fleet(1, 1, busy=True, itl_p99_s=0.083)
-    seen = replace(seen, workers=(*seen.workers, worker("w9", D, SlotState.CRASH_LOOP)))
+    seen = replace(seen, workers=(*seen.workers, worker("w9", D, ReplicaState.CRASH_LOOP)))
     (first, *_) = changes(look(planner, seen, 0.0, 10.0))
     assert first[1] == ScaleDecision(D, 3)
 
@@ -138,7 +138,7 @@ def test_dead_workers_neither_serve_nor_come() -> None:
 def test_a_dead_worker_may_come_back_so_it_counts_against_the_maximum() -> None:
     planner = make_planner(autoscaling_config(decode=2, max_decode=2))
     seen = fleet(1, 1, busy=True, itl_p99_s=0.083)
-    seen = replace(seen, workers=(*seen.workers, worker("w9", D, SlotState.CRASH_LOOP)))
+    seen = replace(seen, workers=(*seen.workers, worker("w9", D, ReplicaState.CRASH_LOOP)))
     looks = look(planner, seen, 0.0, 30.0)
     assert changes(looks) == []
     assert looks[-1][1].sentence.endswith("but 2 is the maximum, of which w9 is not serving")
@@ -214,7 +214,7 @@ def test_without_news_nothing_is_decided() -> None:
 def test_a_slot_that_finds_no_node_is_given_up_when_nobody_misses_it() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     seen = fleet(1, 1)
-    seen = replace(seen, workers=(*seen.workers, worker("w7", D, SlotState.PLACING)))
+    seen = replace(seen, workers=(*seen.workers, worker("w7", D, ReplicaState.PLACING)))
     looks = look(planner, seen, 0.0, 60.0)
     assert changes(looks) == [(60.0, ScaleDecision(D, 1))]
     assert looks[-1][1].sentence.endswith("for 60 s without w7 (placing)")
@@ -257,7 +257,7 @@ def test_a_role_that_can_spare_nobody_gives_nobody(prefill: int, busy: bool, con
 def test_a_worker_takes_the_place_of_one_that_no_node_has_room_for() -> None:
     planner = make_planner(autoscaling_config(prefill=2, decode=2, max_decode=3))
     busy = replace(fleet(2, 2, busy=True, itl_p99_s=0.083))
-    placing = worker("w4", D, SlotState.PLACING)
+    placing = worker("w4", D, ReplicaState.PLACING)
     assert changes(look(planner, busy, 0.0, 10.0)) == [(10.0, ScaleDecision(D, 3))]
     crowded = replace(busy, workers=(*busy.workers, placing))
     assert changes(look(planner, crowded, 15.0, 15.0)) == []
@@ -284,5 +284,5 @@ def test_whatever_others_did_to_the_fleet_the_bounds_hold(decode: int, count: in
 
 def test_a_worker_that_leaves_during_a_rollout_is_not_replaced() -> None:
     planner = make_planner(autoscaling_config())
-    leaving = Observation(workers=(worker("w0", P), worker("w1", D, SlotState.DRAINING)))
+    leaving = Observation(workers=(worker("w0", P), worker("w1", D, ReplicaState.DRAINING)))
     assert changes(look(planner, leaving, 0.0, 60.0)) == []

@@ -1,14 +1,17 @@
 """A controller's process that stood still: what it holds against nobody, and what it notices all the same."""
 
 import asyncio
+from typing import Any, TypeVar
 
 import pytest
 
 from baton.errors import ClusterError
-from cluster.controller.controller import StartReport
+from baton.messages.control import ControlRequest, StartReport, WaitStart, WaitView
 from cluster.controller.first_start import first_start
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
+
+R = TypeVar("R")
 
 STOOD_S = 60.0
 PING_S = 1.0
@@ -19,14 +22,14 @@ UNRESPONSIVE_S = 2.0
 async def test_workers_live_on_and_are_watched_as_before() -> None:
     async with fleet(fleet_config(unresponsive_timeout_s=UNRESPONSIVE_S)) as tested:
         await tested.all_serve(3)
-        for life in tested.launcher.lives:
-            life.num_hops = 5
+        for incarnation in tested.launcher.incarnations:
+            incarnation.num_hops = 5
         for _ in range(3):
             await asyncio.sleep(0.75)
             virtual_loop().stand_still(STOOD_S)
         await asyncio.sleep(2 * UNRESPONSIVE_S)
         assert set((await tested.states()).values()) == {"serving"}
-        assert len(tested.launcher.lives) == 3
+        assert len(tested.launcher.incarnations) == 3
         tested.launcher.latest("w0").is_frozen = True
         await asyncio.sleep(0.6 + PING_S + UNRESPONSIVE_S)  # an answer may be under way
         assert tested.launcher.latest("w0").number == 2, "a worker that hangs is still noticed in time"
@@ -58,14 +61,14 @@ async def test_a_worker_that_hung_meanwhile_is_killed_soon() -> None:
 async def test_a_worker_that_starts_is_not_given_up() -> None:
     async with fleet(fleet_config(start_timeout_s=10.0)) as tested:
         before = await tested.all_serve(3)
-        tested.launcher.prepare = lambda life: life.may_start.clear()
+        tested.launcher.prepare = lambda incarnation: incarnation.may_start.clear()
         tested.launcher.latest("w2").kill()
         await asyncio.sleep(1.0)
         virtual_loop().stand_still(STOOD_S)
         await asyncio.sleep(5.0)
         tested.launcher.latest("w2").may_start.set()
         await tested.until(lambda known: "w2" in known and known["w2"] != before["w2"])
-        assert len(tested.launcher.lives) == 4
+        assert len(tested.launcher.incarnations) == 4
 
 
 @in_virtual_time
@@ -90,7 +93,9 @@ async def test_its_owner_may_ask_later() -> None:
         await asyncio.sleep(1.0)
         virtual_loop().stand_still(STOOD_S)
         await asyncio.sleep(0.5)
-        await tested.controller.next_view(view.controller_incarnation, view.version, 0.1)
+        await tested.controller.wait_view(
+            WaitView(view.controller_incarnation, view.version, 0.1, is_owner=True)
+        )
         assert await asking
 
 
@@ -100,12 +105,17 @@ class SlowStart:
     def __init__(self, num_reports: int) -> None:
         self.num_left = num_reports
 
-    async def next_start(self, version: int, timeout_s: float) -> StartReport:
-        if version >= 0:
-            await asyncio.sleep(min(1.0, timeout_s))
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        assert isinstance(request, WaitStart)
+        if request.version >= 0:
+            await asyncio.sleep(min(1.0, request.wait_s))
         self.num_left -= 1
         unready = (("w0", ""),) if self.num_left > 0 else ()
-        return StartReport(version + 1, (), (), unready, (), None)
+        return StartReport(request.version + 1, (), (), unready, (), None)
 
 
 @in_virtual_time

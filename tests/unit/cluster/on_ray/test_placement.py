@@ -143,7 +143,7 @@ def test_labels_that_a_node_must_have() -> None:
 
 
 def test_a_node_that_leaves_takes_nothing_whatever_room_it_has() -> None:
-    leaving = NodeRoom("a", False, {"CPU": 8.0}, {}, 0, is_leaving=True)
+    leaving = NodeRoom("a", False, {"CPU": 8.0}, {}, 0, is_draining=True)
     staying = NodeRoom("b", True, {"CPU": 1.0}, {}, 3)
     assert choose_node({"CPU": 1.0}, {}, [leaving, staying]) == "b"
     assert choose_node({"CPU": 2.0}, {}, [leaving, staying]) is None

@@ -2,13 +2,17 @@
 
 import asyncio
 import logging
+from typing import TypeVar
 
 import pytest
 
 from baton.config import BatonConfig
 from baton.errors import FleetError
+from baton.messages.control import ControlRequest, Done, ScaleRole
 from baton.worker import WorkerRole
 from cluster.serve.fleet_counts import follow_counts
+
+R = TypeVar("R")
 
 
 class Fleet:
@@ -18,11 +22,13 @@ class Fleet:
         self.orders: list[tuple[WorkerRole, int]] = []
         self._refusals = refusals
 
-    async def scale(self, role: WorkerRole, count: int) -> None:
-        self.orders.append((role, count))
+    async def call(self, request: ControlRequest[R]) -> R:
+        assert isinstance(request, ScaleRole)
+        self.orders.append((request.role, request.count))
         if self._refusals:
             self._refusals -= 1
             raise FleetError("not now")
+        return Done()  # type: ignore[return-value]
 
 
 def config(prefill: int, decode: int, **sections: object) -> BatonConfig:

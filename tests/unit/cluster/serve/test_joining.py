@@ -14,9 +14,10 @@ from baton.errors import ClusterError
 from baton.system.curve import ClusterKeys, derive_keys
 from cli.flags import for_one_fleet
 from cli.main import USAGE, main
+from cluster.control_api.configuration import keys_digest
 from cluster.serve import joining
 from cluster.serve.fleet_source import AnotherFleet, Sighting
-from cluster.serve.joining import Found, _find, _load, _with_gateway_of
+from cluster.serve.joining import JoinedFleet, _find, _load, _with_gateway_of
 from cluster.serve.screen import Screen
 from tests.factories.models import make_model_dir
 
@@ -32,18 +33,10 @@ THEIRS = BatonConfig.from_mapping(
 
 
 class Controller:
-    """As much of a handle as finding a fleet takes."""
+    """A fleet of these keys, of which only the configuration is asked for."""
 
     def __init__(self, keys: ClusterKeys | None = None) -> None:
         self.keys = keys or derive_keys(None)
-        self.config: BatonConfig | None = None
-
-    async def has_keys(self, keys: ClusterKeys) -> bool:
-        return keys == self.keys
-
-    def with_config(self, config: BatonConfig) -> "Controller":
-        self.config = config
-        return self
 
 
 class Source:
@@ -54,18 +47,18 @@ class Source:
     def __init__(self, *looks: Controller | ClusterError) -> None:
         self.looks = list(looks)
 
-    async def look(self) -> Sighting:
+    async def find_fleet(self) -> Sighting:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, ClusterError):
             raise look
-        return Sighting(look, THEIRS, Path("/models/tiny"))  # type: ignore[arg-type]
+        return Sighting(look, THEIRS, Path("/models/tiny"), keys_digest(look.keys))  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Found, str]]:
+def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[JoinedFleet, str]]:
     """Looks for a fleet where these are seen; what was found, and what was said."""
 
-    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[Found, str]:
+    def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[JoinedFleet, str]:
         monkeypatch.setattr(joining, "_LOOK_EVERY_S", 0.0)
         cluster = {"name": "blue", "ray_address": "head:6379", "start_timeout_s": 0.2}
         config = BatonConfig.from_mapping({"cluster": cluster, **sections})
@@ -76,24 +69,26 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Found, str]]:
     return find
 
 
-def test_a_fleet_is_waited_for_until_it_is_there_and_answers(find: Callable[..., tuple[Found, str]]) -> None:
+def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
+    find: Callable[..., tuple[JoinedFleet, str]],
+) -> None:
     control = Controller()
     found, said = find(ClusterError("nobody"), ClusterError("it is not quite there yet"), control)
-    assert control.config == found.config
+    assert id(found.control) == id(control)
     assert said.count("there is no fleet named 'blue' yet") == 1
 
 
-def test_nobody_waits_for_ever(find: Callable[..., tuple[Found, str]]) -> None:
+def test_nobody_waits_for_ever(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
         find(ClusterError("nobody"))
 
 
-def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Found, str]]) -> None:
+def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(AnotherFleet, match="not ours"):
         find(ClusterError("nobody"), AnotherFleet("not ours"), Controller())
 
 
-def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[Found, str]]) -> None:
+def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(
         ClusterError, match=r"'blue' is not the one .* model.dtype is 'float32' there, 'bfloat16'"
     ):
@@ -102,7 +97,7 @@ def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tupl
     assert found.config.model.dtype == "float32"
 
 
-def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[Found, str]]) -> None:
+def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(ClusterError, match="its cluster secret is another one"):
         find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
 
@@ -134,7 +129,7 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
     def load(ours: dict[str, Any], theirs: str, their_path: Path) -> Path:
         config = BatonConfig.from_mapping({"model": ours})
         fleet = BatonConfig.from_mapping({"model": {"path": theirs}})
-        return _load(config, Found(Controller(), fleet, derive_keys(None), their_path))[0]  # type: ignore[arg-type]
+        return _load(config, JoinedFleet(Controller(), fleet, derive_keys(None), their_path))[0]  # type: ignore[arg-type]
 
     assert load({}, str(model), model) == model
     assert load({"path": str(model)}, "somewhere", model) == model

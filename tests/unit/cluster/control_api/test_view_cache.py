@@ -3,14 +3,17 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from baton.errors import ClusterError, FleetEnded
 from baton.fleet import FleetView
-from cluster.control_api import view_board
-from cluster.control_api.view_board import ViewBoard
+from baton.messages.control import ControlRequest, WaitView
+from cluster.control_api.view_cache import ViewCache
+from cluster.controller import follower
+
+R = TypeVar("R")
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -28,9 +31,15 @@ class Controller:
         self.says: asyncio.Queue[FleetView | ClusterError] = asyncio.Queue()
         self.asked: list[tuple[str, int]] = []
 
-    async def next_view(self, controller_incarnation: str, version: int, timeout_s: float) -> FleetView:
-        assert timeout_s > 0
-        self.asked.append((controller_incarnation, version))
+    async def call(self, request: ControlRequest[R]) -> R:
+        answer: R = await self._answer(request)
+        return answer
+
+    async def _answer(self, request: ControlRequest[Any]) -> Any:
+        assert isinstance(request, WaitView)
+        assert request.wait_s > 0
+        assert request.is_owner
+        self.asked.append((request.controller_incarnation, request.version))
         said = await self.says.get()
         if isinstance(said, ClusterError):
             raise said
@@ -44,13 +53,13 @@ def view(version: int) -> FleetView:
 @in_loop
 async def test_many_readers_are_one_question() -> None:
     controller = Controller()
-    board = ViewBoard(controller)
-    running = asyncio.create_task(board.run())
-    readers = [asyncio.create_task(board.next_view("", -1, 10.0)) for _ in range(5)]
+    cache = ViewCache(controller)
+    running = asyncio.create_task(cache.run())
+    readers = [asyncio.create_task(cache.wait_view(WaitView("", -1, 10.0))) for _ in range(5)]
     controller.says.put_nowait(view(1))
     assert await asyncio.gather(*readers) == [view(1)] * 5
-    assert await board.next_view("", -1, 10.0) == view(1)
-    later = asyncio.create_task(board.next_view("life", 1, 10.0))
+    assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
+    later = asyncio.create_task(cache.wait_view(WaitView("life", 1, 10.0)))
     await asyncio.sleep(0)
     assert not later.done()
     controller.says.put_nowait(view(1))  # no news
@@ -63,29 +72,29 @@ async def test_many_readers_are_one_question() -> None:
 @in_loop
 async def test_who_waits_long_enough_hears_that_there_is_no_news() -> None:
     controller = Controller()
-    board = ViewBoard(controller)
-    running = asyncio.create_task(board.run())
+    cache = ViewCache(controller)
+    running = asyncio.create_task(cache.run())
     with pytest.raises(ClusterError, match="not answered yet"):
-        await board.next_view("", -1, 0.01)
+        await cache.wait_view(WaitView("", -1, 0.01))
     controller.says.put_nowait(view(1))
-    await board.next_view("", -1, 10.0)
-    assert await board.next_view("life", 1, 0.01) == view(1)
+    await cache.wait_view(WaitView("", -1, 10.0))
+    assert await cache.wait_view(WaitView("life", 1, 0.01)) == view(1)
     running.cancel()
 
 
 def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_board, "RETRY_S", 0.0)
+    monkeypatch.setattr(follower, "RETRY_S", 0.0)
 
     @in_loop
     async def test() -> None:
         controller = Controller()
-        board = ViewBoard(controller)
-        running = asyncio.create_task(board.run())
+        cache = ViewCache(controller)
+        running = asyncio.create_task(cache.run())
         for said in (view(1), ClusterError("away"), ClusterError("away")):
             controller.says.put_nowait(said)
-        assert await board.next_view("", -1, 10.0) == view(1)
+        assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
         controller.says.put_nowait(view(2))
-        assert await board.next_view("life", 1, 10.0) == view(2)
+        assert await cache.wait_view(WaitView("life", 1, 10.0)) == view(2)
         running.cancel()
 
     test()
@@ -94,13 +103,13 @@ def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPat
 @in_loop
 async def test_the_end_of_a_fleet_is_told_to_all_who_wait_and_who_ask_later() -> None:
     controller = Controller()
-    board = ViewBoard(controller)
-    running = asyncio.create_task(board.run())
-    waiting = asyncio.create_task(board.next_view("life", 1, 10.0))
+    cache = ViewCache(controller)
+    running = asyncio.create_task(cache.run())
+    waiting = asyncio.create_task(cache.wait_view(WaitView("life", 1, 10.0)))
     controller.says.put_nowait(view(1))
     controller.says.put_nowait(FleetEnded("an orphan"))
     with pytest.raises(FleetEnded, match="an orphan"):
         await running
-    for reader in (waiting, board.next_view("", -1, 10.0)):
+    for reader in (waiting, cache.wait_view(WaitView("", -1, 10.0))):
         with pytest.raises(FleetEnded, match="an orphan"):
             await reader

@@ -1,4 +1,4 @@
-"""`baton gateway --fleet-address` as a process: it needs neither Ray nor torch, and serves on without the door."""
+"""`baton gateway --fleet-address` as a process: without Ray or torch, and through an absence of the control server."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ from baton.config import BatonConfig
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerRole
 from gateway import GatewayClient
-from tests.factories.control_api import StandingFleet, door_of, in_loop, port_of
+from tests.factories.control_api import StandingFleet, control_server, in_loop, port_of
 from tests.factories.gateway import ScriptedWorker, answering
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
@@ -46,7 +46,9 @@ async def controller_becomes(client: GatewayClient, state: str) -> dict[str, Any
 
 
 @in_loop
-async def test_a_gateway_without_ray_follows_a_fleet_through_its_doors_absence(tmp_path: Path) -> None:
+async def test_a_gateway_without_ray_follows_a_fleet_through_its_control_servers_absence(
+    tmp_path: Path,
+) -> None:
     model = make_model_dir(tmp_path / "tiny")
     sections = {
         "model": {"path": str(model)},
@@ -58,18 +60,18 @@ async def test_a_gateway_without_ray_follows_a_fleet_through_its_doors_absence(t
     workers += [ScriptedWorker("w1", WorkerRole.DECODE, answering(ANSWER))]
     fleet = StandingFleet(*[worker.endpoint for worker in workers])
     try:
-        async with door_of(config, None, model_path=model) as door:
-            with running(gateway_of(door.address), {SECRET_VARIABLE: SECRET.text}) as gateway:
+        async with control_server(config, None, model_path=model) as server:
+            with running(gateway_of(server.address), {SECRET_VARIABLE: SECRET.text}) as gateway:
                 # It is there before the fleet is.
-                await asyncio.to_thread(gateway.wait_for_text, f"no fleet answers at {door.address}")
-                await door.serve(fleet)
+                await asyncio.to_thread(gateway.wait_for_text, f"no fleet answers at {server.address}")
+                await server.serve(fleet)
                 ready = await asyncio.to_thread(gateway.wait_ready)
                 async with GatewayClient(ready["target"]) as client:
                     assert await ask(client) == ANSWER
                     assert (await controller_becomes(client, "answering"))["model"] == "tiny"
                     await client.drain("w0")
                     assert fleet.orders == [("drain", "w0")]
-                    await _restart_the_door(door, config, fleet, model, client, gateway)
+                    await _restart_the_server(server, config, fleet, model, client, gateway)
                 assert await asyncio.to_thread(gateway.wait_gone) == 1
                 assert gateway.stderr.splitlines()[-1] == "baton gateway: the fleet was ended by its owner"
     finally:
@@ -77,8 +79,8 @@ async def test_a_gateway_without_ray_follows_a_fleet_through_its_doors_absence(t
             worker.stop()
 
 
-async def _restart_the_door(
-    door: Any,
+async def _restart_the_server(
+    server: Any,
     config: BatonConfig,
     fleet: StandingFleet,
     model: Path,
@@ -86,12 +88,12 @@ async def _restart_the_door(
     gateway: ServeProcess,
 ) -> None:
     """Killed, then there again, then ended in good order."""
-    door._port.close()
+    server._socket.close()
     await controller_becomes(client, "away")
     assert await ask(client) == ANSWER
-    on_port = {"cluster": config.cluster.model_copy(update={"fleet_port": port_of(door)})}
-    door._port.close = lambda: None
-    async with door_of(config.model_copy(update=on_port), fleet, model_path=model) as heir:
+    on_port = {"cluster": config.cluster.model_copy(update={"fleet_port": port_of(server)})}
+    server._socket.close = lambda: None
+    async with control_server(config.model_copy(update=on_port), fleet, model_path=model) as heir:
         await controller_becomes(client, "answering")
         assert await ask(client) == ANSWER
         closing = asyncio.create_task(heir.close(1000.0))

@@ -1,6 +1,6 @@
-"""A fleet's door over real Ray nodes: a node leaves under load, a fleet's command and a gateway are killed.
+"""The control API over real Ray nodes: a node leaves under load, a fleet's command and a gateway are killed.
 
-    python -m tests.slow.fleet_door_on_ray
+    python -m tests.slow.control_api_on_ray
 
 starts a head and two nodes on loopback, `baton fleet` on them, and a `baton gateway` that has no Ray to import.
 """
@@ -65,8 +65,8 @@ async def workers_by_node(client: GatewayClient) -> dict[str, list[str]]:
     return {node["name"]: node["workers"] for node in (await client.describe())["nodes"]}
 
 
-async def drain(node: str, door: str) -> None:
-    command = [*BATON, "drain", "--node", node, "--fleet-address", door, "--timeout", "60"]
+async def drain(node: str, server: str) -> None:
+    command = [*BATON, "drain", "--node", node, "--fleet-address", server, "--timeout", "60"]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -84,8 +84,8 @@ async def exercise(address: str, folder: Path) -> None:
     fleet = start([*BATON, "fleet", str(config), "--ray-address", address, "--json"])
     started = [fleet]
     try:
-        door = (await ready(fleet))["fleet"]
-        options = ["--fleet-address", door, "--grpc-port", "0", "--http-port", "0", "--json"]
+        server = (await ready(fleet))["fleet"]
+        options = ["--fleet-address", server, "--grpc-port", "0", "--http-port", "0", "--json"]
         gateway = start([*WITHOUT_RAY, "gateway", str(config), *options])
         started.append(gateway)
         async with GatewayClient((await ready(gateway))["target"]) as client:
@@ -95,20 +95,20 @@ async def exercise(address: str, folder: Path) -> None:
             leaving = max(before, key=lambda name: len(before[name]))
             load = [asyncio.create_task(answer(client, LONG)) for _ in range(4)]
             await asyncio.sleep(0.5)
-            await drain(leaving, door)
+            await drain(leaving, server)
             assert (await workers_by_node(client))[leaving] == []
             assert await asyncio.gather(*load) == [expected] * 4
             pids = await all_serve(client)
             assert (await workers_by_node(client))[leaving] == []
-            await drain(leaving, door)  # at once, and nobody is harmed
+            await drain(leaving, server)  # at once, and nobody is harmed
             print("a node left", flush=True)
 
             fleet.kill()
             fleet.wait()
             assert await answer(client, LONG) == expected
-            port = ["--fleet-port", door.rpartition(":")[2]]
+            port = ["--fleet-port", server.rpartition(":")[2]]
             started.append(start([*BATON, "fleet", str(config), "--ray-address", address, "--json", *port]))
-            assert (await ready(started[-1]))["fleet"] == door
+            assert (await ready(started[-1]))["fleet"] == server
             assert await all_serve(client) == pids
             assert await answer(client, LONG) == expected
             print("the fleet's command came back", flush=True)

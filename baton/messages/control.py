@@ -1,0 +1,312 @@
+"""The control API's messages: what operators and gateways ask of a fleet's controller, and a controller of a worker.
+
+A request names the type of its answer, so a call has types over any carrier: `await control.call(DrainWorker("w1"))`.
+Messages cross as baton/messages/control_codec.py writes them.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, get_args
+
+from baton.errors import (
+    BatonError,
+    ClusterError,
+    ConfigError,
+    FleetEnded,
+    FleetError,
+    ModelError,
+    UnknownWorker,
+    WireError,
+)
+from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
+from baton.worker import StartProgress, WorkerRole, WorkerStatus
+
+FLEET_PLANE_VERSION = 2
+"""Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class ControlRequest(Generic[R_co]):
+    """One call. `R_co` is the type of its answer."""
+
+    __slots__ = ()
+
+
+def answer_type(request: type[ControlRequest[R]]) -> type[R]:
+    """The type that a request's class names as its answer."""
+    bases: tuple[Any, ...] = request.__orig_bases__  # type: ignore[attr-defined]
+    kind: type[R] = get_args(bases[0])[0]
+    return kind
+
+
+class ControlApi(Protocol):
+    """A fleet's controller, in this process or behind a carrier.
+
+    A call raises FleetError if the answer is no, ClusterError if the controller is unreachable, and FleetEnded once the
+    fleet has ended for good.
+    """
+
+    async def call(self, request: ControlRequest[R]) -> R: ...
+
+
+_ERRORS: dict[str, type[BatonError]] = {
+    kind.__name__: kind
+    for kind in (FleetEnded, ClusterError, UnknownWorker, FleetError, ConfigError, ModelError, WireError)
+}
+"""Errors that keep their type on the way, each before the types it derives from. All others arrive as ClusterErrors."""
+
+_MAX_REASON = 4096
+"""Characters of an error's message."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A BatonError on its way to the caller."""
+
+    kind: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: BatonError) -> "CallFailure":
+        kinds = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
+        reason = (
+            str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
+        )  # a path in it may hold any bytes
+        return cls(next(kinds, ClusterError.__name__), reason)
+
+    def to_error(self) -> BatonError:
+        return _ERRORS.get(self.kind, ClusterError)(self.reason)
+
+
+# Answers that several calls share, or that no other module defines.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The call has been carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfiguration:
+    """The configuration that the fleet was started with, without the sections that belong to each process."""
+
+    sections: str
+    """JSON: the keys that were set, by section."""
+    model_path: str
+    """The model's folder on the machine of the fleet's owner."""
+    keys_digest: str
+    """Of the keys of its request and KV planes: equal digests mean equal cluster secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBegun:
+    """`rollout_id` names the rollout in WaitRolloutStep."""
+
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutProgress:
+    """The step that was asked for; None after the last one."""
+
+    step: RolloutStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """Progress of a fleet's first start, as of `version`."""
+
+    version: int
+    progress: tuple[tuple[str, StartProgress], ...]
+    """Of each worker that loads, by name."""
+    placing: tuple[str, ...]
+    """Workers that have found no room yet."""
+    unready: tuple[tuple[str, str], ...]
+    """Workers that do not serve yet, each with what ended its last incarnation, if anything did."""
+    lacking: tuple[WorkerRole, ...]
+    """Roles that should have workers, and of which none serves."""
+    failure: CallFailure | None
+    """An error that no further try would change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Whether an owner has asked."""
+
+    is_owned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The worker has nothing left. `is_clean`: no request was lost."""
+
+    is_clean: bool
+
+
+# Calls of a fleet's controller.
+
+
+@dataclass(frozen=True, slots=True)
+class WaitView(ControlRequest[FleetView]):
+    """The workers that serve, as soon as that differs from the version given; after `wait_s` in any case."""
+
+    controller_incarnation: str
+    version: int
+    wait_s: float
+    is_owner: bool = False
+    """The caller ends the fleet when it ends itself, unlike a gateway that has joined."""
+
+    def __post_init__(self) -> None:
+        _check_time("wait_s", self.wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLoad(ControlRequest[Done]):
+    """Tells the autoscaler what a gateway saw lately."""
+
+    report: GatewayReport
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeFleet(ControlRequest[FleetDescription]):
+    """All replicas and nodes of the fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetConfiguration(ControlRequest[FleetConfiguration]):
+    """The configuration that the fleet was started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker(ControlRequest[Done]):
+    """Answered once the worker has given away what it had, and is gone for good."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode(ControlRequest[Done]):
+    """Answered once the node has no workers, and will have none; FleetError if that takes longer."""
+
+    node: str
+    """Its address or name."""
+    within_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("within_s", self.within_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorkerRole(ControlRequest[Done]):
+    """Answered once the worker serves in its new role; FleetError if it keeps its old one."""
+
+    worker: str
+    role: WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRole(ControlRequest[Done]):
+    """Sets the number of workers of a role: starts new ones, or drains the least busy, which is waited for."""
+
+    role: WorkerRole
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginRollout(ControlRequest[RolloutBegun]):
+    """Restarts these workers, or all, one after the other. It goes on if its caller leaves."""
+
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRolloutStep(ControlRequest[RolloutProgress]):
+    """The step of this number, once it is done. Raises the error that ended the rollout before."""
+
+    rollout_id: str
+    index: int
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise WireError(f"index: got {self.index}; steps count from 0")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStart(ControlRequest[StartReport]):
+    """The progress of the first start, as soon as it differs from the version given; after `wait_s` in any case."""
+
+    version: int
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("wait_s", self.wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOwner(ControlRequest[Ownership]):
+    """Whether an owner asks for anything within the time."""
+
+    within_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("within_s", self.within_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EndFleet(ControlRequest[Done]):
+    """Ends all workers, after a drain if they may."""
+
+    may_drain: bool
+
+
+async def follow_rollout(control: ControlApi, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
+    """Begins a rollout and yields its steps as they are done."""
+    rollout_id = (await control.call(BeginRollout(workers))).rollout_id
+    index = 0
+    while (step := (await control.call(WaitRolloutStep(rollout_id, index))).step) is not None:
+        yield step
+        index += 1
+
+
+# Calls of one worker.
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStatus(ControlRequest[WorkerStatus]):
+    """The worker's status after so many seconds, or as soon as it has ended."""
+
+    after_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("after_s", self.after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(ControlRequest[Drained]):
+    """Gives away what the worker has, for good; running requests have `timeout_s` to end."""
+
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole(ControlRequest[Done]):
+    """Answered once the worker serves in this role; FleetError if it keeps its old one."""
+
+    role: WorkerRole
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("timeout_s", self.timeout_s)
+
+
+WORKER_CALLS: tuple[type[ControlRequest[Any]], ...] = (WaitStatus, Drain, SetRole)
+
+
+def _check_time(name: str, seconds: float) -> None:
+    if not 0.0 <= seconds < float("inf"):
+        raise WireError(f"{name}: got {seconds:g}; a time of zero or more")

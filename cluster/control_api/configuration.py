@@ -1,0 +1,31 @@
+"""A fleet's configuration as a message, and how two of them differ."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import ConfigError
+from baton.messages.control import FleetConfiguration
+from baton.system.curve import ClusterKeys
+
+_OWN_SECTIONS = {"gateway", "logging"}
+
+
+def pack_configuration(config: BatonConfig, model_path: Path, keys: ClusterKeys) -> FleetConfiguration:
+    sections = config.model_dump(mode="json", exclude_unset=True, exclude=_OWN_SECTIONS)
+    return FleetConfiguration(json.dumps(sections), str(model_path), keys_digest(keys))
+
+
+def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
+    """ConfigError if this version of Baton does not know all of its keys."""
+    try:
+        sections = json.loads(packed.sections)
+    except ValueError as error:
+        raise ConfigError(f"the fleet's configuration is no JSON: {error}") from error
+    return BatonConfig.from_mapping(sections, "the fleet's configuration"), Path(packed.model_path)
+
+
+def keys_digest(keys: ClusterKeys) -> str:
+    """Equal for keys that were derived from one secret; the keys cannot be computed from it."""
+    return hashlib.sha256(b"baton control API" + keys.prefix).hexdigest()

@@ -1,0 +1,180 @@
+"""ZmqCarrier: control calls over one ZeroMQ connection, which comes back by itself; needs no Ray."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from baton.config import BatonConfig, NetworkConfig
+from baton.errors import ClusterError, WireError
+from baton.messages.control_codec import (
+    MAX_MESSAGE_BYTES,
+    CallFrame,
+    Reply,
+    read_reply,
+    write_call,
+)
+from baton.system.addresses import connect
+from baton.system.awake_timer import awake_timeout
+from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
+from cluster.control_api.client import ControlClient
+from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
+from cluster.control_api.server_socket import set_heartbeats
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+"""How long a call waits for a connection: a name has to be looked up, and a server that restarts comes back."""
+ANSWER_S = 40.0
+"""How long the server may take for a call that asks for no waiting: a controller restarts within 30 s."""
+_TRANSIT_S = 5.0
+"""Beyond what the server may take, for both ways."""
+
+REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
+
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
+
+
+@asynccontextmanager
+async def control_client(
+    address: str, keys: PlaneKeys | None, network: NetworkConfig
+) -> AsyncIterator[tuple[ControlClient, "ZmqCarrier"]]:
+    """A client of the control server at HOST:PORT, and its connection, until the block ends."""
+    async with ZmqCarrier(address, keys, network) as carrier:
+        yield ControlClient(carrier, BatonConfig()), carrier
+
+
+class ZmqCarrier:
+    """An async context manager around the connection. See cluster.control_api.client.Carrier."""
+
+    def __init__(self, address: str, keys: PlaneKeys | None, network: NetworkConfig) -> None:
+        """`address` is HOST:PORT. `network` has the pace of heartbeats."""
+        self.address = address
+        self.connection = 1
+        self.refusal: str | None = None
+        """Why one end refuses the other, as for another secret. Only a restart of the server can change that."""
+        self._keys = keys
+        self._network = network
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._is_connected = False
+        self._is_known = asyncio.Event()
+        """Set once there is a connection, or a reason why there can be none."""
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a server that is not there
+        self._socket.setsockopt(zmq.SNDHWM, MAX_CALLS_OF_ONE)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        set_heartbeats(self._socket, self._network)
+        secure_client(self._socket, self._keys)
+        self._monitor = self._socket.get_monitor_socket(
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        connect(self._socket, f"tcp://{self.address}")
+        self._tasks = [
+            asyncio.create_task(self._receive_replies(), name="control replies"),
+            asyncio.create_task(self._watch_connection(), name="control connection"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(f"the connection to the control server at {self.address} was closed")
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:  # noqa: ARG002
+        """ClusterError if there is no connection, if it breaks, or if no reply comes in time."""
+        await self._until_connected()
+        timeout_s = frame.timeout_s + ANSWER_S
+        message = write_call(replace(frame, timeout_s=timeout_s))
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[frame.number] = reply
+        try:
+            async with awake_timeout(timeout_s + _TRANSIT_S):
+                await self._send(message)
+                return await reply
+        except TimeoutError:
+            raise ClusterError(
+                f"the control server at {self.address} did not answer for {timeout_s + _TRANSIT_S:g} s"
+            ) from None
+        finally:
+            del self._waiting[frame.number]
+            reply.cancel()
+
+    async def _send(self, message: bytes) -> None:
+        try:
+            await self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ClusterError(
+                f"the control server at {self.address} accepts no more calls at present; ask again later"
+            ) from None
+
+    async def _until_connected(self) -> None:
+        with suppress(TimeoutError):
+            async with awake_timeout(CONNECT_S):
+                await self._is_known.wait()
+        if not self._is_connected:
+            why = self.refusal or f"nothing has answered there for {CONNECT_S:g} s"
+            raise ClusterError(f"no connection to the control server at {self.address}: {why}")
+
+    async def _receive_replies(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise WireError(f"expected one frame, got {len(frames)}")
+                reply = read_reply(frames[0])
+            except WireError as error:
+                logger.warning("dropped a message of the control server: %s", error)
+                continue
+            waiting = self._waiting.get(reply.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply)
+
+    async def _watch_connection(self) -> None:
+        num_unexplained = 0
+        while True:
+            match (await recv_monitor_message(self._monitor))["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    num_unexplained = 0
+                    self.refusal = None
+                    self._is_connected = True
+                    self._is_known.set()
+                    continue
+                case zmq.EVENT_DISCONNECTED:
+                    self._is_connected = False
+                    self.connection += 1
+                    if self.refusal is None:
+                        self._is_known.clear()
+                    self._fail_all(f"the connection to the control server at {self.address} broke")
+                    continue
+                case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    # A wrong secret usually gets no answer; a server that closes in mid-handshake causes this once.
+                    num_unexplained += 1
+                    if num_unexplained == 1:
+                        continue
+            self.refusal = REFUSED
+            self._is_known.set()
+
+    def _fail_all(self, reason: str) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ClusterError(reason))

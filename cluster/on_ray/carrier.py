@@ -1,0 +1,92 @@
+"""RayCarrier: control calls as calls of the controller's actor, bytes in and bytes out."""
+
+import asyncio
+from typing import Any
+
+import ray
+
+from baton.errors import ClusterError, FleetEnded
+from baton.messages.control_codec import CallFrame, ControlCodec, Reply, read_reply, write_call
+from baton.system.awake_timer import awake_timeout
+from cluster.control_api.calls import CALLS
+from cluster.on_ray.actors import Introduce, Introduction
+from cluster.on_ray.calls import answer, kill_process
+
+CONTROLLER_NAME = "controller"
+
+CONTROLLER_CODEC = ControlCodec((*CALLS, Introduce))
+
+RESTART_S = 30.0
+"""How long a call waits, beyond its own time, for a controller that is being restarted."""
+
+_WHO = "the fleet's controller"
+
+
+class RayCarrier:
+    """See cluster.control_api.client.Carrier. Ray repeats a call to a controller that it restarts."""
+
+    address = "its name on this Ray cluster"
+    connection = 0  # an actor's handle leads to no other fleet
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.has_answered = False
+        """Before its first reply, the controller may not even have a process."""
+        self._process: Introduction | None = None
+        """Of the controller that replied last."""
+
+    async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
+        """A controller that hangs, as one that was stopped by a signal, is killed here: Ray restarts it.
+
+        FleetEnded if it has ended by itself, as it does when no gateway has asked for long.
+        """
+        if hangs_after_s is None:
+            return await self._ask(frame)
+        try:
+            reply = await self.ask_or_kill(frame.timeout_s + hangs_after_s, frame)
+        except ClusterError as error:
+            if await asyncio.to_thread(self._is_gone):
+                raise FleetEnded(f"the fleet has ended: {error}") from None
+            raise
+        self._process = CONTROLLER_CODEC.value_in(
+            await self._ask(CONTROLLER_CODEC.frame(0, 0.0, Introduce())), Introduce()
+        )
+        return reply
+
+    async def ask_or_kill(self, within_s: float, frame: CallFrame | None = None) -> Reply:
+        """The reply to this frame, or to any; kills a controller that does not send it within the time."""
+        try:
+            async with awake_timeout(within_s):
+                return await self._ask(frame or CONTROLLER_CODEC.frame(0, 0.0, Introduce()))
+        except TimeoutError:
+            if self._process is not None:
+                await kill_process(self._process.pid, self._process.node_id)
+            raise ClusterError(f"{_WHO} did not answer for {within_s:g} s") from None
+
+    async def _ask(self, frame: CallFrame) -> Reply:
+        bound_s = frame.timeout_s + RESTART_S
+        try:
+            async with awake_timeout(bound_s):
+                reply = read_reply(await answer(self.actor.call.remote(write_call(frame)), _WHO))
+        except TimeoutError:
+            raise ClusterError(
+                f"{_WHO} did not answer for {bound_s:g} s; the workers serve on without it"
+            ) from None
+        self.has_answered = True
+        return reply
+
+    def _is_gone(self) -> bool:
+        """For good: an actor that is restarted keeps its name."""
+        named = controller_actor()
+        return named is None or not self.is_same(named)
+
+    def is_same(self, actor: Any) -> bool:
+        return bool(actor._actor_id == self.actor._actor_id)
+
+
+def controller_actor() -> Any:
+    """The controller's actor in this driver's namespace; None if there is none."""
+    try:
+        return ray.get_actor(CONTROLLER_NAME)
+    except ValueError:
+        return None

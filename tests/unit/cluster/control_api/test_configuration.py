@@ -1,0 +1,47 @@
+"""The fleet's configuration on its way to a gateway."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.config import BatonConfig
+from baton.errors import ConfigError
+from baton.messages.control import FleetConfiguration
+from baton.system.curve import derive_keys
+from cluster.control_api.configuration import keys_digest, pack_configuration, unpack_configuration
+from tests.factories.security import OTHER_SECRET, SECRET
+
+
+def test_the_configuration_crosses_as_it_was_set_without_what_is_each_process_own() -> None:
+    config = BatonConfig.from_mapping(
+        {
+            "model": {"path": "/models/tiny"},
+            "network": {"bind_host": "0.0.0.0"},
+            "cluster": {"name": "blue", "ray_address": "auto", "prefill_labels": {"role": "prefill"}},
+            "gateway": {"max_in_flight": 3, "api_keys_file": "/secret"},
+            "logging": {"level": "debug"},
+        }
+    )
+    packed = pack_configuration(config, Path("/models/tiny"), derive_keys(SECRET))
+    assert "secret" not in packed.sections
+    crossed, path = unpack_configuration(packed)
+    assert path == Path("/models/tiny")
+    assert crossed == config.model_copy(
+        update={"gateway": BatonConfig().gateway, "logging": BatonConfig().logging}
+    )
+    assert crossed.model.model_fields_set == {"path"}
+
+
+@pytest.mark.parametrize("sections", ["{", "[]", '{"cluster": {"flavour": 1}}'])
+def test_a_configuration_that_cannot_be_read_says_so(sections: str) -> None:
+    with pytest.raises(ConfigError, match="the fleet's configuration"):
+        unpack_configuration(FleetConfiguration(sections, "/m", ""))
+
+
+def test_a_digest_tells_secrets_apart_and_holds_no_key() -> None:
+    keys = derive_keys(SECRET)
+    assert keys_digest(keys) == keys_digest(derive_keys(SECRET))
+    assert (
+        len({keys_digest(keys), keys_digest(derive_keys(OTHER_SECRET)), keys_digest(derive_keys(None))}) == 3
+    )
+    assert keys.prefix.hex() not in keys_digest(keys)
