@@ -17,7 +17,7 @@ from engine.request_table import NONE, IntArray, RequestTable
 from engine.token_counts import TokenCounts
 
 
-class RequestState:
+class RunnerRequest:
     """One request between steps: who it is, and its tokens, which grow by doubling."""
 
     __slots__ = (
@@ -124,7 +124,7 @@ class StepBatch:
     num_blocks_B: IntArray
     sampling_rows_R: IntArray
     """The last token of each request that has no known next token."""
-    sampling_requests: tuple[RequestState, ...]
+    sampling_requests: tuple[RunnerRequest, ...]
     new_tails: tuple[tuple[int, int], ...]
     """(block, offset) from where on a request's last block may hold garbage: to be zeroed before it is attended to, for
     kernels read whole blocks. Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have
@@ -145,13 +145,13 @@ class RequestBatch:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, RunnerRequest] = {}
         self._table = RequestTable()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __getitem__(self, request_id: str) -> RequestState:
+    def __getitem__(self, request_id: str) -> RunnerRequest:
         return self._requests[request_id]
 
     def update(self, plan: SchedulerOutput) -> None:
@@ -176,7 +176,7 @@ class RequestBatch:
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
 
-    def append_unknown(self, request: RequestState, sampled_row: int) -> int:
+    def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
         """Room for the token that the step under way samples in its row `sampled_row`; its index, for `settle`."""
         request.append_token(0)
         if request.row is not None:
@@ -185,7 +185,7 @@ class RequestBatch:
             self._table.sampled_rows_S[request.row] = sampled_row
         return request.num_tokens - 1
 
-    def settle(self, request: RequestState, index: int, token_id: int) -> None:
+    def settle(self, request: RunnerRequest, index: int, token_id: int) -> None:
         """Now the token is known."""
         request.token_ids[index] = token_id
         if request.row is not None and index == request.num_tokens - 1:
@@ -243,13 +243,13 @@ class RequestBatch:
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self._requests, f"request {new.request_id} is known already"
         row = self._table.add()
-        request = self._requests[new.request_id] = RequestState(new, row)
+        request = self._requests[new.request_id] = RunnerRequest(new, row)
         self._table.num_computed_tokens_S[row] = new.num_computed_tokens
         self._table.num_tokens_S[row] = request.num_tokens
         self._table.last_tokens_S[row] = request.token_ids[-1]
         self._table.set_blocks(row, new.block_ids)
 
-    def _resume(self, request: RequestState, block_ids: tuple[int, ...], num_tokens: int) -> None:
+    def _resume(self, request: RunnerRequest, block_ids: tuple[int, ...], num_tokens: int) -> None:
         """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
         row = request.row
         assert row is not None
@@ -259,7 +259,7 @@ class RequestBatch:
         self._table.last_tokens_S[row] = request.token_ids[-1]
         self._table.set_blocks(row, block_ids)
 
-    def _check(self, requests: list[RequestState], num_tokens_B: IntArray, num_left_B: IntArray) -> None:
+    def _check(self, requests: list[RunnerRequest], num_tokens_B: IntArray, num_left_B: IntArray) -> None:
         wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
         if wrong_B.any():
             first = int(wrong_B.argmax())

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.batch import RequestBatch, RequestState
+from engine.batch import RequestBatch, RunnerRequest
 from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
@@ -79,7 +79,7 @@ class ModelRunner:
         self._last_step = step
         return step
 
-    def _settle_for(self, requests: Sequence[RequestState]) -> None:
+    def _settle_for(self, requests: Sequence[RunnerRequest]) -> None:
         """Waits for the step before where a request cannot be sampled for without knowing what that gave it.
 
         The device has the forward pass to compute meanwhile.
@@ -106,7 +106,7 @@ class LaunchedStep:
 
     def __init__(self, batch: RequestBatch) -> None:
         self._batch = batch
-        self._sampling: list[tuple[RequestState, int]] = []
+        self._sampling: list[tuple[RunnerRequest, int]] = []
         """Requests that sample, and which of their tokens is to come."""
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
@@ -118,7 +118,7 @@ class LaunchedStep:
     def samples(self) -> bool:
         return self._sampled is not None
 
-    def begin(self, requests: Sequence[RequestState], sampled: SampledTokens) -> None:
+    def begin(self, requests: Sequence[RunnerRequest], sampled: SampledTokens) -> None:
         """The step samples for these, row by row."""
         self._sampling = [
             (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
@@ -139,7 +139,7 @@ class LaunchedStep:
             self._output = self._take()
         return self._output
 
-    def match(self, request: RequestState, token_id: int) -> None:
+    def match(self, request: RunnerRequest, token_id: int) -> None:
         """Moves the request's matcher on; one that cannot is left behind, and the request fails with this step."""
         if request.matcher is not None and (error := request.matcher.consume(token_id)):
             request.matcher = None
@@ -162,7 +162,7 @@ class LaunchedStep:
         return ModelRunnerOutput(token_ids, logprobs, self._failed)
 
 
-def needs_known_tokens(request: RequestState) -> bool:
+def needs_known_tokens(request: RunnerRequest) -> bool:
     """Whether its next token depends on which its earlier ones are, besides through the model."""
     p = request.sampling_params
     return bool(

@@ -15,7 +15,7 @@ import torch
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.collectives import Collectives
 from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
@@ -47,7 +47,7 @@ class SampledTokens(Protocol):
 class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> SampledTokens:
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> SampledTokens:
         """The logits are left as they are; None on a rank that hears from another what was sampled."""
         ...
 
@@ -55,7 +55,7 @@ class Sampler(Protocol):
 class TorchSampler:
     """Samples at once."""
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
         assert logits_RV is not None, "nothing to sample from"
         return KnownTokens(sample(logits_RV, requests))
 
@@ -67,7 +67,7 @@ class SharedSampler:
         self._sampler = sampler
         self._collectives = collectives
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]) -> "KnownTokens":
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
         if self._collectives.rank == 0:
             tokens = self._sampler(logits_RV, requests).wait()
             self._collectives.broadcast_(torch.tensor([token.token_id for token in tokens]))
@@ -87,7 +87,7 @@ class KnownTokens:
         return self.tokens
 
 
-def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[SampledToken]:
+def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[SampledToken]:
     """One token per row, for the request of that row; the logits are left as they are."""
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
@@ -102,7 +102,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[Sa
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
-def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.Tensor:
+def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
     """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
     changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
@@ -113,7 +113,7 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RequestState]) -> torch.
     return processed_RV
 
 
-def is_processed(request: RequestState) -> bool:
+def is_processed(request: RunnerRequest) -> bool:
     """Whether its next token is not drawn from the raw logits."""
     p = request.sampling_params
     return bool(
@@ -126,7 +126,7 @@ def is_processed(request: RequestState) -> bool:
     )
 
 
-def _process_(logits_V: torch.Tensor, request: RequestState) -> None:
+def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
     """In place, in the order that SamplingParams promises. Token ids outside the vocabulary name nothing."""
     p, vocab_size = request.sampling_params, len(logits_V)
     if p.logit_bias:
@@ -148,7 +148,7 @@ def _process_(logits_V: torch.Tensor, request: RequestState) -> None:
         logits_V[torch.from_numpy(~request.matcher.allowed()).to(logits_V.device)] = -math.inf
 
 
-def _draw(logits_RV: torch.Tensor, requests: Sequence[RequestState]) -> list[int]:
+def _draw(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
     """Samples by Gumbel-max from what the filters leave. A request without a seed draws as if with seed 0."""
     params = [request.sampling_params for request in requests]
     keys = [
@@ -204,7 +204,7 @@ def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> 
 
 
 def _logprobs(
-    raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RequestState]
+    raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RunnerRequest]
 ) -> dict[int, TokenLogprobs]:
     """By row, for the requests that want them; from the logits before any processing."""
     wanted = {

@@ -25,7 +25,7 @@ Fit = Callable[[Request, int, StepPlan], int]
 """How many tokens of a waiting request, of which so many are computed already, fit into the step; 0 for none."""
 
 
-class Outcome(Enum):
+class AdmissionOutcome(Enum):
     """What became of a waiting request in one step."""
 
     DONE = auto()
@@ -148,12 +148,12 @@ class Admission:
             if request is None:
                 break
             outcome = (self._admit if queue is self._waiting else self._load)(request, step, fit)
-            if outcome is Outcome.NO_ROOM:
+            if outcome is AdmissionOutcome.NO_ROOM:
                 break
             queue.pop()
-            if outcome is Outcome.NOT_YET:
+            if outcome is AdmissionOutcome.NOT_YET:
                 passed_over.append(request)
-            elif outcome is Outcome.UNKNOWN:
+            elif outcome is AdmissionOutcome.UNKNOWN:
                 self._unknown[request.request_id] = request
         for request in passed_over:
             self._waiting.push(request)
@@ -169,20 +169,20 @@ class Admission:
         """Requests that have a slot or will take one as soon as their load ends."""
         return len(self._running.requests) + self._remote.num_loading + self._remote.num_received
 
-    def _load(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
+    def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
         """Starts a load, which takes neither budget nor slot yet."""
         if not self._kv.num_free:
-            return Outcome.NO_ROOM  # at least one block has to be new: no need to look
+            return AdmissionOutcome.NO_ROOM  # at least one block has to be new: no need to look
         hits = self._kv.find_cached_prefix(request)
         num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
         if num_remote is None:
-            return Outcome.UNKNOWN
+            return AdmissionOutcome.UNKNOWN
         if not is_async:
             return self._admit(request, step, fit)
         if not self._remote.start_load(request, hits, num_remote, self._num_reserved_blocks()):
-            return Outcome.NO_ROOM
+            return AdmissionOutcome.NO_ROOM
         request.num_cached_tokens = self._count_hits(request, hits)
-        return Outcome.DONE
+        return AdmissionOutcome.DONE
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that half-prefilled running requests still need: a load has to leave them free too.
@@ -196,18 +196,18 @@ class Admission:
     def _num_still_needed(self, running: Request) -> int:
         return self._kv.num_missing(running, running.num_tokens) if running.is_prefilling else 0
 
-    def _admit(self, request: Request, step: StepPlan, fit: Fit) -> Outcome:
+    def _admit(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
         if request.num_output_placeholders:
-            return Outcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
+            return AdmissionOutcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
         if not self._kv.num_free:
-            return Outcome.NO_ROOM  # as above
+            return AdmissionOutcome.NO_ROOM  # as above
         hits = self._kv.find_cached_prefix(request)
         num_computed_tokens = self._num_computed(request, hits)
         num_tokens = fit(request, num_computed_tokens, step)
         if num_tokens == 0:
-            return Outcome.NO_ROOM
+            return AdmissionOutcome.NO_ROOM
         if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits):
-            return Outcome.NO_ROOM
+            return AdmissionOutcome.NO_ROOM
         num_cached_tokens = self._count_hits(request, hits)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached_tokens
@@ -221,7 +221,7 @@ class Admission:
         else:
             step.start(request, num_tokens)
         request.move_to(RequestStatus.RUNNING)
-        return Outcome.DONE
+        return AdmissionOutcome.DONE
 
     def _num_computed(self, request: Request, hits: list[Block]) -> int:
         """Tokens whose KV comes from the prefix cache or from host memory, whichever has more of them."""

@@ -12,7 +12,7 @@ import torch
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.gpu.device_sampler import DeviceSampler
 from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
 from engine.kernels.process_logits import process_logits, process_logits_reference
@@ -104,8 +104,8 @@ def sampled_step(shapes: Shapes) -> tuple[list[int], list[int]]:
     return found, [token.token_id for token in sample_on_host(logits_RV.cpu(), requests)]
 
 
-def _request(**sampling: Any) -> RequestState:
-    return RequestState(
+def _request(**sampling: Any) -> RunnerRequest:
+    return RunnerRequest(
         NewRequestData(
             request_id="r",
             prompt_token_ids=(1, 2, 2),

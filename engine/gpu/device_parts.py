@@ -11,7 +11,7 @@ import triton
 
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.device import mark
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
@@ -141,5 +141,5 @@ def copy_by_kernel(
     copy_blocks(source_NB, target_MB, pairs_P2.to(device, non_blocking=True))
 
 
-def _rehearsed(row: int, params: SamplingParams) -> RequestState:
-    return RequestState(NewRequestData(f"rehearsal-{row}", (0,), (), params, frozenset(), (), 0))
+def _rehearsed(row: int, params: SamplingParams) -> RunnerRequest:
+    return RunnerRequest(NewRequestData(f"rehearsal-{row}", (0,), (), params, frozenset(), (), 0))

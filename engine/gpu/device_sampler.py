@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from baton.request import TokenLogprobs
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
 from engine.device import mark
@@ -65,7 +65,7 @@ class DeviceSampler:
         self._batch = _Batch([], vocab_size, device)
 
     def __call__(
-        self, logits_RV: torch.Tensor | None, requests: Sequence[RequestState]
+        self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]
     ) -> "DeviceSampledTokens":
         """Rank 0 draws, and the others hear of it; log-probabilities stay on rank 0, which alone has them to report.
 
@@ -85,7 +85,7 @@ class DeviceSampler:
         )
 
     def _sample(
-        self, logits_RV: torch.Tensor, requests: Sequence[RequestState], tokens_R: torch.Tensor
+        self, logits_RV: torch.Tensor, requests: Sequence[RunnerRequest], tokens_R: torch.Tensor
     ) -> "_Logprobs | None":
         """Writes `tokens_R`."""
         assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
@@ -100,7 +100,7 @@ class DeviceSampler:
         return _logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None
 
     def _processed(
-        self, logits_RV: torch.Tensor, requests: Sequence[RequestState], rows: list[int]
+        self, logits_RV: torch.Tensor, requests: Sequence[RunnerRequest], rows: list[int]
     ) -> torch.Tensor:
         """P x V float32."""
         edits = list_edits(requests, rows, self._vocab_size)
@@ -123,7 +123,7 @@ class DeviceSampler:
 class _Batch:
     """What stays the same from step to step while the same requests sample in the same rows."""
 
-    def __init__(self, requests: list[RequestState], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, requests: list[RunnerRequest], vocab_size: int, device: torch.device) -> None:
         all_params = [request.sampling_params for request in requests]
         self.requests = requests
         self.is_greedy = all(p.is_greedy for p in all_params)

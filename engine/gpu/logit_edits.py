@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.kernels.process_logits import NUM_EDIT_FIELDS
 from engine.request_table import IntArray
 
@@ -27,7 +27,7 @@ class LogitEdits:
     masks_GW: Int32Array
 
 
-def list_edits(requests: Sequence[RequestState], rows: Sequence[int], vocab_size: int) -> LogitEdits:
+def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
     """For those rows of the step, whose requests are all to be processed. All their tokens must be known."""
     num_words = -(-vocab_size // 32)
     mask_rows: list[int] = []
@@ -47,7 +47,7 @@ def list_edits(requests: Sequence[RequestState], rows: Sequence[int], vocab_size
     )
 
 
-def _edits(request: RequestState, processed_row: int, vocab_size: int) -> Int32Array:
+def _edits(request: RunnerRequest, processed_row: int, vocab_size: int) -> Int32Array:
     """E x F, each token once. Token ids outside the vocabulary name nothing."""
     p = request.sampling_params
     bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}

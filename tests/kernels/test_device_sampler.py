@@ -12,7 +12,7 @@ import torch
 
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.step import NewRequestData
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.counter_rng import keys_at, row_keys, seed_states
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.logit_edits import list_edits
@@ -35,9 +35,9 @@ class AllowsSome:
 
 def request(
     prompt: tuple[int, ...] = (1, 2, 2), outputs: tuple[int, ...] = (5, 6, 5), **params: Any
-) -> RequestState:
+) -> RunnerRequest:
     params.setdefault("max_tokens", 1_000)
-    state = RequestState(
+    state = RunnerRequest(
         NewRequestData(
             request_id="r",
             prompt_token_ids=prompt,

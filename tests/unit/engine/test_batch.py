@@ -6,7 +6,7 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.batch import GrowingArray, RequestBatch, RequestState, StepBatch
+from engine.batch import GrowingArray, RequestBatch, RunnerRequest, StepBatch
 from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
 
 BLOCK_SIZE = 4
@@ -250,7 +250,7 @@ def test_growing_array_keeps_what_it_was_given() -> None:
 
 def test_what_was_counted_of_tokens_goes_with_them() -> None:
     """Set back by one token and on by another, a request is as long as before."""
-    request = RequestState(new("a", [1, 2], [3], outputs=(5, 6)))
+    request = RunnerRequest(new("a", [1, 2], [3], outputs=(5, 6)))
     request.token_counts.follow(request.token_ids)
     request.truncate(3)
     request.append_token(7)

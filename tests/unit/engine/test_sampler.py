@@ -9,16 +9,16 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData
-from engine.batch import RequestState
+from engine.batch import RunnerRequest
 from engine.sampler import sample
 
 VOCAB = 50
 
 
-def request(prompt: tuple[int, ...] = (1,), outputs: tuple[int, ...] = (), **params: Any) -> RequestState:
+def request(prompt: tuple[int, ...] = (1,), outputs: tuple[int, ...] = (), **params: Any) -> RunnerRequest:
     stop_token_ids = frozenset(params.pop("eos", ()))
     params.setdefault("max_tokens", 10_000)
-    return RequestState(
+    return RunnerRequest(
         NewRequestData(
             request_id="r",
             prompt_token_ids=prompt,
@@ -35,7 +35,7 @@ def random_logits(seed: int = 0, rows: int = 1, vocab: int = VOCAB) -> torch.Ten
     return 2.0 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def token_ids(logits: torch.Tensor, *requests: RequestState) -> list[int]:
+def token_ids(logits: torch.Tensor, *requests: RunnerRequest) -> list[int]:
     return [token.token_id for token in sample(logits, requests)]
 
 
