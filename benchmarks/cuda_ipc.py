@@ -37,7 +37,7 @@ from baton.kv import PROTOCOL_VERSION, KVFingerprint, KVTransferParams, Transfer
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer import CudaMemory, DeviceBlocks, KVConnectorMetadata
-from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
 from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 

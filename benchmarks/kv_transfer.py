@@ -54,7 +54,7 @@ from benchmarks.kv_transfer_giver import (
     run_giver,
 )
 from engine.allocator import keep_freed_memory
-from kv_transfer.connector.commands import BeginLoad, LoadBlocks
+from kv_transfer.commands import BeginLoad, LoadBlocks
 from kv_transfer.transport.nixl_agent import nixl_is_available
 
 KIB, MIB = 2**10, 2**20

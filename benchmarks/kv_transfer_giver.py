@@ -25,7 +25,7 @@ from baton.step import KVConnectorOutput
 from baton.system.curve import ClusterSecret, PlaneKeys, derive_keys
 from engine.allocator import keep_freed_memory
 from kv_transfer import KVConnectorMetadata, SharedMemory
-from kv_transfer.connector.commands import BeginSend, FinishSend, ImmediateCommand, LoadBlocks, SendBlocks
+from kv_transfer.commands import BeginSend, FinishSend, ImmediateCommand, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
 
 BLOCK_SIZE = 16

@@ -1,7 +1,7 @@
 """KVConsumerScheduler: decides which KV blocks a decode worker loads, and into which of its blocks."""
 
 from baton.step import KVConnectorOutput
-from kv_transfer.connector.commands import AbortLoad, BeginLoad, ImmediateCommand, LoadBlocks
+from kv_transfer.commands import AbortLoad, BeginLoad, ImmediateCommand, LoadBlocks
 from scheduler import Request
 
 

@@ -5,7 +5,7 @@ worker half (connector/worker.py) brings the transports and their packages; what
 the engine's memory and kernels do without.
 """
 
-from kv_transfer.connector.commands import KVConnectorMetadata
+from kv_transfer.commands import KVConnectorMetadata
 from kv_transfer.connector.ranks import RankConnector, RankedConnector
 from kv_transfer.cuda.driver import CudaOutOfMemory
 from kv_transfer.cuda.memory import CudaMemory, pinned_array

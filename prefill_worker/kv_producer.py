@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.step import SchedulerOutput
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortSend,
     BeginSend,
     FinishSend,

@@ -15,9 +15,9 @@ from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing, first_start
+from cluster.controller.fleet_counts import scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
-from cluster.serve.fleet_counts import scale_to
 
 logger = logging.getLogger(__name__)
 

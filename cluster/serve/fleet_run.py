@@ -15,7 +15,7 @@ from baton.worker import WorkerEndpoint
 from cluster.control_api.configuration import pack_configuration
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
-from cluster.serve.fleet_counts import follow_counts
+from cluster.controller.fleet_counts import follow_counts
 from cluster.serve.owned_fleet import (
     Fleet,
     check_owner,

@@ -13,7 +13,7 @@ from baton.clock import Clock
 from baton.step import KVConnectorOutput
 from baton.system.standstill import wait_awake
 from baton.system.wakeup import WakeUp
-from kv_transfer.connector.commands import WithdrawBlocks
+from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 

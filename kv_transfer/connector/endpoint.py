@@ -15,8 +15,8 @@ from baton.config import KVTransferConfig
 from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
-from kv_transfer.connector.metrics import PeerMetrics
 from kv_transfer.consumer.endpoint import ConsumerCommand, ConsumerEndpoint
+from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
 from kv_transfer.producer.endpoint import ProducerCommand, ProducerEndpoint
 from kv_transfer.protocol.consumer import Consumer

@@ -13,9 +13,9 @@ from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
-from kv_transfer.connector.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
-from kv_transfer.connector.timelines import combine
+from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads, Sends
+from kv_transfer.timelines import combine
 
 
 class RankConnector(Protocol):

@@ -9,8 +9,8 @@ from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from baton.system.curve import PlaneKeys
 from baton.worker import KVPeerCounts
+from kv_transfer.commands import KVConnectorMetadata
 from kv_transfer.connector.agent import TransferAgent
-from kv_transfer.connector.commands import KVConnectorMetadata
 from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes

@@ -11,12 +11,11 @@ from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.step import FailedKV, ReceivedKV
 from baton.transfer import TransferEventKind, TransferRecord
-from kv_transfer.connector.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
-from kv_transfer.connector.metrics import PeerMetrics
-from kv_transfer.connector.timelines import Timelines
+from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, PendingWrite
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S, PoolRead, PoolReads
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
+from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
@@ -35,6 +34,7 @@ from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, Trans
 from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.rank_transfers import RankTransfers
+from kv_transfer.timelines import Timelines
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from baton.clock import Clock
 from baton.kv import TransferRole
 from baton.transfer import TransferEventKind, TransferRecord
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortSend,
     BeginSend,
     FinishSend,
@@ -21,15 +21,15 @@ from kv_transfer.connector.commands import (
     SendBlocks,
     WithdrawBlocks,
 )
-from kv_transfer.connector.metrics import PeerMetrics
-from kv_transfer.connector.timelines import Timelines
 from kv_transfer.cuda.staging import Stager, make_stager
+from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import DevicePieces, KVPool
 from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
 from kv_transfer.protocol.parts import Sends
 from kv_transfer.protocol.producer import Producer
 from kv_transfer.rank_transfers import RankTransfers
+from kv_transfer.timelines import Timelines
 from kv_transfer.transport.base import Bytes, Channel
 
 logger = logging.getLogger(__name__)

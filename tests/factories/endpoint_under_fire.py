@@ -16,7 +16,7 @@ from baton.config import KVTransferConfig
 from baton.errors import WireError
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

@@ -12,7 +12,7 @@ from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
-from kv_transfer.connector.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
+from kv_transfer.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
 from kv_transfer.connector.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory

@@ -19,7 +19,7 @@ from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from engine.kv_cache import KVBlockShape, KVPool
 from kv_transfer import KVConnectorMetadata
-from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
 from kv_transfer.cuda.driver import cuda_is_available
 from kv_transfer.cuda.memory import CudaMemory

@@ -9,7 +9,7 @@ from baton.kv import KVTransferParams, TransferRole
 from baton.messages.request_plane import TO_GATEWAY, Outputs
 from baton.request import RequestOutput
 from baton.step import KVConnectorOutput
-from kv_transfer.connector.commands import AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
 from tests.factories.scheduling import PEER

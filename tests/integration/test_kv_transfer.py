@@ -17,7 +17,7 @@ from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.system.curve import secure_client
 from kv_transfer import KVConnectorMetadata, SharedMemory
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

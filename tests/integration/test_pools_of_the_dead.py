@@ -12,7 +12,7 @@ from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.request import FirstToken
 from kv_transfer import KVConnectorMetadata, SharedMemory
-from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_TOKENS = 64, 4096, 32

@@ -23,7 +23,7 @@ from engine.ranks.executor import RankProcesses
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
 from kv_transfer import KVConnectorMetadata
-from kv_transfer.connector.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
+from kv_transfer.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
 from tests.factories.engine import RunningLoop, make_core
 from tests.factories.fake_rank import (
     DELAY_S,

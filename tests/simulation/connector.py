@@ -14,7 +14,7 @@ from baton.kv import KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

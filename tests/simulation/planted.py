@@ -21,7 +21,7 @@ from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
 from gateway.requests import request_state
 from gateway.requests.attempt import Attempt, AttemptFailure, sub_requests
-from kv_transfer.connector.commands import WithdrawBlocks
+from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
 from kv_transfer.protocol.consumer import Consumer

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.kv import KVTransferParams, TransferRole
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

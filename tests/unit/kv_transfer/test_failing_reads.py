@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole
-from kv_transfer.connector.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.consumer.remote_pools import RemotePools
 from kv_transfer.pool import KVPool

@@ -15,7 +15,7 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint, KVTransferParams, TransferRole, WorkerRef
 from baton.messages.wire import unpack
 from baton.request import FirstToken
-from kv_transfer.connector.commands import BeginSend, FinishSend, SendBlocks
+from kv_transfer.commands import BeginSend, FinishSend, SendBlocks
 from kv_transfer.connector.endpoint import COUNTERS, TransferEndpoint, make_endpoint
 from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.pool import KVBytes

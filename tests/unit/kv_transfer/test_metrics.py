@@ -6,7 +6,7 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.worker import KVPeerCounts
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
@@ -15,7 +15,7 @@ from kv_transfer.connector.commands import (
     LoadBlocks,
     SendBlocks,
 )
-from kv_transfer.connector.metrics import MAX_ROWS, OTHERS, PeerMetrics
+from kv_transfer.metrics import MAX_ROWS, OTHERS, PeerMetrics
 from kv_transfer.protocol.messages import Pieces
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start

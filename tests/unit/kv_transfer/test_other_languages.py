@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import WireError
 from baton.kv import PROTOCOL_VERSION, KVTransferParams, TransferRole
-from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks
+from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks
 from kv_transfer.protocol.messages import (
     PREFIX_BYTES,
     SEAL_BYTES,

@@ -13,7 +13,7 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.kv import KVTransferParams, TransferRole
-from kv_transfer.connector.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
 from kv_transfer.process_exits import ProcessExits
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP

@@ -4,7 +4,7 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.step import KVConnectorOutput
-from kv_transfer.connector.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from tests.factories.endpoints import CONFIG, LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 

@@ -4,7 +4,7 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,
@@ -13,7 +13,7 @@ from kv_transfer.connector.commands import (
     LoadBlocks,
     SendBlocks,
 )
-from kv_transfer.connector.timelines import combine
+from kv_transfer.timelines import combine
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 
 ATTEMPT = 3

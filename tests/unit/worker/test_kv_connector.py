@@ -3,7 +3,7 @@
 from baton.kv import TransferRole
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
-from kv_transfer.connector.commands import (
+from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
     BeginLoad,

@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.errors import FleetError
 from baton.messages.control import ControlRequest, Done, ScaleRole
 from baton.worker import WorkerRole
-from cluster.serve.fleet_counts import follow_counts
+from cluster.controller.fleet_counts import follow_counts
 
 R = TypeVar("R")
 
