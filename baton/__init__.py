@@ -1,1 +1,1 @@
-"""The vocabulary every floor shares: requests, step plans, KV references, messages, config, errors, clock."""
+"""The vocabulary of all packages: requests, step plans, KV references, errors, messages, configuration."""

@@ -1,1 +1,1 @@
-"""Places, watches and stops workers on Ray, and holds the `baton` command; no token passes through here."""
+"""Starts, watches, scales and replaces workers, on Ray or as processes; no token passes through here."""

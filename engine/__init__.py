@@ -1,1 +1,1 @@
-"""One device, or the ranks of several: the step loop, model and sampler; knows no client, no cluster and no role."""
+"""One device, or the ranks of several: step plans to tensors to tokens; knows no client, no role and no scheduling."""

@@ -1,4 +1,4 @@
-"""The door: text to tokens and back, routing, and the life of every client request; knows no Ray."""
+"""Where clients come in: text to tokens and back, routing, and each request until its last token; knows no Ray."""
 
 from gateway.client import GatewayClient, GatewayError
 from gateway.model import ServedModel

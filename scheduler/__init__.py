@@ -1,4 +1,4 @@
-"""Which tokens run next, in which blocks; knows no model, no device, no clock and no socket."""
+"""Which tokens are computed next, in which blocks; knows no model, no device, no clock and no socket."""
 
 from baton.config import SchedulerConfig
 from baton.sampling import SamplingParams

@@ -218,3 +218,16 @@ def test_make_targets_of_the_documents_exist() -> None:
         text = (ROOT / document).read_text()
         named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
         assert named <= defined, f"{document} names targets that do not exist: {named - defined}"
+
+
+def test_http_clients_of_tests_are_patient() -> None:
+    """Their own default of five seconds says how busy the machine is, not whether the code is right."""
+    hasty = [
+        f"{relative(file)}:{node.lineno}"
+        for file in modules("tests")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"httpx2.AsyncClient", "httpx2.Client"}
+        and not {"timeout", "transport"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert hasty == []

@@ -1,1 +1,1 @@
-"""One worker process: its loop, its end of the request plane, drain, change of role, metrics and trace."""
+"""One worker process: its step loop, request plane, drain, role changes, metrics and trace; knows no text."""

@@ -11,8 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-EXIT_ALONE = 2
-"""Rank 0 is gone."""
+from engine.ranks.exit_codes import EXIT_ALONE
 
 
 def main(serve: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
 from engine.pipeline import Pipeline
 from engine.ranks.channel import RankChannel
-from engine.ranks.entry import EXIT_ALONE
+from engine.ranks.exit_codes import EXIT_ALONE, EXIT_FAILED
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import (
     FROM_RANK,
@@ -60,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 """Between two looks at the connector's counters, which strangers move too."""
-
-EXIT_FAILED = 1
 
 Channel = RankChannel[FromRank, ToRank]
 

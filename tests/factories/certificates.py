@@ -1,6 +1,7 @@
 """Certificates as docs/security.md makes them: its own commands, run in a folder."""
 
 import re
+import ssl
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,17 @@ class CertificateFiles:
             key_pem=key.read_bytes() if has_own else None,
         )
 
+    def trusting(self, own: "CertificateFiles | None" = None) -> ssl.SSLContext:
+        """For HTTPS clients: they trust this authority, and show the client's certificate of `own`."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        if own is not None:
+            context.load_cert_chain(own.folder / "alice.tls.pem", own.folder / "alice.tls.key")
+        return context
+
 
 def make_certificates(folder: Path) -> CertificateFiles:
     blocks = re.findall(r"```sh\n(openssl .*?)```", SECURITY.read_text(), re.DOTALL)
     assert len(blocks) == 2
     script = "set -e\n" + "\n".join(blocks)
-    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True, timeout=120)
     return CertificateFiles(folder)

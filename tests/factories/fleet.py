@@ -78,6 +78,8 @@ class FakeIncarnation:
         self.may_drain.set()
         self.orders: list[str] = []
         self.running = 0
+        self.num_answers = 0
+        """To questions for its status."""
         self.pid = next(self._incarnations)
 
     def kill(self, reason: str = "killed") -> None:
@@ -121,6 +123,7 @@ class FakeIncarnation:
             await asyncio.Event().wait()
         for _ in range(self.num_hops):
             await asyncio.sleep(0.1)
+        self.num_answers += 1
         counts = RequestCounts(self.running, 0, 0)
         return WorkerStatus(
             self.endpoint.ref, self.role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {}
@@ -218,7 +221,7 @@ class FleetUnderTest:
         self, condition: Callable[[dict[str, WorkerEndpoint]], bool]
     ) -> dict[str, WorkerEndpoint]:
         """Follows the view until its endpoints, by name, are as wanted."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while True:
                 known = {endpoint.ref.name: endpoint for endpoint in self.view.endpoints}
                 if self.view.version >= 0 and condition(known):

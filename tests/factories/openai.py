@@ -24,7 +24,7 @@ async def raw_events(
 ) -> list[str]:
     """The data of every event of a stream, as it came."""
     url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/chat/completions"
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60.0) as client:
         answer = await client.post(url, json={"model": "tiny", "messages": messages, "stream": True} | fields)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *events, rest = answer.text.split("\n\n")

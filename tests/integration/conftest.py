@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.factories.certificates import CertificateFiles, make_certificates
 from tests.factories.foreign_ray import foreign_ray
 
 
@@ -18,3 +19,15 @@ def address_of_ray() -> Iterator[str]:
         foreign_ray(2, Path(folder)) as address,
     ):
         yield address
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    """Certificates of one authority."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def others(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    """Of another authority, with the same names."""
+    return make_certificates(tmp_path_factory.mktemp("others"))

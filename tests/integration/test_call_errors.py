@@ -44,7 +44,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
         (BUSY, GOOD, 429),
     ]
     base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-    async with httpx2.AsyncClient(base_url=base) as client:
+    async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
         for key, body, status in calls:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = await client.post("/v1/completions", json=body, headers=headers)

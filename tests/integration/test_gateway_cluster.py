@@ -75,7 +75,7 @@ def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) ->
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
             async with client_of(under_test) as http:
-                await asyncio.sleep(1.0)  # editions are made once a second
+                await asyncio.sleep(1.1)  # editions are made once a second
                 answer = await http.get("/cluster")
                 assert answer.headers["cache-control"] == "no-store"
                 found: dict[str, Any] = answer.json()
@@ -160,7 +160,7 @@ def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
         ):
             lines = answer.aiter_lines()
             await anext(lines)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await under_test.gateway._feed.stop()
                 assert [line async for line in lines][-1] == ""
 

@@ -48,7 +48,7 @@ def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -
         first = fleet.client("w0")
         assert first is not None
         fleet.add(nowhere())
-        await asyncio.wait_for(first.first_sign.wait(), 5)
+        await asyncio.wait_for(first.first_sign.wait(), 60)
         fleet.remove("w0", "the test says so")
         assert first._socket.closed, "an open socket would keep the context from ending"
         await fleet.stop()
@@ -62,7 +62,7 @@ def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
         fleet = WorkerConnections(NETWORK, KEYS.request, listener)
         try:
             fleet.add(worker.endpoint)
-            name, reason = await asyncio.wait_for(listener.losses.get(), 10)
+            name, reason = await asyncio.wait_for(listener.losses.get(), 60)
             assert (name, reason) == ("w0", "the connection to it ended: choked")
             assert fleet.client("w0") is None
         finally:

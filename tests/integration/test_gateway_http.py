@@ -25,7 +25,7 @@ def says_nothing(request: EngineRequest) -> list[RequestOutput]:
 
 
 async def get(port: int | None, path: str) -> httpx2.Response:
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
         return await client.get(path)
 
 
@@ -55,7 +55,7 @@ def test_errors_have_the_shape_of_openais(
     async def run() -> dict[str, Any]:
         async with gateway_with(folder, {}, {}) as under_test:
             base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-            async with httpx2.AsyncClient(base_url=base) as client:
+            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 answer = await client.request(method, path)
                 assert answer.status_code == status
                 body: dict[str, Any] = answer.json()
@@ -73,7 +73,9 @@ def test_paths_are_what_they_are(folder: Path) -> None:
     async def run() -> None:
         async with (
             gateway_with(folder, {}, {"w0": says_nothing}) as under_test,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as client,
+            httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
+            ) as client,
         ):
             for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
                 answer = await client.request(method, path)

@@ -224,7 +224,9 @@ def test_nothing_that_is_not_known_to_be_open_is_open(folder: Path) -> None:
     async def test() -> None:
         async with (
             gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as http,
+            httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
+            ) as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
         ):
             description = (await http.get("/openapi.json")).json()
@@ -250,7 +252,7 @@ def test_metrics_may_be_for_everybody(folder: Path) -> None:
             gateway_with(
                 folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN, metrics_need_key=False
             ) as under_test,
-            httpx2.AsyncClient() as client,
+            httpx2.AsyncClient(timeout=60.0) as client,
         ):
             url = f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
             assert (await client.get(url)).status_code == 200
@@ -295,7 +297,7 @@ def test_a_keys_limits_hold_at_both_doors(folder: Path) -> None:
                 await client.abort("second")
                 assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
             base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
-            async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}) as http:
+            async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}, timeout=60.0) as http:
                 for _ in range(2):
                     await http.post(f"{base_url}/completions", json={})
                 refused = await http.post(f"{base_url}/completions", json={})
@@ -316,7 +318,9 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
             for key in (ALICE, "baton-wrong"):
                 async with client_with(under_test, key) as client:
                     await asyncio.gather(tokens_of(client), return_exceptions=True)
-                async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as http:
+                async with httpx2.AsyncClient(
+                    headers={"Authorization": f"Bearer {key}"}, timeout=60.0
+                ) as http:
                     await http.get(f"http://127.0.0.1:{under_test.gateway.http_port}/v1/models")
 
     with caplog.at_level(logging.DEBUG):
@@ -345,7 +349,9 @@ def test_what_workers_say_is_for_administrators(folder: Path) -> None:
                         await tokens_of(client)
                 assert (inside in str(error.value)) == is_told
                 body = {"model": "tiny", "prompt": [5, 6]}
-                async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as http:
+                async with httpx2.AsyncClient(
+                    headers={"Authorization": f"Bearer {key}"}, timeout=60.0
+                ) as http:
                     url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
                     answer = await http.post(url, json=body)
                 assert answer.status_code == 503
@@ -370,7 +376,7 @@ def test_nobody_goes_ahead_of_others_whose_key_does_not_say_so(folder: Path) -> 
                 async with client_with(under_test, key) as client:
                     assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
             url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
-            async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}) as http:
+            async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
                 answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
                 assert "event: end" in answer.text, answer.text
             assert (await worker.next_leg()).priority == 10, "nor by way of the page"

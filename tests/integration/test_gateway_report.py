@@ -39,8 +39,8 @@ def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
             report = gateway.report(30.0)
             assert report.gateway == before.gateway != ""
             assert (report.num_in_flight, report.num_queued, report.num_finished) == (0, 0, 1)
-            assert 0.3 <= report.ttft_s[0] * 1.01 < 5.0
-            assert 0.1 <= report.itl_s[1] * 1.01 < 5.0
+            assert 0.3 <= report.ttft_s[0] * 1.01 < 60.0
+            assert 0.1 <= report.itl_s[1] * 1.01 < 60.0
             assert [status.ref.name for status in report.workers] == ["d0"]
 
     asyncio.run(asyncio.wait_for(test(), 60))

@@ -78,7 +78,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 async def complete(under_test: GatewayUnderTest, **headers: str) -> int:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": 3}
     url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60.0) as client:
         return (await client.post(url, json=body, headers=headers)).status_code
 
 
@@ -153,7 +153,7 @@ def test_the_pages_requests_are_traced_as_any_others(folder: Path, ratio: float,
         config: dict[str, Any] = {"otlp_endpoint": endpoint, "trace_sample_ratio": ratio}
         async with (
             gateway_with(folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", **config) as under_test,
-            httpx2.AsyncClient() as client,
+            httpx2.AsyncClient(timeout=60.0) as client,
         ):
             url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
             answer = await client.post(url, json={"prompt": "hello", "max_tokens": 3})

@@ -20,7 +20,7 @@ from baton.config import Tls
 from gateway import GatewayClient
 from gateway.http import acceptor
 from gateway.http.acceptor import Acceptor
-from tests.factories.certificates import CertificateFiles, make_certificates
+from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, gateway_with
 from tests.factories.models import make_model_dir
 
@@ -30,11 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -47,8 +42,7 @@ def acceptor_of(under_test: GatewayUnderTest) -> Acceptor:
 
 
 def https(port: int | None, files: CertificateFiles) -> httpx2.AsyncClient:
-    context = ssl.create_default_context(cafile=str(files.ca))
-    return httpx2.AsyncClient(base_url=f"https://localhost:{port}", verify=context, timeout=60.0)
+    return httpx2.AsyncClient(base_url=f"https://localhost:{port}", verify=files.trusting(), timeout=60.0)
 
 
 @contextmanager
@@ -120,9 +114,8 @@ def test_where_all_are_established_one_more_is_told_so_but_not_without_end(
     monkeypatch.setattr(acceptor, "REFUSAL_TIMEOUT_S", 0.5)
 
     def refused(port: int | None) -> ssl.SSLSocket:
-        context = ssl.create_default_context(cafile=str(files.ca))
         connection = socket.create_connection(("127.0.0.1", port), timeout=60.0)
-        return context.wrap_socket(connection, server_hostname="localhost")
+        return files.trusting().wrap_socket(connection, server_hostname="localhost")
 
     async def test() -> None:
         async with gateway_with(

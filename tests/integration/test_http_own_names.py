@@ -96,7 +96,9 @@ def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
     async def run() -> None:
         async with (
             gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient(base_url=f"http://localhost:{under_test.gateway.http_port}") as client,
+            httpx2.AsyncClient(
+                base_url=f"http://localhost:{under_test.gateway.http_port}", timeout=60.0
+            ) as client,
         ):
             for path in ("/v1/chat/completions", "/v1/models", "/cluster/try", "/metrics", "/"):
                 for method in ("OPTIONS", "GET"):

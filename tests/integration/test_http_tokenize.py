@@ -29,7 +29,7 @@ def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path)
     async def run() -> None:
         async with gateway_with(folder, {}, {}) as under_test:
             base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-            async with httpx2.AsyncClient(base_url=base) as client:
+            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
 
                 async def ask(path: str, **body: Any) -> Any:
                     return (await client.post(path, json=body)).json()
@@ -77,7 +77,7 @@ def test_what_cannot_be_asked_names_its_field(
     async def run() -> httpx2.Response:
         async with gateway_with(folder, {}, {}) as under_test:
             base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-            async with httpx2.AsyncClient(base_url=base) as client:
+            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 return await client.post(path, json=body)
 
     answer = asyncio.run(run())

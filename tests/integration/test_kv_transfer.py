@@ -41,7 +41,7 @@ from tests.factories.security import KEYS
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 TOKEN = FirstToken(7, None)
-CONFIG = KVTransferConfig(lease_s=1.0, load_timeout_s=4.0, peer_timeout_s=1.0, checksum="on")
+CONFIG = KVTransferConfig(lease_s=2.0, load_timeout_s=8.0, peer_timeout_s=2.0, checksum="on")
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Worker:
         self.connector.start_load_kv(metadata)
         self.connector.save_kv_blocks(metadata, set())
 
-    def until(self, pick: Callable[[KVConnectorOutput], tuple[T, ...]], timeout_s: float = 10.0) -> T:
+    def until(self, pick: Callable[[KVConnectorOutput], tuple[T, ...]], timeout_s: float = 60.0) -> T:
         """The first piece of news that `pick` finds; other news is kept."""
         end = time.monotonic() + timeout_s
         while True:
@@ -107,7 +107,7 @@ class Worker:
 
     def gather(self, is_enough: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
         """Everything that happens until it is enough."""
-        end, news = time.monotonic() + 10.0, KVConnectorOutput()
+        end, news = time.monotonic() + 60.0, KVConnectorOutput()
         while not is_enough(news):
             assert self._has_news.wait(max(0.0, end - time.monotonic())), f"only {news}"
             self._has_news.clear()
@@ -275,15 +275,17 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
         to_prefill, to_decode = legs(prefill, decode)
         prefill.command(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
         decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
-    failed = decode.until(lambda news: news.failed_recving, timeout_s=2.0)
+    failed = decode.until(lambda news: news.failed_recving)
     assert failed.is_cancelled
 
 
 def test_c42_a_prefill_worker_that_dies_is_noticed_by_heartbeat(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
-    decode_sees = threading.Event()
-    assert not decode_sees.wait(0.2)
+    deadline = time.monotonic() + 60.0
+    while not decode.connector.counters()["kv_bytes_received"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     prefill.stop()
     failed = decode.until(lambda news: news.failed_recving)
     assert (failed.num_valid_blocks, failed.is_cancelled) == (1, False)
@@ -329,7 +331,7 @@ def test_garbage_on_the_kv_plane_is_counted_and_dropped(prefill: Worker, decode:
         stranger.send(b"")
         stranger.send(b"\xff" * 100)
         stranger.send_multipart([b"many", b"frames", b"at once"])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60.0
         while prefill.connector.counters()["kv_bad_messages"] < 3:
             assert time.monotonic() < deadline
     start(prefill, decode)

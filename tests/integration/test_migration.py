@@ -5,6 +5,7 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -56,8 +57,21 @@ def half_and_back(request: EngineRequest) -> list[RequestOutput]:
     return [*half(request), failure_of(request, ErrorKind.GIVEN_BACK, "the worker drains")]
 
 
+HAS_BEGUN: WeakKeyDictionary[asyncio.Task[Any], asyncio.Event] = WeakKeyDictionary()
+"""Set once the client of this call of `ask` has something: what its worker sent with it is at the gateway, too."""
+
+
 async def ask(under_test: GatewayUnderTest, **options: Any) -> list[Event]:
-    return [event async for event in under_test.client.generate(text="Hello", **options)]
+    events = []
+    async for event in under_test.client.generate(text="Hello", **options):
+        events.append(event)
+        begun(asyncio.current_task()).set()
+    return events
+
+
+def begun(call: asyncio.Task[Any] | None) -> asyncio.Event:
+    assert call is not None
+    return HAS_BEGUN.setdefault(call, asyncio.Event())
 
 
 def tokens_of(events: list[Event]) -> list[int]:
@@ -67,7 +81,7 @@ def tokens_of(events: list[Event]) -> list[int]:
 async def lose(under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[Event]]") -> EngineRequest:
     """Waits until the worker has said its half, and removes it; the leg that it had."""
     leg = await under_test.workers[worker].next_leg()
-    await asyncio.sleep(0.1)
+    await begun(call).wait()
     assert not call.done()
     under_test.gateway.remove_worker(worker, "killed by the test")
     return leg
@@ -308,7 +322,7 @@ def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered_does_
             call = asyncio.create_task(ask(under_test))
             leg = await under_test.workers["w1"].next_leg()
             await under_test.workers["w0"].next_leg()
-            await asyncio.sleep(0.1)  # token 0 is with the client
+            await begun(call).wait()
             under_test.gateway.remove_worker("w0", "killed by the test")
             under_test.workers["w1"].say(leg, outputs_of(leg, [ANSWER[0] + 1, 9, 9], finish=None))
             assert await under_test.workers["w1"].next_abort() == leg.request_id

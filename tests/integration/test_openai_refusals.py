@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as client:
+    async with httpx2.AsyncClient(
+        base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
+    ) as client:
         yield client
 
 

@@ -18,8 +18,8 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
-from engine.ranks.entry import EXIT_ALONE
 from engine.ranks.executor import RankProcesses
+from engine.ranks.exit_codes import EXIT_ALONE
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
 from kv_transfer import KVConnectorMetadata

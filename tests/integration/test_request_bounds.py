@@ -51,7 +51,9 @@ def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) ->
         async with (
             gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
             grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as http,
+            httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
+            ) as http,
         ):
             stub: Any = pb_grpc.GenerationServiceStub(channel)
 
@@ -100,7 +102,9 @@ def test_an_answer_that_is_not_streamed_is_bounded_at_every_door(
         async with (
             gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
             grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}") as http,
+            httpx2.AsyncClient(
+                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
+            ) as http,
         ):
             engine = VllmEngineStub(channel)
 

@@ -42,7 +42,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 async def complete(under_test: GatewayUnderTest, **headers: str) -> httpx2.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
     url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60.0) as client:
         return await client.post(url, json=body, headers=headers)
 
 
@@ -103,7 +103,7 @@ def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: 
     async def test() -> None:
         async with (
             gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient() as client,
+            httpx2.AsyncClient(timeout=60.0) as client,
         ):
             url = f"http://127.0.0.1:{under_test.gateway.http_port}/version"
             response = await client.get(url, headers={"x-request-id": offered})

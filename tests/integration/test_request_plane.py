@@ -34,7 +34,7 @@ from tests.factories.security import KEYS
 from worker.kv_events import MAX_HASHES_PER_MESSAGE, KVChange
 from worker.request_plane import RequestServer
 
-NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=0.4)
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=2.0)
 STATUS = WorkerStatus(
     WorkerRef("p0", "life-1", ("tcp://127.0.0.1:1",), 16),
     WorkerRole.PREFILL,

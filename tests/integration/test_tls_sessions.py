@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import Tls
-from tests.factories.certificates import CertificateFiles, make_certificates
+from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import gateway_with
 from tests.factories.models import make_model_dir
 
@@ -23,20 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
-    """Of another authority, with the same names."""
-    return make_certificates(tmp_path_factory.mktemp("others"))
-
-
 def client_context(files: CertificateFiles, version: ssl.TLSVersion, protocol: str) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(files.ca))
-    context.load_cert_chain(files.folder / "alice.tls.pem", files.folder / "alice.tls.key")
+    context = files.trusting(own=files)
     context.set_alpn_protocols([protocol])
     context.minimum_version = context.maximum_version = version
     return context

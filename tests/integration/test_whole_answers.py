@@ -96,7 +96,7 @@ def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) -> None:
         async with a_gateway(folder) as under_test:
             body = {"model": "tiny", "prompt": [5], "n": N, "max_tokens": NUM_TOKENS, "logprobs": TOP}
             url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-            async with httpx2.AsyncClient() as http:
+            async with httpx2.AsyncClient(timeout=60.0) as http:
                 async with http.stream("POST", url, json=body, timeout=30) as answer:
                     assert answer.status_code == 200
                     await anext(answer.aiter_raw(1000))

@@ -38,7 +38,7 @@ def taker() -> Iterator[ZmqChannel]:
 def meet(giver: ZmqChannel, taker: ZmqChannel) -> bytes:
     """The consumer speaks first; how the producer reaches it from then on."""
     taker.send(giver.address, b"hello")
-    [arrival] = giver.wait(10.0)
+    [arrival] = giver.wait(60.0)
     assert isinstance(arrival.peer, bytes)
     return arrival.peer
 
@@ -48,7 +48,7 @@ def take(taker: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -
     taken: dict[bytes, list[Bytes]] = {}
     while len(taken) < num_arrivals:
         before = len(taken)
-        for arrival in taker.wait(10.0):
+        for arrival in taker.wait(60.0):
             taken[arrival.header] = [] if arrival.header in unread else list(taker.read_payload())
         assert len(taken) > before, f"nothing arrived within 10 s after {list(taken)}"
     return taken
@@ -110,7 +110,7 @@ def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory() -> None:
         peer.setsockopt(zmq.RCVHWM, 1)  # else ZMQ reads a lot on its behalf
         peer.connect(giver.address)
         peer.send(b"hello")
-        [arrival] = giver.wait(10.0)
+        [arrival] = giver.wait(60.0)
         pool = random_bytes(2 * LARGE)
         was_sent: list[bool] = []
         while not was_sent or any(
@@ -143,7 +143,7 @@ def producers() -> Iterator[list[ZmqChannel]]:
 
 
 def headers(channel: ZmqChannel) -> list[bytes]:
-    return [arrival.header for arrival in channel.wait(10.0)]
+    return [arrival.header for arrival in channel.wait(60.0)]
 
 
 def test_c42_room_for_another_peer_is_not_made_while_one_is_listened_to(
@@ -153,9 +153,9 @@ def test_c42_room_for_another_peer_is_not_made_while_one_is_listened_to(
     first, second, third = producers[:3]
     for producer in (first, second):
         producer.send(meet(producer, taker), b"pieces")
-    time.sleep(0.2)  # both have arrived
+    time.sleep(1.0)  # both have arrived
     heard = []
-    for arrival in taker.wait(10.0):
+    for arrival in taker.wait(60.0):
         heard.append(arrival.peer)
         taker.send(arrival.peer, b"thanks")
         taker.send(third.address, b"hello")

@@ -13,7 +13,9 @@ from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir
 from tests.factories.paced_fleet import Pace, PacedFleet
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
+pytestmark = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium is installed: apt install chromium"
+)
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script> & done"

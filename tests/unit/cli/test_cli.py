@@ -80,6 +80,7 @@ main([sys.argv[1]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> None:
     done = subprocess.run(
@@ -92,6 +93,7 @@ def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> No
     assert done.stdout.splitlines()[-1] == "0 token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

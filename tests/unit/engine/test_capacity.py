@@ -94,7 +94,7 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
         capacity, "_measure", lambda *_, wants_chunk: SimpleNamespace(chunk=chunk if wants_chunk else None)
     )
     asked = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 1024, "num_blocks": 9}})
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="engine.capacity"):
         reckoned = reckon(asked, replace(model, device=CUDA))
     assert reckoned.scheduler_config.max_num_batched_tokens == budget
     assert f"scheduler.max_num_batched_tokens is {budget};" in caplog.text, "what to set, to have it again"

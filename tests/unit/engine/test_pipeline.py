@@ -138,7 +138,7 @@ class Gate:
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.started.put(plan.step)
-        assert self.may_end.acquire(timeout=10)
+        assert self.may_end.acquire(timeout=60)
         return self._runner.execute(plan)
 
 
@@ -158,12 +158,12 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     core = make_core(gate)
     core.add_request(make_engine_request(max_tokens=3), "gateway")
     assert step(core) == []
-    assert gate.started.get(timeout=10) == 1
+    assert gate.started.get(timeout=60) == 1
     gate.may_end.release()
     assert [output.token_ids for output in step(core)] != [()], (
         "the second was planned before the first ended"
     )
-    assert gate.started.get(timeout=10) == 2
+    assert gate.started.get(timeout=60) == 2
     gate.may_end.release(10)
     run_until_idle(core)
     core.close()

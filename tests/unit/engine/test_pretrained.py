@@ -150,7 +150,7 @@ def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
 
     def slow(gguf: Path, folder: Path, progress: Progress) -> None:
         first_converts.set()
-        assert may_finish.wait(10)
+        assert may_finish.wait(60)
         source.convert(gguf, folder, progress)
 
     folders: list[Path] = []
@@ -159,11 +159,11 @@ def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
     )
     second = threading.Thread(target=lambda: folders.append(source.resolve(cache)))
     first.start()
-    assert first_converts.wait(10)
+    assert first_converts.wait(60)
     second.start()
     may_finish.set()
-    first.join(10)
-    second.join(10)
+    first.join(60)
+    second.join(60)
     assert folders == [cache / "tiny"] * 2
     assert source.num_converted == 1
 

@@ -108,7 +108,7 @@ def test_closing_ends_a_wait_of_ones_own(ends: tuple[RankZeroEnd, RankEnd]) -> N
     reader = threading.Thread(target=lambda: received.append(zero.receive()))
     reader.start()
     zero.close()
-    reader.join(5.0)
+    reader.join(60.0)
     assert received == [None]
 
 

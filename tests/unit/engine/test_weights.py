@@ -190,6 +190,7 @@ def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> Non
     assert len({original, tuned, stretched}) == 3
 
 
+@pytest.mark.slow
 def test_loading_does_not_import_pytorchs_compiler(tmp_path: Path) -> None:
     """It would take every worker a second to start."""
     program = (

@@ -57,7 +57,7 @@ class FakeWorker:
 
     def drain(self, timeout_s: float) -> bool:
         self.asked.append(("drain", timeout_s))
-        assert self.may_drain.wait(10)
+        assert self.may_drain.wait(60)
         return timeout_s > 1.0
 
     def set_role(self, role: WorkerRole, timeout_s: float) -> None:
@@ -102,8 +102,8 @@ class Pipes:
 
     def end(self) -> None:
         self.client.close()
-        self._thread.join(10)
-        self.client._reader.join(10)
+        self._thread.join(60)
+        self.client._reader.join(60)
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_end_of_a_worker_ends_every_call(pipes: Pipes) -> None:
         await asyncio.to_thread(pipes.end)
         for call in (drain, pipes.client.call(WaitStatus(0.0))):
             with pytest.raises(ClusterError, match="its process has ended"):
-                await asyncio.wait_for(call, 10)
+                await asyncio.wait_for(call, 60)
 
     asyncio.run(scenario())
 
@@ -191,7 +191,7 @@ def replies_to(data: bytes, count: int = 1, worker: FakeWorker | None = None) ->
     lines: queue.Queue[str] = queue.Queue()
     put: Callable[[str], None] = lines.put
     server_of(worker or FakeWorker(), put).receive(data)
-    return [read_reply(binascii.a2b_base64(lines.get(timeout=10))) for _ in range(count)]
+    return [read_reply(binascii.a2b_base64(lines.get(timeout=60))) for _ in range(count)]
 
 
 def failure_in(reply: Reply) -> tuple[int, str, str]:

@@ -72,11 +72,11 @@ def test_an_engine_measures_itself() -> None:
             threading.Event().wait(0.01)
         else:
             entered.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
     with RunningLoop(make_core(StepHook(hold), max_num_seqs=1, async_scheduling=False)) as running:
         running.loop.submit("gateway", make_engine_request("first", 50, max_tokens=8))
-        assert entered.wait(10)
+        assert entered.wait(60)
         for name in ("second", "third"):
             running.loop.submit("gateway", make_engine_request(name, 50, max_tokens=8))
         go_on.set()

@@ -45,11 +45,11 @@ def test_an_abort_ends_only_the_clients_own_requests() -> None:
 
     def hold(_: SchedulerOutput) -> None:
         entered.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     with RunningLoop(make_core(StepHook(hold))) as running:
         running.loop.submit("a", make_engine_request("mine", max_tokens=500))
-        assert entered.wait(10)
+        assert entered.wait(60)
         running.loop.abort("b", ("mine",))
         running.loop.submit("b", make_engine_request("theirs", max_tokens=500))
         running.loop.abort_client("b")
@@ -84,12 +84,12 @@ def test_what_cannot_be_taken_is_refused_with_its_reason(
 
     def hold(_: SchedulerOutput) -> None:
         entered.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     core = make_core(StepHook(hold), max_num_seqs=1)
     with RunningLoop(core, DecodeWorker(max_waiting=1 if request_id == "late" else 9)) as running:
         running.loop.submit("gateway", make_engine_request("r", max_tokens=500))
-        assert entered.wait(10)
+        assert entered.wait(60)
         running.loop.submit("gateway", make_engine_request("waits"))
         running.loop.submit("gateway", make_engine_request(request_id, num_tokens))
         go_on.set()
@@ -140,7 +140,7 @@ def test_a_device_that_fails_again_and_again_ends_the_loop() -> None:
         running.loop.submit("gateway", make_engine_request(name))
         running.until_finished(name)
     running.loop.submit("gateway", make_engine_request("c"))
-    running.loop.join(10)
+    running.loop.join(60)
     assert not running.loop.is_alive
     assert isinstance(running.loop.failure, RuntimeError)
     assert running.loop.drain(0.0), "nobody is left to wait for"
@@ -154,7 +154,7 @@ class Held:
 
     def __call__(self, _: SchedulerOutput) -> None:
         self.entered.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         threading.Event().wait(0.005)
 
 
@@ -172,7 +172,7 @@ def in_background(call: Callable[[], T]) -> "Future[T]":
 
 
 def until_draining(running: RunningLoop) -> None:
-    while not running.beats.get(timeout=10).is_draining:
+    while not running.beats.get(timeout=60).is_draining:
         continue
 
 
@@ -180,7 +180,7 @@ def test_c50_draining_refuses_new_requests_and_waits_for_the_running_ones() -> N
     device = Held()
     with RunningLoop(make_core(StepHook(device))) as running:
         running.loop.submit("gateway", make_engine_request("running", max_tokens=9))
-        assert device.entered.wait(10)
+        assert device.entered.wait(60)
         drained = in_background(lambda: running.loop.drain(10))
         device.go_on.set()
         until_draining(running)
@@ -213,7 +213,7 @@ def test_c50_a_lease_that_does_not_end_bounds_the_drain() -> None:
         hand_over(running)
         before = time.monotonic()
         assert not running.loop.drain(0.1)
-        assert 0.25 < time.monotonic() - before < 2.0
+        assert 0.25 < time.monotonic() - before < 30.0
         assert running.loop.snapshot.kv_blocks.leased
         assert running.loop.snapshot.is_draining, "it takes nothing all the same"
 
@@ -245,7 +245,7 @@ def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> Non
         running.loop.set_role(PrefillWorker(9), 5.0)
         assert running.loop.snapshot.role is WorkerRole.PREFILL
         assert not running.loop.snapshot.is_draining
-        told = running.beats.get(timeout=5)
+        told = running.beats.get(timeout=60)
         assert (told.role, told.is_draining) == (WorkerRole.PREFILL, False), "gateways hear of it at once"
         running.loop.submit("gateway", make_engine_request("whole"))
         assert running.until_finished("whole").error_kind is ErrorKind.OVERLOADED, "not what it does any more"
@@ -303,7 +303,7 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
     running.loop.fail(RuntimeError("the request plane ended"))
     with pytest.raises(FleetError, match="its engine has ended"):
         change.result(5)
-    running.loop.join(5)
+    running.loop.join(60)
     assert str(running.loop.failure) == "the request plane ended"
     assert connector.is_shut_down, "so that peers need not wait for a deadline"
     with pytest.raises(FleetError, match="its engine has ended"):
@@ -315,15 +315,15 @@ def test_whoever_follows_the_prefix_cache_hears_an_account_and_then_what_changes
         running.loop.submit("gateway", make_engine_request("before", 40))
         running.until_finished("before")
         running.loop.subscribe_kv_events("a")
-        readers, account = running.kv_changes.get(timeout=5)
+        readers, account = running.kv_changes.get(timeout=60)
         assert (readers, account.is_anew, len(account.stored)) == (("a",), True, 2 * SHORT_HASH_BYTES)
         running.loop.submit("gateway", make_engine_request("more", 70))
         running.until_finished("more")
-        _, change = running.kv_changes.get(timeout=5)
+        _, change = running.kv_changes.get(timeout=60)
         assert (change.is_anew, change.removed, len(change.stored)) == (False, b"", 2 * SHORT_HASH_BYTES)
         assert block_hashes((7,) * 70, 16, b"k" * 16)[3][:SHORT_HASH_BYTES] == change.stored[-8:]
         running.loop.subscribe_kv_events("b")
-        assert running.kv_changes.get(timeout=5) == (
+        assert running.kv_changes.get(timeout=60) == (
             ("b",),
             KVChange(True, b"", account.stored + change.stored),
         )
@@ -339,7 +339,7 @@ def test_nothing_is_kept_for_followers_that_are_gone(monkeypatch: pytest.MonkeyP
     core = make_core()
     with RunningLoop(core) as running:
         running.loop.subscribe_kv_events("a")
-        running.kv_changes.get(timeout=5)
+        running.kv_changes.get(timeout=60)
         running.loop.abort_client("a")
         running.loop.submit("gateway", make_engine_request("unheard", 40))
         running.until_finished("unheard")

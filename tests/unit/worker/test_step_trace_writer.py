@@ -336,6 +336,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_after_kill_nine_every_step_that_was_done_is_there(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL

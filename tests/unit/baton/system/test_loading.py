@@ -40,7 +40,7 @@ def test_leaving_does_not_wait_for_what_would_take_for_ever(is_stubborn: bool) -
                     raise
 
     with Loading(make) as loading:
-        assert running.wait(10.0)
+        assert running.wait(60)
     assert loading.result.done()
     assert num_swallowed == (3 if is_stubborn else 1)
     assert "loading" not in [thread.name for thread in threading.enumerate()]

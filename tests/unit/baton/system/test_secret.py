@@ -72,6 +72,7 @@ def race(folder: Path, name: str, barrier: Barrier) -> None:
     (folder / name).write_text("\n".join(texts))
 
 
+@pytest.mark.slow
 def test_two_processes_that_race_get_the_same_one(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)

@@ -35,7 +35,7 @@ async def reporting_until(
     tested: FleetUnderTest, condition: Callable[[FleetDescription], bool], running: int, **report: Any
 ) -> FleetDescription:
     """A gateway reports at its pace, of all workers alike, until the fleet is as wanted."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while True:
             described = await tested.controller.describe()
             if condition(described):

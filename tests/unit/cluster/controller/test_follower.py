@@ -65,7 +65,7 @@ def follow(*answers: FleetView | ClusterError) -> tuple[list[str], list[tuple[st
     async def run() -> tuple[list[str], list[tuple[str, int]]]:
         script, log = Script(*answers), Log()
         following = asyncio.create_task(Follower(script, log).run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await script.is_over.wait()
         following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -117,7 +117,7 @@ def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 def test_a_fleet_that_has_ended_is_not_asked_again() -> None:
     async def run() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await Follower(Script(FleetView("c1", 7, (A1,)), FleetEnded("it was left alone")), Log()).run()
 
     with pytest.raises(FleetEnded, match="it was left alone"):

@@ -44,5 +44,5 @@ def test_taking_waits_for_a_value() -> None:
     taker = threading.Thread(target=lambda: taken.append(latest.take()))
     taker.start()
     latest.put("there")
-    taker.join(10)
+    taker.join(60)
     assert taken == ["there"]

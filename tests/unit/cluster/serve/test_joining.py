@@ -123,6 +123,7 @@ def test_the_fleet_decides_but_for_the_gateways_own_part_and_this_machines() -> 
     assert (cluster.start_timeout_s, cluster.drain_timeout_s) == (9.0, 3.0)
 
 
+@pytest.mark.slow
 def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) -> None:
     model, other = make_model_dir(tmp_path / "tiny"), make_model_dir(tmp_path / "other")
 

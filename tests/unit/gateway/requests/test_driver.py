@@ -11,7 +11,7 @@ from gateway.requests.request import Delta
 
 
 def read(unread: UnreadAnswer) -> Delta:
-    return asyncio.run(asyncio.wait_for(unread.read(), 1))
+    return asyncio.run(asyncio.wait_for(unread.read(), 60))
 
 
 def test_what_waits_together_is_read_together_and_in_order() -> None:
@@ -31,7 +31,7 @@ def test_who_reads_faster_waits_for_more() -> None:
         await asyncio.sleep(0)
         assert not reading.done()
         unread.put(Delta((1,), "a"))
-        return await asyncio.wait_for(reading, 1)
+        return await asyncio.wait_for(reading, 60)
 
     assert asyncio.run(test()) == Delta((1,), "a")
 

@@ -1,0 +1,190 @@
+"""A plane's version counts up when one of its messages changes: fields travel by position, so the version guards them.
+
+tests/data/wire_versions.json records each plane's version with the fields of every message, and of all that they hold.
+`python -m tests.test_wire_versions` records them anew after a change.
+"""
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from baton.kv import PROTOCOL_VERSION
+from baton.messages import control, control_codec, request_plane
+from kv_transfer.protocol import messages as kv
+from kv_transfer.transport.nixl_description import Description
+
+RECORD = Path(__file__).parent / "data" / "wire_versions.json"
+
+Layout = dict[str, list[str]]
+"""Of each dataclass `field: type` in order, of each enumeration its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    constant: str
+    """Where its version is."""
+    version: int
+    messages: tuple[type[Any], ...]
+
+
+CONTROL_REQUESTS = tuple(
+    kind
+    for kind in vars(control).values()
+    if isinstance(kind, type)
+    and issubclass(kind, control.ControlRequest)
+    and kind is not control.ControlRequest
+)
+
+PLANES = {
+    "request plane": Plane(
+        "REQUEST_PLANE_VERSION in baton/messages/request_plane.py",
+        request_plane.REQUEST_PLANE_VERSION,
+        get_args(request_plane.ToWorker | request_plane.ToGateway),
+    ),
+    "KV plane": Plane(
+        "PROTOCOL_VERSION in baton/kv.py",
+        PROTOCOL_VERSION,
+        (*get_args(kv.ToProducer | kv.ToConsumer), Description),
+    ),
+    "fleet plane": Plane(
+        "FLEET_PLANE_VERSION in baton/messages/control.py",
+        control.FLEET_PLANE_VERSION,
+        (
+            control_codec.CallFrame,
+            control_codec.AnswerFrame,
+            control_codec.FailureFrame,
+            *CONTROL_REQUESTS,
+            *filter(is_dataclass, map(control.answer_type, CONTROL_REQUESTS)),
+        ),
+    ),
+}
+
+
+def layout_of(*kinds: type[Any]) -> Layout:
+    """Of these and of every dataclass and enumeration that they hold, sorted by name."""
+    layout: Layout = {}
+    ahead = list(kinds)
+    while ahead:
+        kind = ahead.pop()
+        if kind.__name__ in layout:
+            continue
+        if issubclass(kind, Enum):
+            layout[kind.__name__] = [repr(member.value) for member in kind]
+            continue
+        hints = get_type_hints(kind)
+        layout[kind.__name__] = [f"{field.name}: {spelled(hints[field.name])}" for field in fields(kind)]
+        ahead += [held for field in fields(kind) for held in held_by(hints[field.name])]
+    return dict(sorted(layout.items()))
+
+
+def spelled(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " | ".join(map(spelled, get_args(hint)))
+    if arguments := get_args(hint):
+        return f"{get_origin(hint).__name__}[{', '.join(map(spelled, arguments))}]"
+    return "..." if hint is Ellipsis else "None" if hint is type(None) else str(hint.__name__)
+
+
+def held_by(hint: Any) -> Iterator[type[Any]]:
+    if isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, Enum)):
+        yield hint
+    for argument in get_args(hint):
+        yield from held_by(argument)
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
+    return found
+
+
+def complaint(name: str, plane: Plane, record: dict[str, Any] | None) -> str | None:
+    """What is to be done before this plane may be as it is; None if nothing."""
+    layout = layout_of(*plane.messages)
+    if record is None:
+        return f"the {name} is not in {RECORD.name}: run `python -m tests.test_wire_versions`"
+    if layout == record["layout"] and plane.version == record["version"]:
+        return None
+    changed = sorted(
+        kind
+        for kind in layout.keys() | record["layout"].keys()
+        if layout.get(kind) != record["layout"].get(kind)
+    )
+    if plane.version <= record["version"]:
+        return (
+            f"messages of the {name} have changed ({', '.join(changed)}), and its version is {plane.version} as "
+            f"recorded or older: count up {plane.constant}, then run `python -m tests.test_wire_versions`. Processes "
+            "of the old and the new version then refuse each other by name; docs/recipes.md says what else changes"
+        )
+    return f"the {name} has a new version, {plane.version}: run `python -m tests.test_wire_versions` to record it"
+
+
+@pytest.mark.parametrize("name", PLANES)
+def test_a_message_that_changes_brings_a_new_version(name: str) -> None:
+    found = complaint(name, PLANES[name], recorded().get(name))
+    assert found is None, found
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Inner:
+    size: int
+
+
+@dataclass
+class Message:
+    inner: tuple[Inner, ...]
+    colour: Colour | None
+    counts: dict[str, int]
+
+
+def test_a_layout_names_fields_in_order_and_what_they_hold() -> None:
+    assert layout_of(Message) == {
+        "Colour": ["'red'"],
+        "Inner": ["size: int"],
+        "Message": ["inner: tuple[Inner, ...]", "colour: Colour | None", "counts: dict[str, int]"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "said"),
+    [
+        (2, {"Inner": ["size: int"]}, None),
+        (
+            2,
+            {"Inner": ["size: str"]},
+            "(Inner), and its version is 2 as recorded or older: count up X in x.py",
+        ),
+        (1, {"Inner": ["size: str"]}, "has a new version, 2"),
+        (1, {"Inner": ["size: int"]}, "has a new version, 2"),
+    ],
+)
+def test_what_is_to_be_done_is_said(version: int, layout: Layout, said: str | None) -> None:
+    found = complaint("plane", Plane("X in x.py", 2, (Inner,)), {"version": version, "layout": layout})
+    assert found is None if said is None else said in (found or "")
+
+
+def main() -> int:
+    """Records every plane, unless one has changed under its old version."""
+    record = recorded() if RECORD.exists() else {}
+    for name, plane in PLANES.items():
+        known = record.get(name)
+        if known is not None and "count up" in (problem := complaint(name, plane, known) or ""):
+            print(problem, file=sys.stderr)
+            return 1
+        record[name] = {"version": plane.version, "layout": layout_of(*plane.messages)}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
