@@ -15,6 +15,7 @@ from engine.device import mark
 from engine.forward import Forward, TorchForward
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Recorder, Replay
+from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
@@ -80,11 +81,14 @@ def device_parts(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> DeviceParts:
-    """What a GPU worker computes with; steps of `sizes` decodes are recorded."""
+    """What a GPU worker computes with. Steps of `sizes` decodes are recorded; before, their products are timed."""
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:
-        with torch.inference_mode():
-            parts.forward.record(sizes, recorder, has_chunks=False)
+        for size in sizes:
+            if size <= MAX_TOKENS:
+                parts.forward.rehearse(size, 1)
+        parts.choose_products()
+        parts.forward.record(sizes, recorder, has_chunks=False)
     return parts
 
 
@@ -99,10 +103,26 @@ def device_engine(
 ) -> CheckedEngine:
     """The same with a pool, and a tap on the logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
+    return engine_over(setting, model, pool, limits, recorder, sizes)
+
+
+def engine_over(
+    setting: Setting,
+    model: LoadedModel,
+    pool: KVPool,
+    limits: StepLimits,
+    recorder: Recorder | None = None,
+    sizes: Sequence[int] = (),
+) -> CheckedEngine:
+    """The same with a pool that others may use by turns."""
     parts = device_parts(setting, model, pool, limits, recorder, sizes)
     forward = NotingForward(parts.forward)
     runner = ModelRunner(
-        forward, parts.sampler, HostBlocks(0, pool), block_size, mark=lambda: mark(setting.device)
+        forward,
+        parts.sampler,
+        HostBlocks(0, pool),
+        pool.shape.block_size,
+        mark=lambda: mark(setting.device),
     )
     return CheckedEngine(model, pool, runner, forward)
 

@@ -1,4 +1,4 @@
-"""Decoding beside the bytes that it must move, what of a step the device does not compute, and a trace of one step."""
+"""Decoding beside the bytes that it must move, what of a step the device does not compute; a trace, and each switch."""
 
 import gc
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from benchmarks.gpu.build import (
     load,
     torch_engine,
 )
+from benchmarks.gpu.decode_switches import Comparison, switch_rows
 from benchmarks.gpu.loop import LoopedEngine
 from benchmarks.gpu.measure import (
     MAX_ERROR,
@@ -43,6 +44,8 @@ from engine.loading.loader import LoadedModel
 from engine.step_limits import StepLimits
 
 PART = "decode"
+SWITCHED_BATCH = 16
+"""Of products of few rows: as many as there may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,9 @@ def _measure_model(
         if number == 0:
             with _replayed(sizes, engine, recorder, (batch, context)) as replay:
                 yield trace_replay(setting, PART, _title(name, batch, context), replay)
+    batch, context = min(SWITCHED_BATCH, max(batches)), sizes.contexts[0]
+    comparison = Comparison(model, engine.pool, context, batch, sizes.rounds, sizes.max_error)
+    yield from switch_rows(setting, PART, f"{name}, context {context}", comparison)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ PART_LIMITS_S = {
     "marked": 180.0,  # some 30 tests, most of which start processes that load PyTorch
     "tokens": 300.0,  # three models, five ways each; reference tokens by torch on the host
     "handover": 300.0,  # two clusters of processes, 36 answers each, then blocks between two processes
-    "decode": 420.0,  # a model is made, recorded for four batches and measured at two contexts: two minutes each
+    "decode": 420.0,  # a model, recorded for four batches, at two contexts; then its switches: three minutes each
     "overlap": 180.0,  # one model, one batch; the trace is written once
     "prefill": 300.0,  # two models, eight sizes of some eight rounds
     "peer": 420.0,  # torch.compile alone takes one to three minutes

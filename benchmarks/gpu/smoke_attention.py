@@ -16,34 +16,41 @@ from tests.kernels.test_paged_attention import Case, Step
 
 NUM_PROGRAMS = 264
 """Enough that long contexts are split."""
+KINDS = ("decode", "decode that merges", "prefill")
+"""Parts of split contexts are put together by another launch, or by the last of them to be done."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
     """Every pair of queries' and cache's floats goes its own way through the compiler."""
     fp8 = torch.float8_e4m3fn
     if shapes.device.type == "cpu":
-        kinds = [("decode", shapes.dtype, shapes.kv_dtype), ("prefill", shapes.dtype, shapes.kv_dtype)]
+        kinds = [(kind, shapes.dtype, shapes.kv_dtype) for kind in KINDS]
     else:
         floats = ((shapes.dtype, shapes.kv_dtype), (shapes.dtype, fp8), (torch.float32, torch.float32))
-        kinds = [(kind, dtype, kv_dtype) for kind in ("decode", "prefill") for dtype, kv_dtype in floats]
+        kinds = [(kind, dtype, kv_dtype) for kind in KINDS for dtype, kv_dtype in floats]
     return [*(partial(_attention, shapes, *kind) for kind in kinds), partial(_merge, shapes)]
 
 
 def _attention(shapes: Shapes, kind: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> Iterator[SmokeCase]:
     shape = AttentionShape(*shapes.heads, shapes.block_size, dtype.itemsize, kv_dtype.itemsize)
     is_dry = shapes.device.type == "cpu"
-    if kind == "decode":
-        contexts = [3, 40] if is_dry else [1, 64, 700, 9000]
+    if kind != "prefill":
+        contexts = [3, 600] if is_dry else [1, 64, 700, 9000]
         queries, tuning = [1] * len(contexts), decode_tuning(shape)
     else:
         queries, contexts, tuning = [3] if is_dry else [700], [5] if is_dry else [1500], prefill_tuning(shape)
-    softmax, programs = Softmax(shapes.heads[2] ** -0.5), 2 if is_dry else NUM_PROGRAMS
+    softmax, programs = Softmax(shapes.heads[2] ** -0.5), 8 if is_dry else NUM_PROGRAMS
     case = Case(queries, contexts, shape, tuning, softmax, programs, dtype, kv_dtype)
     step = Step(case, shapes.device, torch.Generator(shapes.device).manual_seed(0))
+    assert kind == "prefill" or step.plan.merges_RF.size, "nothing is split"
+    merging = step.merging() if kind == "decode that merges" else None
 
     def launch() -> Outputs:
         step.out_TQD.fill_(torch.nan)
-        step.run()
+        if merging is None:
+            step.run()
+        else:
+            step.attend(merging)
         return (step.out_TQD.clone(),)
 
     names = [str(each).removeprefix("torch.") for each in (dtype, kv_dtype)]

@@ -16,7 +16,7 @@ class SmokeCase:
 
     name: str
     files: tuple[str, ...]
-    """Of engine/kernels: those whose kernels it launches."""
+    """Of engine/kernels: those whose kernels it launches, and those with functions that these need."""
     launch: Callable[[], Outputs]
     """On the same inputs each time; its outputs are new ones, or copies."""
     reference: Callable[[], Outputs]

@@ -55,7 +55,7 @@ def _draw(shapes: Shapes, file: str, filters: dict[str, Any]) -> SmokeCase:
     def reference() -> Outputs:
         return (sample_reference(logits_RV.cpu(), params_RF),)
 
-    return SmokeCase(f"{file}, {NUM_ROWS} rows", (file,), draw, reference, 0.0)
+    return SmokeCase(f"{file}, {NUM_ROWS} rows", (file, "sampling_parts"), draw, reference, 0.0)
 
 
 def _logprobs(shapes: Shapes) -> Iterator[SmokeCase]:

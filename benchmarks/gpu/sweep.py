@@ -1,11 +1,12 @@
 """Launch parameters of tuned kernels: what was chosen beside its neighbours, over the shapes that matter.
 
-One parameter at a time is moved away from the choice, since each combination is compiled anew: all of them by several
-processes before the first is timed. Every candidate's result is compared with the choice's before it is timed.
+Beside both, where there is one, a library's kernel. One parameter at a time is moved away from the choice, since each
+combination is compiled anew: all of them by several processes before the first is timed. Every candidate's result is
+compared with the choice's before it is timed.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
 
@@ -15,7 +16,7 @@ from benchmarks.gpu import sweep_attention, sweep_linear
 from benchmarks.gpu.measure import all_seconds, make_recorder, relative_error
 from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
-from benchmarks.gpu.setting import Emit, Setting
+from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.sweep_case import CHOSEN, Candidate, SweepCase
 from engine.gpu.graphs import Replay
 
@@ -41,7 +42,7 @@ def run(setting: Setting, emit: Emit) -> None:
     now = time.monotonic()
     precompile(setting, works, min(now + COMPILING_SHARE * setting.left_s, now + 3600.0))
     for case in cases:
-        emit(_sweep(setting, case))
+        guarded(emit, PART, case.name, partial(_sweep, setting, case))
 
 
 def _launch_share(case: SweepCase, share: int, num_shares: int) -> None:
@@ -53,10 +54,12 @@ def _launch_share(case: SweepCase, share: int, num_shares: int) -> None:
             print(f"  {case.name}: {str(problem).splitlines()[0][:160]}", flush=True)
 
 
-def _sweep(setting: Setting, case: SweepCase) -> Row:
+def _sweep(setting: Setting, case: SweepCase) -> Iterator[Row]:
     candidates = case.make()
     want = candidates[CHOSEN](0)()
-    times, wrong = {}, []
+    times: dict[str, float] = {}
+    wrong: list[str] = []
+    refusals: dict[str, str] = {}
     for name, candidate in candidates.items():
         try:
             error = relative_error(candidate(0)(), want)
@@ -67,21 +70,38 @@ def _sweep(setting: Setting, case: SweepCase) -> Row:
         except (
             Exception
         ) as problem:  # Triton's own kinds: it needs too much shared memory, or does not compile
-            print(f"  {case.name}: {name}: {str(problem).splitlines()[0][:160]}")
-    best = min(times, key=lambda name: times[name])
-    return Row(
+            refusals[name] = str(problem).splitlines()[0][:160]
+            print(f"  {case.name}: {name}: {refusals[name]}")
+    best = min((name for name in times if name != case.yardstick), key=lambda name: times[name])
+    yield Row(
         PART,
         case.name,
         f"{1e6 * times[CHOSEN]:.1f} us as chosen",
-        f"{_advice(times, best)}; {len(times)} candidates" + (f"; wrong: {wrong}" if wrong else ""),
+        f"{_advice(times, best)}; {len(times)} candidates"
+        + _beside(case.yardstick, times, refusals)
+        + (f"; wrong: {wrong}" if wrong else ""),
         is_failed=bool(wrong) or CHOSEN not in times,
-        figures={"best": best, "bytes": case.num_bytes, "us": _microseconds(times)},
+        figures={
+            "best": best,
+            "bytes": case.num_bytes,
+            "us": _microseconds(times),
+            "times_yardstick": times[CHOSEN] / times[case.yardstick] if case.yardstick in times else None,
+        },
     )
 
 
 def _advice(times: Mapping[str, float], best: str) -> str:
     gain = 1 - times[best] / times[CHOSEN]
     return "keep" if gain < MIN_GAIN else f"{gain:.0%} less with {best}"
+
+
+def _beside(yardstick: str | None, times: Mapping[str, float], refusals: Mapping[str, str]) -> str:
+    """Our time over that of a library, or why there is none."""
+    if yardstick is None or (yardstick not in times and yardstick not in refusals):
+        return ""  # none, or its result is wrong, which the row says
+    if yardstick in refusals:
+        return f"; {yardstick} is not here: {refusals[yardstick]}"
+    return f"; {times[CHOSEN] / times[yardstick]:.2f} x {yardstick} time"
 
 
 def _microseconds(times: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,8 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.sweep_case import Candidate, Launch, SweepCase, copies_beyond_cache, neighbours
@@ -21,6 +23,8 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5, 7),
     "programs_per_multiprocessor": (1, 2, 3, 4),
 }
+CUDNN = "cuDNN's"
+"""Of torch's scaled_dot_product_attention: over keys and values that lie together, in no cache."""
 LLAMA_8B = AttentionShape(32, 8, 128, 64, 2, 2)
 TINY = AttentionShape(2, 1, 16, 32, 4, 4)
 
@@ -38,6 +42,11 @@ class Step:
         kind = "decode" if self.num_queries == 1 else f"chunk of {self.num_queries}"
         return f"attention: {kind}, {self.num_requests} x {self.context}"
 
+    @property
+    def is_first_chunk(self) -> bool:
+        """Of one prompt, with nothing before it."""
+        return self.num_requests == 1 < self.num_queries == self.context
+
 
 STEPS = (
     *(Step(batch, 1, context) for context in (1024, 8192) for batch in (1, 16, 64)),
@@ -48,13 +57,12 @@ STEPS = (
 
 def cases(setting: Setting) -> Iterator[SweepCase]:
     shape = TINY if setting.is_dry else LLAMA_8B
-    for step in (Step(2, 1, 40), Step(1, 4, 6)) if setting.is_dry else STEPS:
+    for step in (Step(2, 1, 40), Step(1, 4, 6), Step(1, 6, 6)) if setting.is_dry else STEPS:
         num_bytes = 2 * step.num_requests * step.context * shape.num_kv_heads * shape.head_dim
         num_bytes *= shape.kv_dtype_bytes
         copies = copies_beyond_cache(num_bytes) if not setting.is_dry else 2
-        yield SweepCase(
-            step.name, copies, num_bytes, 1e-2, partial(_candidates, setting, shape, step, copies)
-        )
+        make = partial(_candidates, setting, shape, step, copies)
+        yield SweepCase(step.name, copies, num_bytes, 1e-2, make, CUDNN if step.is_first_chunk else None)
 
 
 def _candidates(setting: Setting, shape: AttentionShape, step: Step, num_copies: int) -> dict[str, Candidate]:
@@ -62,11 +70,12 @@ def _candidates(setting: Setting, shape: AttentionShape, step: Step, num_copies:
     inputs = _Inputs(setting, shape, step, num_copies)
     alternatives: dict[str, tuple[int, ...]] = {"num_stages": (2,)} if setting.is_dry else ALTERNATIVES
     # The copy engine's loads stay within a block.
-    return {
+    candidates: dict[str, Candidate] = {
         name: partial(inputs.launch, tuning)
         for name, tuning in neighbours(chosen, alternatives)
         if not (shape.uses_tma and tuning.block_n > shape.block_size)
     }
+    return {**candidates, CUDNN: inputs.launch_cudnn} if step.is_first_chunk else candidates
 
 
 class _Inputs:
@@ -126,5 +135,21 @@ class _Inputs:
                 out_PQD, weight_PQ = partials.out_PQD, partials.weight_PQ
                 merge_partials(out_PQD, weight_PQ, merges_RF, counts[1:], out_TQD, grid.num_programs)
             return out_TQD
+
+        return launch
+
+    def launch_cudnn(self, copy: int) -> Launch:
+        """The same by cuDNN, of a first chunk. RuntimeError where it does not take these inputs."""
+        q_1QTD = self._q_TQD.transpose(0, 1)[None]
+        blocks_NKHSD = self._kvs[copy].kv_NKHSD[self._block_ids_BM[0]]
+        kv_KHTD = blocks_NKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self._step.context]
+        keys_1HTD, values_1HTD = kv_KHTD.contiguous()[:, None]
+
+        def launch() -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out_1QTD = F.scaled_dot_product_attention(
+                    q_1QTD, keys_1HTD, values_1HTD, is_causal=True, enable_gqa=True
+                )
+            return out_1QTD[0].transpose(0, 1)
 
         return launch

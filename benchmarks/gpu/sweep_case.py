@@ -28,6 +28,8 @@ class SweepCase:
     max_error: float
     make: Callable[[], dict[str, Candidate]]
     """By name; one is `CHOSEN`. Makes the inputs, which live as long as the candidates."""
+    yardstick: str | None = None
+    """The candidate that is a library's, and that may refuse."""
 
 
 def neighbours(chosen: Tuning, alternatives: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tuning]]:

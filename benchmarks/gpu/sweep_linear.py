@@ -24,6 +24,7 @@ PRODUCTS = {
 }
 """Of Llama-3.1-8B: inputs and outputs."""
 TOKENS = (1, 2, 4, 16)
+LIBRARY = "torch's"
 ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 4, 8),
     "max_programs": (132, 264, 396, 528),
@@ -47,6 +48,7 @@ def cases(setting: Setting) -> Iterator[SweepCase]:
                 num_bytes,
                 2e-2,
                 partial(_candidates, setting, shape, copies),
+                LIBRARY,
             )
 
 
@@ -69,4 +71,4 @@ def _candidates(setting: Setting, shape: tuple[int, int, int], num_copies: int) 
     candidates: dict[str, Candidate] = {
         name: partial(ours, launch) for name, launch in neighbours(chosen, alternatives)
     }
-    return {**candidates, "torch's": torchs}
+    return {**candidates, LIBRARY: torchs}

@@ -15,12 +15,16 @@ from engine.batch import RunnerRequest
 from engine.device import mark
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
+from engine.gpu.product_timer import GpuTimer
 from engine.gpu.staged_forward import StagedForward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.copy_blocks import copy_blocks
-from engine.kernels.skinny_linear import MAX_TOKENS
+from engine.kernels.switches import kernel_switches
 from engine.kv_cache import NULL_BLOCK, HostBlocks, KVPool, copy_one_by_one
+from engine.layers.few_rows import NUM_ROWS
+from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_attention import TritonAttention
+from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
 from engine.step_limits import StepLimits
@@ -42,9 +46,6 @@ REHEARSED = (
 """Steps all of whose requests ask for one of these need every kernel of sampling, and the last as much memory as any:
 what a kernel is compiled for depends on whether any row of a step is drawn, or processed."""
 
-FEW_TOKENS = (1, 2, 4, MAX_TOKENS)
-"""Numbers of them for which the products of few rows are different kernels."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
@@ -52,6 +53,7 @@ class DeviceParts:
 
     forward: StagedForward
     sampler: DeviceSampler
+    timed_products: TimedProducts
     limits: StepLimits
 
     def rehearse(self) -> None:
@@ -66,12 +68,21 @@ class DeviceParts:
         for params in REHEARSED:
             self.sampler(logits_RV, [_rehearsed(row, params) for row in range(num_requests)]).wait()
         self.forward.rehearse(num_requests, 1)
-        for count in FEW_TOKENS:
+        for count in NUM_ROWS:
             self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
             self.forward.rehearse(min(count, num_requests), 1)
         # Contexts that are long for their number are split, and those of chunks put together by a kernel of its own.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
             self.forward.rehearse(1, num_tokens, limits.max_model_len)
+        self.choose_products()
+
+    def choose_products(self) -> None:
+        """Times the products of few rows that steps had so far; torch's library computes those at which it is faster.
+
+        For ever: what is chosen is not timed again. Nothing is where there is no GPU, or where the switch is off.
+        """
+        if self.sampler.sampled_R.device.type == "cuda" and kernel_switches().timed_products:
+            self.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.
@@ -129,7 +140,8 @@ def make_device_parts(
         model.vocab_size, limits.max_num_seqs, model.device, collectives=model.collectives
     )
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
-    return DeviceParts(forward, sampler, limits)
+    assert isinstance(model.backend, TritonBackend), "loaded to be computed by torch alone"
+    return DeviceParts(forward, sampler, model.backend.timed_products, limits)
 
 
 def copy_by_kernel(

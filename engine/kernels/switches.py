@@ -1,4 +1,4 @@
-"""KernelSwitches: which ways of saving launches are taken; each can be left out, to compare or to be rid of a fault.
+"""KernelSwitches: which ways of saving time are taken; each can be left out, to compare or to be rid of a fault.
 
 Read once from the environment variable BATON_KERNELS, as in BATON_KERNELS=no-pdl,no-fused-silu. With all of them off
 a step is launched kernel by kernel, as docs/kernels.md says under "Launches of a decode step".
@@ -28,6 +28,8 @@ class KernelSwitches:
     """The product of few rows that ends a branch adds it to the residual stream."""
     fused_norm: bool = True
     """The product of few rows norms its input itself, where it has all of it in registers."""
+    timed_products: bool = True
+    """A product of few rows that is fused with nothing is torch's where that was timed to be faster, at start."""
 
     @classmethod
     def parse(cls, text: str) -> "KernelSwitches":

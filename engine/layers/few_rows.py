@@ -13,6 +13,9 @@ from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import MAX_TOKENS, norms_input, skinny_add_, skinny_linear, skinny_silu_mul
 from engine.layers.backend import Activations, UnnormedRows
 
+NUM_ROWS = (1, 2, 4, MAX_TOKENS)
+"""For which products are different kernels; other numbers of rows go as the next larger does."""
+
 
 @dataclass(frozen=True, slots=True)
 class FewRows:

@@ -14,6 +14,7 @@ from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, InputTokens, LinearLayer, QuantizedRows, UnnormedRows
 from engine.layers.few_rows import FewRows
+from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 
 
@@ -26,10 +27,11 @@ class TritonBackend:
     """
 
     def __init__(self) -> None:
+        self.timed_products = TimedProducts()
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonLinear:
-        return TritonLinear(weight_OI, bias_O)
+        return TritonLinear(weight_OI, bias_O, self.timed_products)
 
     def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonFp8Linear:
         self._has_fp8_linears = True

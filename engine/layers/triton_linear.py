@@ -4,26 +4,36 @@ Shape suffixes: T tokens, I input features, O output features.
 """
 
 import torch
-import torch.nn.functional as F
 
 from engine.kernels.quantize_fp8 import quantize_fp8
 from engine.kernels.row_launch import MAX_WIDTH
+from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.few_rows import FewRows, normed
 from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.timed_products import TimedProducts, by_library
 
 
 class TritonLinear:
-    """`x_TI @ weight_OI.T + bias_O`."""
+    """`x_TI @ weight_OI.T + bias_O`. Few rows, too, are the library's where that was timed to be faster."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts
+    ) -> None:
         self.few_rows = FewRows(weight_OI.contiguous(), bias_O, None)
+        self._timed = timed_products.add(self.few_rows)
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        if self.few_rows.takes(x_TI):
+        if self.few_rows.takes(x_TI) and not self._is_by_library(x_TI):
             return self.few_rows.product(x_TI)
-        return F.linear(normed(x_TI), self.few_rows.weight_OI, self.few_rows.bias_O)
+        return by_library(self.few_rows, normed(x_TI))
+
+    def _is_by_library(self, x_TI: Activations) -> bool:
+        """Never what is fused with a norm, which saves a launch."""
+        if not isinstance(x_TI, torch.Tensor) or not kernel_switches().timed_products:
+            return False
+        return self._timed.are_by_library(len(x_TI))
 
 
 class TritonFp8Linear:

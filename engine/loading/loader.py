@@ -37,6 +37,8 @@ class LoadedModel:
 
     architecture: ModelArchitecture
     decoder: LlamaForCausalLM
+    backend: Backend
+    """What it computes with."""
     collectives: Collectives
     """The ranks that share the model: each has an equal part of the heads."""
     device: torch.device
@@ -103,6 +105,7 @@ def load_model(
     return LoadedModel(
         architecture=architecture,
         decoder=decoder,
+        backend=backend,
         collectives=collectives,
         device=device,
         dtype=dtype,
@@ -132,6 +135,7 @@ def outline_model(
     return LoadedModel(
         architecture=architecture,
         decoder=LlamaForCausalLM(architecture, TakeRecorder(dtype), backend, linear, collectives),
+        backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
         dtype=dtype,

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,21 @@ from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.smoke import _check, error_of, makers, same_bits
 from benchmarks.gpu.smoke_case import Shapes, SmokeCase
+from benchmarks.gpu.sweep import _sweep
+from benchmarks.gpu.sweep_case import CHOSEN, Launch, SweepCase
 from benchmarks.gpu.trace import sum_kernels
 
 KERNELS = Path(__file__).parents[2] / "engine" / "kernels"
 DRY = Setting(True, Path("unused"), None)
 
 
-def test_the_smoke_test_launches_every_kernel() -> None:
-    launched = {
-        path.stem for path in KERNELS.glob("*.py") if re.search(r"^\s*_\w+\[", path.read_text(), re.M)
-    }
-    assert len(launched) >= 16
-    smoked = {file for maker in makers(Shapes.of(DRY)) for case in maker() for file in case.files}
-    assert smoked == launched
+def test_the_smoke_test_leaves_no_kernel_out() -> None:
+    """Nor a function that kernels are made of, nor a case of its own: names are different."""
+    compiled = {path.stem for path in KERNELS.glob("*.py") if "@triton.jit" in path.read_text()}
+    assert len(compiled) >= 19
+    cases = [case for maker in makers(Shapes.of(DRY)) for case in maker()]
+    assert {file for case in cases for file in case.files} == compiled
+    assert len({case.name for case in cases}) == len(cases)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,34 @@ def test_errors_are_of_floats_by_norm_and_of_integers_by_number() -> None:
     assert error_of(torch.zeros(2), torch.zeros(2)) == 0.0
     assert same_bits((torch.tensor([torch.nan]),), (torch.tensor([torch.nan]),))
     assert not same_bits((torch.tensor([0.0]),), (torch.tensor([-0.0]),))
+
+
+def refuses(_copy: int) -> Launch:
+    raise RuntimeError("no such head size")
+
+
+def gives(value: float) -> Callable[[int], Launch]:
+    return lambda _copy: lambda: torch.tensor([value])
+
+
+@pytest.mark.parametrize(
+    ("librarys", "note", "is_failed"),
+    [
+        (gives(1.0), r"; \d+\.\d\d x the library's time$", False),
+        (gives(2.0), r"1 candidates; wrong: \[\"the library's: 1.0e\+00 off\"\]$", True),
+        (refuses, r"; the library's is not here: no such head size$", False),
+    ],
+    ids=["ours beside it", "it differs", "it refuses"],
+)
+def test_a_sweep_says_how_a_library_does(
+    librarys: Callable[[int], Launch], note: str, is_failed: bool
+) -> None:
+    candidates = {CHOSEN: gives(1.0), "the library's": librarys}
+    (row,) = _sweep(DRY, SweepCase("a case", 2, 8, 1e-2, lambda: candidates, "the library's"))
+    assert re.search(note, row.note)
+    assert row.is_failed == is_failed
+    assert row.figures["best"] == CHOSEN, "launch parameters are chosen among our own"
+    assert (row.figures["times_yardstick"] is None) == ("x the" not in row.note)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

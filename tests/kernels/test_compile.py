@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 NUM_PROCESSES = 2
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
+"""Of a process, which computes for a minute or two, where it has a core of its own."""
 
 Compiled = list[dict[str, Any]]
 

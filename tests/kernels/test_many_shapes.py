@@ -8,6 +8,7 @@ from zlib import crc32
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.copy_blocks import copy_blocks
@@ -20,7 +21,8 @@ from engine.kernels.rope_store import rope_store, rope_store_reference
 from engine.kernels.sample import sample, sample_reference
 from engine.kernels.sampling_parts import allocate_workspace
 from engine.kernels.silu_mul import silu_mul, silu_mul_reference
-from engine.kernels.skinny_linear import skinny_linear
+from engine.kernels.skinny_epilogue import InputNorm
+from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.test_paged_attention import Case, Step
 from tests.kernels.test_sample import params
@@ -127,6 +129,15 @@ SHAPES: Shapes = {
             (tokens, inputs, outputs, dtype)
             for tokens in (1, 2, 3, 4, 5, 8, 15, 16)
             for inputs, outputs in (*PRODUCTS, (896, 151_936), (4096, 128_256))
+            for dtype in DTYPES
+        ],
+    ),
+    "test_fused_products": (
+        [(2, 32, 20, F32), (16, 32, 20, F32)],
+        [
+            (tokens, inputs, outputs, dtype)
+            for tokens in (1, 2, 3, 4, 5, 16)
+            for inputs, outputs in PRODUCTS
             for dtype in DTYPES
         ],
     ),
@@ -279,6 +290,26 @@ def test_skinny_linear(shape: Any, device: torch.device, generator: torch.Genera
     want = x_TI.double() @ weight_OI.double().T + bias_O.double()
     error = (skinny_linear(x_TI, weight_OI, bias_O).double() - want).norm() / want.norm()
     assert error < (1e-5 if dtype is F32 else 1e-3 if dtype is F16 else 5e-3)
+
+
+def test_fused_products(shape: Any, device: torch.device, generator: torch.Generator) -> None:
+    """Activated in pairs, normed where x is in registers; and added to what is there."""
+    tokens, inputs, outputs, dtype = shape
+    x_TI = _randn(generator, device, dtype, tokens, inputs)
+    weight_OI = _randn(generator, device, dtype, outputs, inputs) * inputs**-0.5
+    norm = InputNorm(_randn(generator, device, dtype, inputs), 1e-5)
+    if norms_input(tokens, inputs, dtype.itemsize):
+        gated_TP = skinny_silu_mul(x_TI, weight_OI, norm=norm)
+    else:
+        gated_TP = skinny_silu_mul(rms_norm(x_TI, norm.weight_I, norm.eps), weight_OI)
+    normed_TI = rms_norm_reference(x_TI, norm.weight_I, norm.eps).double()
+    gate_TP, up_TP = (normed_TI @ weight_OI.double().T).chunk(2, -1)
+    y_TO = _randn(generator, device, dtype, tokens, outputs)
+    want_TO = y_TO.double() + x_TI.double() @ weight_OI.double().T
+    skinny_add_(y_TO, x_TI, weight_OI)
+    for got, want in ((gated_TP, F.silu(gate_TP) * up_TP), (y_TO, want_TO)):
+        error = (got.double() - want).norm() / want.norm()
+        assert error < (1e-5 if dtype is F32 else 1e-3 if dtype is F16 else 1e-2)
 
 
 def test_copy_blocks(shape: Any, device: torch.device, generator: torch.Generator) -> None:

@@ -1,0 +1,136 @@
+"""Products of few rows that torch's library computes where it was timed to be faster."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import ModelConfig
+from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.kernels.skinny_linear import skinny_linear_reference
+from engine.kernels.switches import switched
+from engine.kv_cache import KVPool
+from engine.layers.timed_products import Work
+from engine.layers.triton_backend import TritonBackend
+from engine.loading.loader import load_model
+from engine.step_limits import StepLimits
+from tests.factories.models import make_model_dir
+from tests.kernels.test_launches import counting_launches
+
+NUM_LAYERS = 3
+
+
+class FakeTimer:
+    """Says what it is told: our kernel's time first, then the library's; computes each work once."""
+
+    def __init__(self, *times_s: float) -> None:
+        self._times_s = list(times_s)
+        self.results: list[list[torch.Tensor]] = []
+
+    def __call__(self, works: Sequence[Work]) -> float:
+        self.results.append([work() for work in works])
+        return self._times_s.pop(0)
+
+
+def linears(backend: TritonBackend, generator: torch.Generator, device: torch.device) -> list[torch.Tensor]:
+    """The weights of a product that each layer has, and with which the backend has made it."""
+    weights = [torch.randn(6, 32, generator=generator).to(device) for _ in range(NUM_LAYERS)]
+    made = [backend.linear(weight_OI, None) for weight_OI in weights]
+    x_TI = torch.zeros(3, 32, device=device)
+    made[0](x_TI)  # a step asks for it
+    return weights
+
+
+@pytest.mark.parametrize(("librarys_s", "is_library"), [(0.89, True), (0.91, False), (2.0, False)])
+def test_the_library_computes_what_it_is_clearly_faster_at(
+    librarys_s: float,
+    is_library: bool,
+    device: torch.device,
+    generator: torch.Generator,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = TritonBackend()
+    weights = linears(backend, generator, device)
+    timer = FakeTimer(1.0, librarys_s)
+    with caplog.at_level(logging.INFO):
+        backend.timed_products.choose(timer)
+    assert [len(results) for results in timer.results] == [NUM_LAYERS] * 2
+    for ours_TO, librarys_TO in zip(*timer.results, strict=True):
+        torch.testing.assert_close(ours_TO, librarys_TO, rtol=1e-5, atol=1e-4)
+    assert "products of 4 rows, 32 x 6: 333333.3 us by our kernel" in caplog.text
+    assert caplog.text.rstrip().endswith(
+        "which computes them" if is_library else "which does not compute them"
+    )
+
+    linear = backend.linear(weights[0], None)
+    for num_tokens, is_chosen in ((3, True), (4, True), (2, False), (5, False)):
+        x_TI = torch.randn(num_tokens, 32, generator=generator).to(device)
+        with counting_launches() as launches:
+            y_TO = linear(x_TI)
+        assert launches.total() == (0 if is_chosen and is_library else 1), num_tokens
+        torch.testing.assert_close(y_TO, skinny_linear_reference(x_TI, weights[0]), rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_chosen_is_not_timed_again(device: torch.device, generator: torch.Generator) -> None:
+    backend = TritonBackend()
+    weights = linears(backend, generator, device)
+    backend.timed_products.choose(FakeTimer(1.0, 0.5))
+    backend.timed_products.choose(FakeTimer())
+    backend.linear(weights[0], None)(torch.zeros(1, 32, device=device))
+    timer = FakeTimer(1.0, 0.5)
+    backend.timed_products.choose(timer)
+    assert [len(result_TO) for result_TO in timer.results[0]] == [1] * (NUM_LAYERS + 1)
+
+
+def test_a_switch_leaves_all_to_our_kernels(device: torch.device, generator: torch.Generator) -> None:
+    backend = TritonBackend()
+    weights = linears(backend, generator, device)
+    backend.timed_products.choose(FakeTimer(1.0, 0.5))
+    with switched(timed_products=False), counting_launches() as launches:
+        backend.linear(weights[0], None)(torch.zeros(3, 32, device=device))
+    assert launches == {"skinny_linear_fma": 1}
+
+
+def test_weights_in_8_bits_are_never_the_librarys(device: torch.device, generator: torch.Generator) -> None:
+    backend = TritonBackend()
+    linear = backend.fp8_linear(torch.randn(6, 32, generator=generator).half().to(device), None)
+    linear(torch.zeros(3, 32, dtype=torch.float16, device=device))
+    backend.timed_products.choose(FakeTimer())
+
+
+@pytest.fixture
+def parts(tmp_path: Path, device: torch.device) -> tuple[DeviceParts, TritonBackend]:
+    path = make_model_dir(
+        tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2
+    )
+    backend = TritonBackend()
+    model = load_model(ModelConfig(dtype="float32"), path, device, backend)
+    pool = KVPool(8, model.kv_block_shape(16), device)
+    return make_device_parts(model, pool, StepLimits(8, 16, 64), num_multiprocessors=2), backend
+
+
+def test_only_what_steps_fuse_with_nothing_is_timed(parts: tuple[DeviceParts, TritonBackend]) -> None:
+    """Of eight decodes the projection to queries, keys and values, and that to logits; of one none."""
+    device_parts, backend = parts
+    device_parts.forward.rehearse(1, 1)
+    backend.timed_products.choose(FakeTimer())
+    device_parts.forward.rehearse(8, 1)
+    timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
+    backend.timed_products.choose(timer)
+    assert len(timer.results) == 4
+
+
+def test_without_a_gpu_nothing_is_timed(
+    parts: tuple[DeviceParts, TritonBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_parts, _ = parts
+    device_parts.forward.rehearse(8, 1)
+    timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
+    monkeypatch.setattr("engine.gpu.device_parts.GpuTimer", lambda: timer)
+    with switched(timed_products=False):
+        device_parts.choose_products()
+    assert timer.results == []
+    device_parts.choose_products()
+    assert len(timer.results) == (4 if device.type == "cuda" else 0)
