@@ -2,8 +2,8 @@
 
     hash_i = blake2b(hash_{i-1} + tokens_i [+ salt, in block 0], key)
 
-The hash is cryptographic and keyed because a hit serves one request's KV cache to another: with a cheap or predictable
-hash (Python's own included) a client could build a prompt that collides with someone else's. 32 bytes
+The hash is cryptographic and keyed because a hit serves one request's KV cache to another. With a cheap or
+predictable hash (Python's own included), a client could build a prompt that collides with another client's. 32 bytes
 put an accidental collision out of reach, so a hit needs no second look at the tokens.
 """
 
@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 32
 SHORT_HASH_BYTES = 8
-"""What a router keeps of a hash: it picks a worker by it, and a collision costs no more than a worse pick."""
+"""How much of a hash a router keeps. A collision there costs no more than a worse choice of worker."""
 MAX_TOKEN_ID = 2 ** (8 * array("I").itemsize) - 1
 
 
@@ -29,7 +29,7 @@ def block_hashes(
 def extend_block_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes, cache_salt: str | None
 ) -> None:
-    """Appends the hashes of the blocks that are full and not in `hashes` yet; costs nothing when none is."""
+    """Appends the hashes of full blocks that are missing from `hashes`; costs nothing when none is missing."""
     content = array("I", token_ids[len(hashes) * block_size : len(token_ids) // block_size * block_size])
     data, size = content.tobytes(), content.itemsize * block_size
     parent = hashes[-1] if hashes else _root(cache_salt)
@@ -39,5 +39,5 @@ def extend_block_hashes(
 
 
 def _root(cache_salt: str | None) -> bytes:
-    """The parent of block 0. No salt and the empty salt differ; every block below inherits the difference."""
+    """The parent of block 0. No salt and an empty salt differ; every later block inherits the difference."""
     return b"" if cache_salt is None else b"salt:" + blake2b(cache_salt.encode()).digest()

@@ -1,11 +1,11 @@
-"""Time as an argument: nobody below a composition root reads the system clock itself."""
+"""Time as an argument: only a composition root reads the system clock."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds since an arbitrary origin; readings of two processes never compare."""
+    """Monotonic seconds since an arbitrary origin; readings of two processes cannot be compared."""
 
     def now(self) -> float: ...
 
@@ -18,7 +18,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to; drives unit tests and the simulation."""
+    """A clock that moves only when told to; drives unit tests and the simulator."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

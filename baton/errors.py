@@ -1,28 +1,28 @@
 """Everything a caller can cause, as one tree; our own broken invariants are `assert`s and never appear here.
 
 * BatonError
-  x ConfigError             a key of the configuration: its value, and what is allowed
+  x ConfigError             a configuration key: its value, and what is allowed
   x ModelError              a model folder: a missing file, an unknown architecture, a wrong shape
-  x ClusterError            Ray, or the fleet on it, cannot be had as asked for
+  x ClusterError            Ray, or the fleet on it, is not available as requested
     + FleetEnded            the fleet's controller has ended for good, and the fleet with it
-  x FleetError              what an operator asked of the fleet cannot be done; says why
-    + UnknownWorker         nobody supervises a worker of that name
-  x WireError               bytes from a peer that are not a message of ours
+  x FleetError              an operator's command to the fleet failed; says why
+    + UnknownWorker         the fleet has no worker of that name
+  x WireError               bytes from a peer that are not a valid message
   x TraceError              a file that is not a worker's step trace; names the line
   x RequestError            what one request can cause; never harms another request
     + InvalidRequest        the client's mistake; names the field
-      + UnknownModel        it asks for a model that is not served here
-      + PromptTooLong       its prompt leaves no room for an answer
-    + Unauthenticated       no API key, or one that is not known here
-    + PermissionDenied      whose key it is may not do this
-    + Unsupported           nothing here does that, whatever the request says
+      + UnknownModel        the request names a model that is not served here
+      + PromptTooLong       the prompt leaves no room for an answer
+    + Unauthenticated       no API key, or an unknown one
+    + PermissionDenied      the key's owner may not do this
+    + Unsupported           no request can have this feature here
     + Overloaded            no room now; says when to come back
       + RateLimited         this caller's own limit is reached, whatever room there is
-    + DeadlineTooClose      it could not be met, so nothing was begun
-    + WorkerUnavailable     no worker could take or finish it
-    + RequestAborted        somebody who may do so ended it
-      + DeadlinePassed      its own deadline did
-      + SlowReader          its client did not read the answer
+    + DeadlineTooClose      the deadline cannot be met, so the request was not started
+    + WorkerUnavailable     no worker could take or finish the request
+    + RequestAborted        an authorized caller ended the request
+      + DeadlinePassed      the request's own deadline passed
+      + SlowReader          the client did not read the answer in time
 """
 
 
@@ -31,7 +31,7 @@ class BatonError(Exception):
 
 
 class ConfigError(BatonError):
-    """A configuration key holds something that cannot work."""
+    """A configuration key has a value that cannot work."""
 
 
 class ModelError(BatonError):
@@ -39,19 +39,19 @@ class ModelError(BatonError):
 
 
 class ClusterError(BatonError):
-    """Ray cannot be reached, has no room, or a worker on it did not start."""
+    """Ray cannot be reached or has no room, or a worker on it did not start."""
 
 
 class FleetEnded(ClusterError):
-    """The fleet's controller has ended, and nothing starts it again."""
+    """The fleet's controller has ended, and will not start again."""
 
 
 class FleetError(BatonError):
-    """An operator's wish for the fleet is refused, or came to nothing; the fleet is as it was."""
+    """An operator's command was refused or failed; the fleet is unchanged."""
 
 
 class UnknownWorker(FleetError):
-    """There is no such worker; names those there are."""
+    """No worker has this name; lists the workers that exist."""
 
 
 class WireError(BatonError):
@@ -59,7 +59,7 @@ class WireError(BatonError):
 
 
 class TraceError(BatonError):
-    """A file cannot be read as the trace of a worker's steps, or holds nothing of what was asked for."""
+    """A file cannot be read as a worker's step trace, or does not contain what was asked for."""
 
 
 class RequestError(BatonError):
@@ -67,17 +67,17 @@ class RequestError(BatonError):
 
 
 class InvalidRequest(RequestError):
-    """The request contradicts itself or the model. `field` is the client's name for the culprit."""
+    """The request contradicts itself or the model. `field` is the client's name for the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.problem = message
-        """The message without the field, for a door that has another name for that."""
+        """The message without the field, for APIs that call the field something else."""
 
 
 class UnknownModel(InvalidRequest):
-    """The client means another model than the one that is served."""
+    """The client names another model than the one that is served."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -85,15 +85,15 @@ class PromptTooLong(InvalidRequest):
 
 
 class Unauthenticated(RequestError):
-    """Who asks has not proven who they are. Never holds what they tried it with."""
+    """The caller is not authenticated. Never holds the credentials that were tried."""
 
 
 class PermissionDenied(RequestError):
-    """Who asks is known, and may not do this."""
+    """The caller is known, but may not do this."""
 
 
 class Unsupported(RequestError):
-    """The call exists for clients of other servers; says why nothing answers it here."""
+    """The call exists for clients of other servers; says why it is not supported here."""
 
 
 class Overloaded(RequestError):
@@ -109,7 +109,7 @@ class RateLimited(Overloaded):
 
 
 class DeadlineTooClose(RequestError):
-    """The request's deadline could not be met, though it were served at once."""
+    """The request's deadline cannot be met, even if it were served at once."""
 
 
 class WorkerUnavailable(RequestError):
@@ -121,8 +121,8 @@ class RequestAborted(RequestError):
 
 
 class DeadlinePassed(RequestAborted):
-    """The request's time was over before it was complete."""
+    """The request's deadline passed before it was complete."""
 
 
 class SlowReader(RequestAborted):
-    """The answer waited for its client for too long, or too much of it did."""
+    """The client left too much of its answer unread, or for too long."""

@@ -1,4 +1,4 @@
-"""The fleet as its controller sees it: which workers there are to be, what became of them, and on which nodes."""
+"""The fleet as its controller sees it: its replicas, what became of them, and their nodes."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ class ReplicaState(Enum):
        +------ BACKING_OFF <--+       it died; the next incarnation waits longer each time
                   |
                   v
-             CRASH_LOOP               it died too often in too short a time; tried again at the longest interval
+             CRASH_LOOP               it died too often in too short a time; retried at the longest interval
     """
 
     PLACING = "placing"
@@ -36,13 +36,13 @@ class ReplicaDescription:
     """What it is to do; while it changes its role, what it is to become."""
     state: ReplicaState
     node: str = ""
-    """Where it is placed; empty if nowhere."""
+    """The node it is placed on; empty if none."""
     num_starts: int = 0
-    """Lives so far."""
+    """Processes started so far."""
     last_failure: str = ""
     """What ended the incarnation before this one, if it did not end as asked."""
     next_start_in_s: float | None = None
-    """While it backs off."""
+    """Set while it backs off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class NodeDescription:
     is_draining: bool = False
     """Nothing is placed there any more."""
     resources: tuple[tuple[str, float], ...] = ()
-    """What it has, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`, by name."""
+    """Its resources by name, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`."""
     workers: tuple[str, ...] = ()
-    """Names of the workers that are placed there."""
+    """Names of the workers placed on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class FleetDescription:
     controller_incarnation: str
     """The controller's own incarnation; another one means that it was restarted and adopted what it found."""
     decisions: tuple[str, ...] = ()
-    """The autoscaler's latest, a sentence each, oldest first; what it would do, in a dry run."""
+    """The autoscaler's latest decisions, one sentence each, oldest first; in a dry run, what it would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class FleetView:
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
     deaths: tuple[tuple[str, str], ...] = ()
-    """Incarnations that ended unasked not long ago, each with the reason."""
+    """Incarnations that recently ended unasked, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +96,20 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayReport:
-    """What a gateway saw lately, for whoever decides how many workers there are to be. Times are in seconds."""
+    """What a gateway observed lately, as input for autoscaling. Times are in seconds."""
 
     gateway: str
     """Its own incarnation; another one knows nothing of what this one saw."""
     window_s: float
-    """The report covers requests that ended, and tokens that came, so long before it."""
+    """The report covers requests that ended, and tokens that arrived, within this time."""
     num_queued: int
     """Requests that wait at the gateway for a worker with room."""
     oldest_queued_s: float
     num_in_flight: int
     num_finished: int
     ttft_s: tuple[float, float]
-    """Median and 99th percentile; zeros if nothing came."""
+    """Median and 99th percentile; zeros if there was none."""
     itl_s: tuple[float, float]
-    """Likewise, between one token of a request and the next."""
+    """The same, for the time between two tokens of a request."""
     workers: tuple[WorkerStatus, ...]
     """As of their last heartbeats."""

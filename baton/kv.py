@@ -1,4 +1,4 @@
-"""References to KV cache across processes: who is who, what the bytes mean, and which transfer carries them."""
+"""References to KV cache across processes: workers, the meaning of their bytes, and the transfer that carries them."""
 
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -6,55 +6,58 @@ from enum import Enum
 from baton.errors import WireError
 
 PROTOCOL_VERSION = 3
-"""Of the KV plane: it stands in front of every message, and counts up whenever one of them changes."""
+"""Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
 MAX_NAME_CHARS = 512
-"""Of anything that is named or described; what quotes a few of them still fits into a message."""
+"""Limit for every name and description, so that a message can quote a few of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
-    """One life of one worker process. A restart at the same address is a new `incarnation`.
+    """One incarnation of a worker. A restart at the same address is a new `incarnation`.
 
-    Published by the worker; nothing of it ever comes from a client.
+    Published by the worker; no field ever comes from a client.
     """
 
     name: str
     incarnation: str
     kv_addresses: tuple[str, ...]
-    """Where the KV plane of each of its tensor-parallel ranks listens."""
+    """Addresses of the KV plane, one for each tensor-parallel rank."""
     block_size: int
-    """Tokens in one of its KV blocks."""
+    """Tokens in one KV block."""
 
     def __post_init__(self) -> None:
         if not self.kv_addresses or self.block_size < 1:
             num_ranks = len(self.kv_addresses)
-            raise WireError(f"a worker of {num_ranks} ranks and blocks of {self.block_size} tokens")
+            raise WireError(
+                f"invalid worker: {num_ranks} ranks and blocks of {self.block_size} tokens; "
+                "both must be at least 1"
+            )
         check_names(self.name, self.incarnation, *self.kv_addresses)
 
 
 class TransferRole(Enum):
-    """Which end of a hand-over a request is on."""
+    """The end of a hand-over that a request is on."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class OnLoadFailure(Enum):
-    """What a decode worker does about a prompt that does not arrive."""
+    """What a decode worker does if a prompt does not arrive."""
 
     RECOMPUTE = "recompute"
-    """Compute it itself."""
+    """Compute the prompt itself."""
     REPORT = "report"
-    """End the request with ErrorKind.KV_LOAD_FAILED: whoever sent it knows what to do."""
+    """End the request with ErrorKind.KV_LOAD_FAILED; the gateway decides what follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransferParams:
     """How one request takes part in a hand-over; minted by the gateway, never by a client.
 
-    (transfer_id, attempt) names the hand-over on both sides; together with `peer.incarnation` nothing
-    is ever correlated by an address or by an id that only one engine knows.
+    (transfer_id, attempt) names the hand-over on both sides. Together with `peer.incarnation`, no correlation relies
+    on an address or on an id that only one engine knows.
     """
 
     role: TransferRole
@@ -74,20 +77,20 @@ class KVFingerprint:
 
     protocol_version: int
     model: str
-    """Digest of the model's config and weight files, so that two fine-tunes at one path differ."""
+    """Digest of the model's config and weight files; tells two fine-tunes at one path apart."""
     dtype: str
     layout: str
     """Axis order of a block, e.g. `LKTHD`; see engine/kv_cache.py."""
     num_layers: int
     num_kv_heads: int
-    """Of all ranks together."""
+    """KV heads of all ranks together."""
     head_dim: int
     block_size: int
-    """Need not be equal, nor need the next: see kv_transfer/protocol/geometry.py."""
+    """This and the next may differ between the pools: see kv_transfer/protocol/geometry.py."""
     num_ranks: int
 
     def differences(self, other: "KVFingerprint") -> list[str]:
-        """Each field that must be equal and is not, as `name: ours != theirs`."""
+        """Each field that must be equal and differs, as `name: ours != theirs`."""
         return [
             f"{f.name}: {getattr(self, f.name)} != {getattr(other, f.name)}"
             for f in fields(self)
@@ -97,29 +100,29 @@ class KVFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """These can be hit from now on. A hash stands for everything up to its block's end, so it needs no parent."""
+    """Blocks that can be hit from now on. A hash stands for everything up to its block's end, so it needs no parent."""
 
     block_hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These can be hit no more."""
+    """These blocks can no longer be hit."""
 
     block_hashes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """Nothing can be hit any more."""
+    """The cache is empty."""
 
 
 KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
-"""What changed in a worker's prefix cache. Replayed in order, events give exactly the set of hashes it holds."""
+"""A change of a worker's prefix cache. Replayed in order, events give exactly the set of hashes it holds."""
 
 
 def check_names(*names: str) -> None:
-    """WireError if one is so long that an answer which quotes it might be too large to be sent."""
+    """Raises WireError for a name so long that a reply quoting it might exceed the size limit."""
     longest = max(map(len, names))
     if longest > MAX_NAME_CHARS:
-        raise WireError(f"a name of {longest} characters; at most {MAX_NAME_CHARS} are allowed")
+        raise WireError(f"a name has {longest} characters; at most {MAX_NAME_CHARS} are allowed")

@@ -9,7 +9,7 @@ from baton.transfer import TransferRecord
 
 
 class FinishReason(Enum):
-    """Why a worker is done with a request. `HANDED_OVER` ends the prefill leg; the decode leg goes on."""
+    """Why a worker is done with a request. `HANDED_OVER` ends the prefill request; the decode request goes on."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,48 +19,48 @@ class FinishReason(Enum):
 
 
 class ErrorKind(Enum):
-    """Whose fault an error is, and so what the reader may do about it."""
+    """Whose fault an error is, and so what the gateway may do about it."""
 
     INVALID_REQUEST = "invalid_request"
-    """Nobody could serve it; do not try again."""
+    """No worker could serve it; do not retry."""
     OVERLOADED = "overloaded"
-    """Another worker, or this one later."""
+    """Retry on another worker, or on this one later."""
     INTERNAL = "internal"
     """This worker failed; another one may not."""
     KV_LOAD_FAILED = "kv_load_failed"
-    """The prompt did not arrive from the prefill worker; this worker is well."""
+    """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
-    """This worker is well, but drains, changes its role or ran out of blocks: the request goes on elsewhere."""
+    """This worker is healthy, but drains, changes its role or ran out of blocks: the request goes on elsewhere."""
 
 
 class OnPreemption(Enum):
-    """What a worker does with a request that has to give up its blocks to others."""
+    """What a worker does with a request that must give up its blocks to others."""
 
     RESUME = "resume"
-    """It stays here, and goes on when there is room again."""
+    """The request stays here, and goes on when there is room again."""
     GIVE_BACK = "give_back"
-    """It ends with ErrorKind.GIVEN_BACK: whoever sent it knows where there is room."""
+    """The request ends with ErrorKind.GIVEN_BACK, and the gateway places it where there is room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One leg of a client's request as a worker receives it.
+    """One prefill, decode or local request as a worker receives it.
 
-    `timeout_s` is a duration that starts when the worker reads the message: clocks of two machines
-    are never compared. `cache_salt` isolates the prefix cache; equal salts share, different ones never.
+    `timeout_s` is a duration that starts when the worker reads the message: clocks of two machines are never
+    compared. `cache_salt` isolates the prefix cache: only requests with equal salts share it.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     priority: int = 0
-    """Lower runs first under the priority policy."""
+    """Lower values run first under the priority policy."""
     timeout_s: float | None = None
     cache_salt: str | None = None
     kv_transfer: KVTransferParams | None = None
     """None: the worker computes the prompt and decodes, all by itself."""
     output_token_ids: tuple[int, ...] = ()
-    """What other workers sampled of the answer already. The request goes on behind it as if it had never moved: the
+    """What other workers already sampled of the answer. The request goes on behind it as if it had never moved. The
     first token from here has position `len(output_token_ids)`, and `sampling_params` still count from position 0."""
     on_preemption: OnPreemption = OnPreemption.RESUME
 
@@ -77,9 +77,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first new token as the prefill worker sampled it, which is token 0 unless the request has moved.
+    """The first new token as the prefill worker sampled it: token 0 unless the request has moved.
 
-    It rides with the hand-over so that nothing is computed twice.
+    It comes with the hand-over so that nothing is computed twice.
     """
 
     token_id: int
@@ -88,13 +88,13 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Where one leg of a request spent its time, in seconds of the worker's own clock.
+    """Where one request on one worker spent its time, in seconds of the worker's own clock.
 
-    Prefill leg and local requests: `queue_s` then `prefill_s`. Decode leg: `queue_s` until its blocks were
-    reserved, then `transfer_s` until the last block was verified or the transfer failed (this overlaps the prefill
-    of the other side), of which `transfer_moving_s` from the first block's arrival on; then `prefill_s` if the prompt
-    did not arrive and was computed here. Then `decode_s` to the last token; in it, `first_step_s` until this worker had
-    sampled its first token behind a prompt that came from elsewhere.
+    Prefill and local requests: `queue_s`, then `prefill_s`. Decode requests: `queue_s` until the blocks were
+    reserved, then `transfer_s` until the last block was verified or the transfer failed. `transfer_s` overlaps the
+    prefill on the other side; `transfer_moving_s` is the part of it after the first block arrived. `prefill_s`
+    follows if the prompt did not arrive and was computed here. `decode_s` lasts to the last token. It includes
+    `first_step_s`, up to the first token that this worker sampled behind a prompt computed elsewhere.
     """
 
     queue_s: float = 0.0
@@ -102,24 +102,24 @@ class StageTimes:
     transfer_s: float = 0.0
     transfer_moving_s: float = 0.0
     transfer_bytes: int = 0
-    """Of a prompt that arrived whole; else 0."""
+    """Bytes of a prompt that arrived whole; else 0."""
     transport: str = ""
-    """Which way the blocks came."""
+    """The transport that carried the blocks."""
     decode_s: float = 0.0
     first_step_s: float = 0.0
     transfers: tuple[TransferRecord, ...] = ()
-    """Hand-overs that are over, counted from the request's arrival here."""
+    """Hand-overs that have ended, with times counted from the request's arrival here."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """News of one request after one step; treated as frozen like every message.
+    """What one step brought for one request; treated as frozen like every message.
 
-    It is not frozen in earnest because there is one for every token, and making a frozen one takes seven times as long:
-    a third of a scheduler step with 256 running requests.
+    It is not actually frozen, because there is one for every token and creating a frozen dataclass takes seven times
+    as long: a third of a scheduler step with 256 running requests.
 
-    `first_position` is the output position of `token_ids[0]`: positions make delivery idempotent, since both
-    workers of a hand-over report the first new token and the reader keeps whichever comes first.
+    `first_position` is the output position of `token_ids[0]`. Positions make delivery idempotent: both workers of a
+    hand-over report the first new token, and the reader keeps whichever arrives first.
     """
 
     request_id: str
@@ -128,12 +128,12 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The stop token that ended the request, where one did (EOS counts)."""
+    """The stop token that ended the request, if one did (EOS counts)."""
     error: str | None = None
     """What happened; set with `FinishReason.ERROR`, and with ABORT where the client did not ask for it."""
     error_kind: ErrorKind = ErrorKind.INTERNAL
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
     stage_times: StageTimes | None = None
-    """Set with this worker's first token, as of then; with the finish; and once more, by itself, when what was handed
-    over has been released."""
+    """Set with this worker's first token and with the finish, as of then. Sent once more, by itself, when the
+    handed-over blocks have been released."""

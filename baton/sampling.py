@@ -11,10 +11,10 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1_000
-"""Of one stop string: every new token's text is compared with all of them."""
+"""Limit for one stop string, since every new token's text is compared with all of them."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1_024
-"""Tokens with a bias of their own."""
+"""Limit for tokens with a bias."""
 MAX_GRAMMAR_CHARACTERS = 100_000
 
 
@@ -29,7 +29,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the whole output must match. Whether it is a grammar at all is found out when a worker compiles it."""
+    """The grammar that the whole output must match. A worker validates it by compiling it."""
 
     kind: GrammarKind
     source: str
@@ -47,14 +47,14 @@ class StructuredOutput:
 class SamplingParams:
     """One request's sampling settings, validated on construction.
 
-    Defaults are the field's (OpenAI, vLLM): plain sampling at temperature 1. Logits pass through, in
-    this order: `logit_bias`, penalties, the masks of `min_tokens` and of a structured output, `temperature`,
-    `top_k`, `top_p`, `min_p`.
+    Defaults are those of OpenAI and vLLM: plain sampling at temperature 1. Logits pass through, in this order:
+    `logit_bias`, penalties, the masks of `min_tokens` and of a structured output, `temperature`, `top_k`, `top_p`,
+    `min_p`.
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """EOS and stop tokens cannot be sampled, and stop strings are not looked for, before this many."""
+    """Before this many tokens, EOS and stop tokens cannot be sampled, and stop strings have no effect."""
 
     temperature: float = 1.0
     """0 is greedy: the arg max, whatever the other settings."""
@@ -71,9 +71,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     seed: int | None = None
-    """Randomness is a pure function of (seed, position); the gateway fills in a seed where none is given."""
+    """Randomness is a pure function of (seed, position); the gateway fills in a seed if the request has none."""
     logprobs: int | None = None
-    """None: none; n: the sampled token's log-probability and the n likeliest ones', before any processing."""
+    """None: no logprobs; n: the sampled token's log-probability and the n likeliest ones', before any processing."""
 
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

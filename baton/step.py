@@ -1,6 +1,6 @@
-"""The contract between scheduler and model runner: one frozen plan per step, and what came of it.
+"""The contract between scheduler and model runner: one frozen plan per step, and its results.
 
-A plan is complete: a runner needs nothing else, so it can sit in another process or be a fake of twenty lines.
+A plan is complete: a runner needs nothing else, so it can be in another process, or a fake of twenty lines.
 """
 
 from collections.abc import Mapping, Set
@@ -14,19 +14,19 @@ from baton.transfer import TransferRecord
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """Everything a runner must know about a request that it has not seen before."""
+    """Everything a runner must know about a request that is new to it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
-    """Tokens sampled elsewhere already: what the request came with, and what came along with a hand-over."""
+    """Tokens already sampled elsewhere: those the request came with, and those that arrived with a hand-over."""
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]
-    """EOS included; masked until `min_tokens`."""
+    """Includes EOS; masked until `min_tokens`."""
     block_ids: tuple[int, ...]
     num_computed_tokens: int
     is_loaded: bool = False
-    """What it has computed came from another worker."""
+    """Its computed tokens came from another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class CachedRequestData:
     new_block_ids: tuple[tuple[int, ...], ...] = ()
     num_computed_tokens: tuple[int, ...] = ()
     resumed_num_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Back from preemption, and how many of their tokens count: a token that was in flight may have been refused.
+    """Requests resumed after preemption, each with its number of valid tokens: one in flight may have been refused.
 
     Their `new_block_ids` replace the old table instead of extending it.
     """
@@ -49,7 +49,7 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: who runs, how many tokens each, in which blocks."""
+    """One step: which requests run, how many tokens of each, in which blocks."""
 
     scheduled_new_reqs: tuple[NewRequestData, ...]
     scheduled_cached_reqs: CachedRequestData
@@ -57,35 +57,35 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     preempted_req_ids: frozenset[str]
     finished_req_ids: frozenset[str]
-    """Finished since the previous plan; the runner forgets them."""
+    """Requests finished since the previous plan; the runner forgets them."""
     kv_connector_metadata: Any = None
     """What the connector's scheduler half tells its worker half; opaque to everyone else."""
     swap_out: tuple[tuple[int, int], ...] = ()
-    """(block, host block) pairs to copy before anything else of this step happens: their requests were preempted."""
+    """(block, host block) pairs to copy before anything else in this step; their requests were preempted."""
     swap_in: tuple[tuple[int, int], ...] = ()
-    """(host block, block) pairs to copy next, before the step computes: their requests are resumed."""
+    """(host block, block) pairs to copy next, before the step computes; their requests are resumed."""
     step: int = 0
     """Counts the plans of one scheduler."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is to be computed or copied, and nobody was preempted; the runner may have to forget requests."""
+        """Nothing to compute or copy, and no preemption; the runner may still have requests to forget."""
         return not (self.num_scheduled_tokens or self.preempted_req_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """Sampled tokens by request; a request whose prompt is not complete yet sampled nothing and is absent."""
+    """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
 
     sampled_token_ids: Mapping[str, list[int]]
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Requests that can go no further, and why: their structured output cannot be matched any more."""
+    """Requests that can go no further, and why: their structured output can no longer be matched."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedKV:
-    """Every block of a remote prompt arrived and was verified; nothing of it will be written again."""
+    """Every block of a remote prompt arrived and was verified; no transfer writes to them any more."""
 
     request_id: str
     first_token: FirstToken
@@ -99,7 +99,7 @@ class ReceivedKV:
 
 @dataclass(frozen=True, slots=True)
 class FailedKV:
-    """A remote prompt will not arrive; its blocks are quiet.
+    """A remote prompt will not arrive; no transfer writes to its blocks any more.
 
     The first `num_valid_blocks` blocks of the load were verified in order and may be kept.
     """
@@ -110,7 +110,7 @@ class FailedKV:
     is_cancelled: bool = False
     """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
     is_postponed: bool = False
-    """Not lost, only put off: `KVConnectorOutput.can_load` will name the request when it may be loaded after all."""
+    """Not lost but postponed: `KVConnectorOutput.can_load` names the request once it may be loaded after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +122,13 @@ class KVConnectorOutput:
     finished_recving: tuple[ReceivedKV, ...] = ()
     failed_recving: tuple[FailedKV, ...] = ()
     quiesced: tuple[str, ...] = ()
-    """Aborted loads whose quarantined blocks nothing will write any more."""
+    """Aborted loads whose quarantined blocks will not be written any more."""
     transfers: Mapping[str, TransferRecord] = field(default_factory=dict)
-    """How it went, by request: comes along with the news that it was read, arrived or failed."""
+    """Records of hand-overs, by request; each comes with the news that the blocks were read, arrived or failed."""
     can_load: tuple[str, ...] = ()
-    """Loads that were put off and wait for room again: their prompts are complete now, or lost."""
+    """Postponed loads that wait for room again: their prompts are now complete, or lost."""
     unwanted: tuple[str, ...] = ()
-    """Producers whose prompts nobody will load any more."""
+    """Producers whose prompts no consumer will load any more."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))

@@ -7,58 +7,58 @@ from baton.kv import TransferRole
 
 
 class TransferEventKind(Enum):
-    """What can happen to a hand-over; one end sees some of it, in this order."""
+    """Events of a hand-over; one end sees some of them, in this order."""
 
     BEGUN = "begun"
-    """The worker took the request, and its transfer thread knows of it."""
+    """The worker accepted the request, and its transfer thread knows of it."""
     ASKED = "asked"
-    """Consumer: blocks are reserved, the producer is asked for its pieces."""
+    """Consumer: blocks are reserved, and the producer was asked for its pieces."""
     FIRST_PIECE = "first_piece"
-    """Consumer: the first piece was announced or came. Producer: the first was offered or sent."""
+    """Consumer: the first piece was announced or arrived. Producer: the first was offered or sent."""
     PREFILLED = "prefilled"
     """Producer: the prompt is computed."""
     VERIFIED = "verified"
-    """Consumer: the last piece is here and verified."""
+    """Consumer: the last piece arrived and is verified."""
     RELEASED = "released"
     """Producer: the consumer has everything, and the blocks are free."""
     NOT_NEEDED = "not_needed"
     """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     FAILED = "failed"
-    """It ended otherwise, though the request went on."""
+    """The hand-over ended in another way, though the request went on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
     kind: TransferEventKind
     at_s: float
-    """Since what the record's holder counts from; see TransferRecord."""
+    """Seconds since the record's time origin; see TransferRecord."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRecord:
-    """A hand-over that is over; with tensor parallelism, that of all ranks of this end.
+    """A hand-over that has ended; with tensor parallelism, that of all ranks of this end.
 
     The connector counts `at_s` from BEGUN, the worker from the request's arrival there, and the gateway from the
-    request's arrival at the gateway: each adds what passed on its own clock.
+    request's arrival at the gateway. Each adds the time that passed on its own clock.
     """
 
     role: TransferRole
-    """Which end this is."""
+    """The end that made this record."""
     peer: str
     """The other end's name."""
     attempt: int
-    """Counts the tries at one request from 0."""
+    """Numbers the attempts at one request from 0."""
     transport: str = ""
-    """Which way the pieces went, the last one if there were several; empty if none was agreed upon."""
+    """The transport of the pieces, or of the last one if there were several; empty if none was agreed upon."""
     num_bytes: int = 0
-    """Sent, offered to be read, or received; pieces that went twice count twice."""
+    """Bytes sent, offered to be read, or received; pieces that went twice count twice."""
     events: tuple[TransferEvent, ...]
-    """In the order of their times; the last one says how it ended."""
+    """In the order of their times; the last one says how the hand-over ended."""
     reason: str = ""
     """Why it failed or was not needed."""
 
     def at(self, kind: TransferEventKind) -> float | None:
-        """When something happened; None if it did not."""
+        """When this event happened; None if it did not."""
         return next((event.at_s for event in self.events if event.kind is kind), None)
 
     @property
@@ -67,23 +67,23 @@ class TransferRecord:
 
     @property
     def elapsed_s(self) -> float:
-        """Consumer: from asking for pieces to the end. 0 if it never asked."""
+        """Consumer: from asking for pieces to the end; 0 if it never asked."""
         asked_s = self.at(TransferEventKind.ASKED)
         return 0.0 if asked_s is None else self.ended_s - asked_s
 
     @property
     def moving_s(self) -> float:
-        """From the first piece to the end. 0 if there was none."""
+        """From the first piece to the end; 0 if there was none."""
         first_s = self.at(TransferEventKind.FIRST_PIECE)
         return 0.0 if first_s is None else self.ended_s - first_s
 
     @property
     def exposed_s(self) -> float:
-        """Producer: from the end of the prefill to the release, which no overlap hides. 0 if it was not released."""
+        """Producer: from the end of the prefill to the release, which no overlap hides; 0 if it was not released."""
         released_s, prefilled_s = self.at(TransferEventKind.RELEASED), self.at(TransferEventKind.PREFILLED)
         return 0.0 if released_s is None or prefilled_s is None else released_s - prefilled_s
 
     def shifted(self, seconds: float) -> "TransferRecord":
-        """The same, counted from so much earlier."""
+        """The same record with its time origin moved this much earlier."""
         events = tuple(TransferEvent(event.kind, event.at_s + seconds) for event in self.events)
         return replace(self, events=events)

@@ -7,14 +7,14 @@ from baton.kv import TransferRole, WorkerRef
 
 
 class WorkerRole(Enum):
-    """What a device process does at present; it may change without a restart."""
+    """A worker's current role; it may change without a restart."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class WorkerState(Enum):
-    """STARTING -> READY -> DRAINING -> STOPPED; DEAD is what others conclude from silence."""
+    """STARTING -> READY -> DRAINING -> STOPPED; others infer DEAD from silence."""
 
     STARTING = "starting"
     READY = "ready"
@@ -25,7 +25,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """Where a worker can be reached, known once its ports are bound (always to port 0 first)."""
+    """Where a worker can be reached; known once its ports are bound (always to port 0 first)."""
 
     ref: WorkerRef
     role: WorkerRole
@@ -33,12 +33,12 @@ class WorkerEndpoint:
     node: str
     pid: int
     metrics_address: str = ""
-    """`HOST:PORT`, where it answers Prometheus over HTTP at /metrics; empty if it does not."""
+    """`HOST:PORT` where it serves Prometheus metrics over HTTP at /metrics; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartProgress:
-    """What a worker that starts is busy with, and how much of it is done."""
+    """What a starting worker is doing, and how much of it is done."""
 
     what: str
     done: int
@@ -49,8 +49,8 @@ class StartProgress:
 class KVBlockCounts:
     """free + referenced + leased + quarantined = total, at every moment.
 
-    `leased` blocks of finished prefills wait to be read; `quarantined` ones may still be written by a
-    transfer that was given up. Blocks of host memory are counted apart: `host_used` of them hold preempted KV.
+    `leased` blocks of finished prefills wait to be read. `quarantined` blocks may still be written by a transfer that
+    was given up. Blocks of host memory are counted apart: `host_used` of them hold preempted KV.
     """
 
     total: int
@@ -67,17 +67,17 @@ class KVBlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class KVPeerCounts:
-    """Hand-overs with one peer over one transport since the start, by leg: one for each pair of ranks."""
+    """Hand-overs with one peer over one transport since the start, by rank transfer: one for each pair of ranks."""
 
     role: TransferRole
-    """Which end this worker was on."""
+    """The end that this worker was on."""
     peer: str
-    """Its name; `(others)` sums up peers of long ago."""
+    """The peer's name; `(others)` sums up peers of long ago."""
     transport: str
-    """Empty for those that ended before one was agreed upon."""
+    """Empty for those that ended before a transport was agreed upon."""
     done: int
     failed: int
-    """Ended otherwise though the request went on: prefill failed, refused, expired, given up."""
+    """Ended in another way though the request went on: prefill failed, refused, expired, given up."""
     not_needed: int
     """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     num_bytes: int
@@ -86,10 +86,10 @@ class KVPeerCounts:
     moving_s: float
     """Consumer: seconds from the first piece to the last."""
     exposed_s: float
-    """Producer: seconds from the end of the prefill until everything was verified over there."""
+    """Producer: seconds from the end of the prefill until the consumer had verified everything."""
 
     def __add__(self, other: "KVPeerCounts") -> "KVPeerCounts":
-        """Of two ranks of one worker."""
+        """Adds the counts of two ranks of one worker."""
         assert (self.role, self.peer, self.transport) == (other.role, other.peer, other.transport)
         return KVPeerCounts(
             self.role,
@@ -116,21 +116,21 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is, measured by itself over its last steps; a rate of 0 was not measured yet."""
+    """How busy a worker is, measured by itself over its last steps; a rate of 0 has not been measured yet."""
 
     num_queued_prompt_tokens: int = 0
-    """Not computed yet, of requests that wait here for their prompt's computation or are in the midst of it."""
+    """Prompt tokens yet to compute, of requests that wait for their prompt's computation or are in the middle of it."""
     oldest_waiting_s: float = 0.0
-    """Since the arrival of the request that has waited longest for its first step."""
+    """Age of the request that has waited longest for its first step."""
     prefill_tokens_per_s: float = 0.0
-    """In steps that computed prompts."""
+    """Speed of steps that computed prompts."""
     decode_step_s: float = 0.0
-    """Time of a step that only decoded: about what lies between two tokens of a request."""
+    """Time of a step that only decoded: about the time between two tokens of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A heartbeat: sent at a fixed pace by a thread of its own, however long a step takes."""
+    """A heartbeat, sent at a fixed pace by a thread of its own, however long a step takes."""
 
     ref: WorkerRef
     role: WorkerRole
@@ -141,5 +141,5 @@ class WorkerStatus:
     """Monotonic counts for metrics and tests, e.g. `preemptions`, `kv_late_messages`."""
     kv_peers: tuple[KVPeerCounts, ...] = ()
     failure: str = ""
-    """What ended its engine, if that ended by itself."""
+    """Why its engine ended, if it ended by itself."""
     load: WorkerLoad = WorkerLoad()

@@ -1,4 +1,4 @@
-"""What a gateway that is ready says of itself: to people how to use it, to programs where it is."""
+"""The output of a gateway that is ready: for people how to use it, for programs where it is."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from cluster.serve.screen import Screen
 
 
 def serving(screen: Screen, as_json: bool) -> WhileReady:
-    """Says that it is ready, and how to use it; then stays."""
+    """Announces the gateway, and then waits to be cancelled."""
 
     async def while_ready(service: Service) -> None:
         announce(service, screen)
@@ -40,7 +40,7 @@ def announce(service: Service, screen: Screen) -> None:
 
 
 def ready_line(service: Service) -> str:
-    """For programs that start a deployment: where it is, and its workers' processes."""
+    """For programs that start a deployment: its addresses, and its workers' processes."""
     workers = [
         {"name": e.ref.name, "role": e.role.value, "pid": e.pid, "request_address": e.request_address}
         for e in service.endpoints

@@ -1,4 +1,4 @@
-"""The flags of `baton serve`, `baton fleet` and `baton gateway`: each is a key of the configuration file."""
+"""The flags of `baton serve`, `baton fleet` and `baton gateway`; each sets a key of the configuration file."""
 
 import argparse
 import types
@@ -19,7 +19,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--prefill": ("cluster", "prefill"),
     "--decode": ("cluster", "decode"),
     "--ray-address": ("cluster", "ray_address"),
-    "--address": ("cluster", "ray_address"),  # as Ray's own commands call it
+    "--address": ("cluster", "ray_address"),  # named as in Ray's own commands
     "--name": ("cluster", "name"),
     "--device": ("engine", "device"),
     "--tensor-parallel": ("engine", "tensor_parallel"),
@@ -54,7 +54,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
 FLEET_FLAGS = {
     flag: (section, key) for flag, (section, key) in SERVE_FLAGS.items() if section != "gateway"
 } | {"--fleet-port": ("cluster", "fleet_port"), "--bind-host": ("network", "bind_host")}
-"""Of a fleet without a gateway."""
+"""Flags of a fleet without a gateway."""
 
 _ALSO_A_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
 
@@ -63,11 +63,11 @@ GATEWAY_FLAGS = {
     for flag, (section, key) in SERVE_FLAGS.items()
     if section in ("gateway", "network") or (section, key) in _ALSO_A_GATEWAYS
 } | {"--fleet-address": ("cluster", "fleet_address")}
-"""Of a gateway alone; whatever else it has to know is the fleet's."""
+"""Flags of a single gateway; it gets the rest of its configuration from the fleet."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:
-    """One flag per entry of the table; a flag that is not given leaves its key alone."""
+    """Adds one flag per entry of the table; a flag that is not given leaves its key alone."""
     for flag, (section, key) in flags.items():
         field = field_of(section, key)
         kind, choices = _type_of(field.annotation)
@@ -97,7 +97,7 @@ def overrides_from(options: argparse.Namespace) -> Overrides:
 
 
 def for_one_fleet(overrides: Overrides) -> Overrides:
-    """A flag that says where the fleet is wins over whatever else a file says of that."""
+    """A flag that names the fleet overrides all keys of a file that name one."""
     cluster = overrides.get("cluster", {})
     for key, other in (("ray_address", "fleet_address"), ("fleet_address", "ray_address")):
         if key in cluster and other not in cluster:
@@ -114,10 +114,10 @@ def field_of(section: str, key: str) -> FieldInfo:
 
 
 def _type_of(annotation: Any) -> tuple[type[Any], tuple[str, ...] | None]:
-    """How a flag's text becomes a value, and the closed set it must be from, if there is one."""
+    """The type that parses a flag's text, and the closed set of its values, if there is one."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:
         return str, get_args(annotation)
-    assert annotation in (int, float, str, bool), f"no flag can hold a {annotation}"
+    assert annotation in (int, float, str, bool), f"a flag cannot hold a {annotation}"
     return annotation, None

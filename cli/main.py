@@ -1,7 +1,7 @@
 """The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
 
-Exit codes: 0 done, 1 the server (or the cluster, or what a file holds) said no, 2 usage. Subcommands are imported only
-when asked for, so `baton --help` and whatever only asks a gateway never wait for Ray or torch.
+Exit codes: 0 done, 1 refused (by the server, the cluster or a file's content), 2 usage. Subcommands are imported only
+when they run, so `baton --help` and commands that only call a gateway never wait for Ray or torch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from cli.target_flags import add_target_flags
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
 
-KEY_ADVICE = "a command takes its key from --api-key-file, or from the environment variable BATON_API_KEY"
+KEY_ADVICE = "pass an API key with --api-key-file, or in the environment variable BATON_API_KEY"
 
 _DEFAULTS = BatonConfig()
 DEFAULT_TARGET = f"{_DEFAULTS.gateway.host}:{_DEFAULTS.gateway.grpc_port}"
@@ -37,9 +37,9 @@ _DEMO: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; messages about what went wrong go to stderr."""
+    """Runs one command and returns its exit code; error messages go to stderr."""
     options = build_parser().parse_args(arguments)
-    # gRPC reads this when it is first used. Otherwise it writes a line for each TLS handshake that fails.
+    # gRPC reads this at its first use. Without it, gRPC logs a line for each TLS handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return _COMMANDS[options.command](options)
@@ -58,25 +58,26 @@ def _fail(options: argparse.Namespace, error: Exception, code: int) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="baton", description="Language models, served by prefill and decode workers."
+        prog="baton", description="Serves language models with separate prefill and decode workers."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start workers and gateway, and serve until Ctrl-C")
-    serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    serve = commands.add_parser("serve", help="start workers and a gateway, and serve until Ctrl-C")
+    serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it")
     serve.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
     add_flags(serve, SERVE_FLAGS)
 
     fleet = commands.add_parser(
-        "fleet", help="start workers without a gateway, and tell gateways elsewhere of them, until Ctrl-C"
+        "fleet",
+        help="start workers that gateways elsewhere can join, without a gateway of their own, until Ctrl-C",
     )
-    fleet.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it")
+    fleet.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it")
     fleet.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
     add_flags(fleet, FLEET_FLAGS)
 
-    gateway = commands.add_parser("gateway", help="open one more gateway to a fleet that runs, until Ctrl-C")
+    gateway = commands.add_parser("gateway", help="start another gateway for a running fleet, until Ctrl-C")
     gateway.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags win over it"
+        "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it"
     )
     gateway.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
     add_flags(gateway, GATEWAY_FLAGS)
@@ -89,40 +90,48 @@ def build_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
     )
     generate.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
-    generate.add_argument("--raw", action="store_true", help="send the text as it is, without chat template")
-    generate.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever comes")
+    generate.add_argument(
+        "--raw", action="store_true", help="send the text as it is, without a chat template"
+    )
+    generate.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="generate --max-tokens tokens, past any end-of-sequence token",
+    )
     grammar = generate.add_mutually_exclusive_group()
-    grammar.add_argument("--json-schema", metavar="SCHEMA", help="let the answer match a JSON schema")
-    grammar.add_argument("--regex", metavar="REGEX", help="let the answer match a regular expression")
-    generate.add_argument("--mode", choices=("disaggregated", "local"), help="insist on how it is served")
+    grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
+    grammar.add_argument("--regex", metavar="REGEX", help="constrain the answer to a regular expression")
+    generate.add_argument(
+        "--mode", choices=("disaggregated", "local"), help="require this way of serving the prompt"
+    )
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
 
     add_operators_commands(commands, DEFAULT_TARGET)
 
-    key = commands.add_parser("key", help="make an API key, and the entry that lets its owner in")
-    key.add_argument("name", metavar="NAME", help="of the caller")
+    key = commands.add_parser("key", help="make an API key and its configuration entry")
+    key.add_argument("name", metavar="NAME", help="name of the caller")
     grants = key.add_mutually_exclusive_group()
     grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
     grants.add_argument(
         "--scope",
         action="append",
         choices=("generate", "observe", "administer"),
-        help="what it grants, once for each; default generate",
+        help="scope to grant; repeat for several; default generate",
     )
     key.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
 
     demo = commands.add_parser(
-        "demo", help="start a small cluster, ask it one question, show where the time went"
+        "demo", help="start a small cluster, ask it one question, and show where the time went"
     )
     demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
 
-    trace = commands.add_parser("trace", help="draw the steps that workers wrote with --trace-dir")
+    trace = commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
     _add_trace_flags(trace)
     return parser
 
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
-    """Workers need not run in the folder that this command runs in."""
+    """Resolves paths against this command's folder, since workers may run in another one."""
     if config.engine.trace_dir is None:
         return config
     trace_dir = str(here / config.engine.trace_dir)
@@ -135,21 +144,23 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="one worker's steps each; panels share one axis of time",
+        help="step trace of one worker; several share one time axis",
     )
-    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="draw them there too")
+    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="also write the picture to this file")
     parser.add_argument(
         "--steps",
         metavar="A:B",
-        help="of the first file, both ends included; others: what they did meanwhile",
+        help="steps of the first file, both ends included; other files show the same period",
     )
-    parser.add_argument("--requests", metavar="ID,...", help="only requests whose ids begin so")
+    parser.add_argument(
+        "--requests", metavar="ID,...", help="only requests whose ids start with one of these"
+    )
     parser.add_argument(
         "--max-columns",
         type=int,
         default=200,
         metavar="N",
-        help="leave out what comes after; default %(default)s",
+        help="most columns to draw; later ones are left out; default %(default)s",
     )
 
 
@@ -216,7 +227,7 @@ def _drain(options: argparse.Namespace) -> int:
     if options.node is not None:
         return _drain_node(options)
     if (options.timeout, options.fleet_address, options.secret_file) != (None, None, None):
-        raise ConfigError("--timeout, --fleet-address and --secret-file go with --node")
+        raise ConfigError("--timeout, --fleet-address and --secret-file need --node")
     from cli.commands import drain
     from cli.target import target_from
 
@@ -228,12 +239,12 @@ def _drain_node(options: argparse.Namespace) -> int:
         "cluster": {"fleet_address": options.fleet_address},
         "network": {"secret_file": options.secret_file},
     }
-    config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # checks what was given
+    config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # validates the flags
     from cli.commands import drain_node
     from cli.target import target_from
 
     if options.secret_file is not None and options.fleet_address is None:
-        raise ConfigError("--secret-file goes with --fleet-address; a gateway asks for a key")
+        raise ConfigError("--secret-file needs --fleet-address; a gateway takes an API key instead")
     ask = config.cluster.fleet_address or target_from(options, os.environ)
     timeout_s = 60.0 if options.timeout is None else options.timeout
     return drain_node.run(ask, options.node, timeout_s, config.network, as_json=options.json)
@@ -283,14 +294,14 @@ def _trace(options: argparse.Namespace) -> int:
 
     try:
         return trace.run(options)
-    except OSError as error:  # a file that is not there, or a place where none can be written
+    except OSError as error:  # a missing file, or a path that cannot be written
         return _fail(options, error, USAGE)
 
 
 def _do_without_torch() -> None:
-    """What reads tokenizers imports torch wherever it is installed, which takes seconds and 250 MiB for nothing."""
+    """Libraries that read tokenizers import torch if it is installed, which costs seconds and 250 MiB for nothing."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not there", see the import system's reference
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say so
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # they would warn about it
 
 
 def _prepare_ray(config: BatonConfig) -> None:
@@ -302,7 +313,7 @@ def _prepare_ray(config: BatonConfig) -> None:
 
 
 def _of_gateway(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that asks a running gateway, which may refuse."""
+    """Wraps a command that calls a running gateway, which may refuse."""
 
     def run(options: argparse.Namespace) -> int:
         from gateway import GatewayError

@@ -1,4 +1,4 @@
-"""Target: the gateway that a command asks, and what it shows there; flags and environment end here."""
+"""Target: the gateway that a command calls, and the credentials it presents; reads flags and environment."""
 
 import argparse
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Target:
     """One gateway."""
 
     address: str
-    """HOST:PORT of its gRPC."""
+    """HOST:PORT of its gRPC API."""
     credentials: Credentials = NO_CREDENTIALS
 
     def client(self) -> GatewayClient:
@@ -27,10 +27,12 @@ class Target:
 
 
 def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> Target:
-    """What the flags of `add_target_flags` say; ConfigError names the one that cannot be used, and shows no key."""
+    """Builds the target from the flags of `add_target_flags`; a ConfigError names the bad flag, and shows no key."""
     cert, key = options.tls_cert, options.tls_key
     if (cert is None) != (key is None):
-        raise ConfigError("--tls-cert and --tls-key belong together: a certificate, and its private key")
+        raise ConfigError(
+            "--tls-cert and --tls-key must be given together: a certificate and its private key"
+        )
     credentials = Credentials(
         api_key=_api_key(options, environment),
         uses_tls=options.tls or options.tls_ca is not None or cert is not None,
@@ -55,7 +57,7 @@ def _api_key(options: argparse.Namespace, environment: Mapping[str, str]) -> str
 def _checked(text: str, source: str) -> str:
     key = text.strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{source}: holds no API key; it is one word, as `baton key` prints it")
+        raise ConfigError(f"{source}: no valid API key; expected one word, as `baton key` prints it")
     return key
 
 

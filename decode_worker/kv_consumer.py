@@ -6,19 +6,19 @@ from scheduler import Request
 
 
 class KVConsumerScheduler:
-    """Turns what happens to consuming requests into commands for the connector's worker half."""
+    """Turns events of consuming requests into commands for the connector's worker half."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._waiting_to_load: set[str] = set()
         self._postponed: set[str] = set()
-        """Of those that wait to load: the ones whose load was postponed and cannot go on yet."""
+        """Requests whose load was postponed and cannot go on yet."""
         self._loading: set[str] = set()
         self._commands: list[ImmediateCommand] = []
         self._loads: list[LoadBlocks] = []
 
     def request_added(self, request: Request) -> None:
-        """Announces the consumer as soon as it is queued, so that its producer does not take it for lost."""
+        """Announces the consumer as soon as it is queued, so that its producer does not consider it lost."""
         assert request.kv_transfer is not None
         self._waiting_to_load.add(request.request_id)
         self._commands.append(BeginLoad(request.request_id, request.kv_transfer, request.num_initial_tokens))
@@ -29,7 +29,7 @@ class KVConsumerScheduler:
         """The whole rest of the prompt, once; 0 after a failed load or a preemption. None while a load is postponed.
 
         A producer always computes the whole prompt, so there is nothing to look up. Blocks are reserved before the
-        first of them exists; a producer that is lost, or never had the request, is reported as the end of the load.
+        first of them exists. A producer that is lost, or never had the request, is reported as the end of the load.
         """
         if request.request_id in self._postponed:
             return None, False

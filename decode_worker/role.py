@@ -7,9 +7,9 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class DecodeWorker:
-    """Takes the consuming leg of a hand-over, or a whole request to compute by itself.
+    """Takes the consuming request of a hand-over, or a whole request to compute by itself.
 
-    What to load is in the request; when to start loading is the scheduler's choice, once blocks are free.
+    The request says what to load; the scheduler chooses when to load, once blocks are free.
     """
 
     kind = WorkerRole.DECODE
@@ -20,8 +20,10 @@ class DecodeWorker:
     def admit(self, request: EngineRequest, load: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is not None and transfer.role is not TransferRole.CONSUMER:
-            # Nobody's mistake: who sent it has not heard yet that the worker changed its role.
-            raise Overloaded("this is a decode worker at present: it computes no prompts for others", 1.0)
+            # No error: the sender does not know yet that the worker changed its role.
+            raise Overloaded(
+                "this is a decode worker at present; it does not compute prompts for others", 1.0
+            )
         waiting = load.waiting + load.waiting_for_remote_kvs
         if waiting >= self._max_waiting:
             raise Overloaded(f"{waiting} requests wait to decode, the limit is {self._max_waiting}", 1.0)

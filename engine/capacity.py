@@ -1,4 +1,4 @@
-"""What a rank has room for: fills in the scheduler's section with what only the model and the device know."""
+"""What a rank has room for: completes the scheduler's configuration with what only the model and the device know."""
 
 import logging
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
-"""In place of the defaults for a CPU: a GPU is not busy with less, and its copy engine wants whole blocks of 64 tokens
+"""Replace the defaults for a CPU: a GPU is not busy with less, and its copy engine needs whole blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one rank."""
+    """What one rank has room for."""
 
     scheduler_config: SchedulerConfig
-    """Complete. A worker's scheduler goes by rank 0's, with as many blocks as the rank that has fewest."""
+    """Complete. A worker's scheduler uses rank 0's, with the blocks of the rank that has fewest."""
     max_num_batched_tokens: int
-    """What the rank has buffers for; the scheduler may ask for less."""
+    """The size of the rank's buffers; the scheduler may use less."""
 
 
 def reckon(config: BatonConfig, model: LoadedModel) -> Capacity:
@@ -72,7 +72,7 @@ def largest_steps(config: BatonConfig, model: LoadedModel) -> StepLimits:
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
-    """What nobody has set is as the kind of device wants it."""
+    """Fills unset keys with the defaults for the kind of device."""
     if device.type == "cpu":
         return asked
     unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
@@ -82,7 +82,7 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 def _measure(
     config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, *, wants_chunk: bool
 ) -> "Measured":
-    from engine.gpu.measure import measure  # Triton need not be there where no GPU is
+    from engine.gpu.measure import measure  # Triton is only installed where there is a GPU
 
     limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
     engine = config.engine
@@ -99,7 +99,8 @@ def _measure(
 def _max_model_len(asked: SchedulerConfig, model: LoadedModel) -> int:
     if asked.max_model_len is not None and asked.max_model_len > model.max_model_len:
         raise ConfigError(
-            f"scheduler.max_model_len: got {asked.max_model_len}, but this model was made for {model.max_model_len}"
+            f"scheduler.max_model_len: got {asked.max_model_len}, but this model supports at most "
+            f"{model.max_model_len}"
         )
     return asked.max_model_len or model.max_model_len
 
@@ -109,13 +110,13 @@ def _num_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int
     num_blocks = model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
     if num_blocks < 2:
         raise ConfigError(
-            f"engine.kv_cache_memory_mib: got {memory_mib}, which does not hold two blocks of this model"
+            f"engine.kv_cache_memory_mib: got {memory_mib}, which is too little for two blocks of this model"
         )
     return num_blocks
 
 
 def _num_swap_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int | None:
-    """Blocks of host memory for preempted requests; None if nothing would use them."""
+    """Blocks of host memory for preempted requests; None if they would not be used."""
     if config.scheduler.preemption == "recompute":
         return None
     memory_mib = config.engine.swap_space_mib
@@ -123,6 +124,6 @@ def _num_swap_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -
     num_blocks = num_blocks or model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
     if num_blocks < 1:
         raise ConfigError(
-            f"engine.swap_space_mib: got {memory_mib}, which does not hold one block of this model"
+            f"engine.swap_space_mib: got {memory_mib}, which is too little for one block of this model"
         )
     return num_blocks

@@ -61,7 +61,7 @@ class ModelArchitecture:
     rms_norm_eps: float
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many tokens a token sees, itself included; None is all of them."""
+    """Per layer: how many tokens a token sees, itself included; None means all."""
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
@@ -70,7 +70,7 @@ class ModelArchitecture:
 
 
 def read_architecture(path: Path) -> ModelArchitecture:
-    """Reads `path/config.json`; ModelError names whatever is missing or would change results unsupported."""
+    """Reads `path/config.json`; ModelError names what is missing, or is unsupported and would change results."""
     config = read_json(path / "config.json")
     try:
         return _architecture(config)
@@ -149,12 +149,12 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Options that change what a model computes and that the decoder does not honour."""
+    """Refuses options that change what a model computes and that the decoder does not support."""
     if config.get("quantization_config") is not None:
         raise ModelError("quantization_config is not supported; use the model's unquantized weights")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {activation!r} is not supported; supported is 'silu'")
+        raise ModelError(f"hidden_act {activation!r} is not supported; only 'silu' is")
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
@@ -165,7 +165,7 @@ def _count(config: Mapping[str, Any], key: str) -> int:
 
 
 def _sliding_windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral slides on every layer; Qwen on those that `layer_types` or `max_window_layers` names."""
+    """Mistral uses windows on every layer; Qwen on those that `layer_types` or `max_window_layers` name."""
     window = config.get("sliding_window", 4096)
     if model_type == "mistral":
         return (window,) * num_layers
@@ -178,7 +178,8 @@ def _sliding_windows(config: Mapping[str, Any], model_type: str, num_layers: int
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != num_layers:
         raise ModelError(
-            f"layer_types must hold 'full_attention' or 'sliding_attention' for {num_layers} layers, got {kinds}"
+            f"layer_types must list 'full_attention' or 'sliding_attention' for each of {num_layers} "
+            f"layers, got {kinds}"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -190,7 +191,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         raise ModelError("rope_parameters that differ between layers are not supported")
     partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+        raise ModelError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
     name = values.get("rope_type") or values.get("type") or "default"
     try:
         rope_type = RopeType(name)

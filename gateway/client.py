@@ -25,12 +25,12 @@ ROUTING_MODES = {
     "local": generation_pb.ROUTING_MODE_LOCAL,
 }
 _TLS_FAILURES = {
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is by none of the authorities that are trusted here",
-    "Hostname Verification": "its certificate is for another name",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS",
-    "Socket closed": "it asks for a certificate of ours, and got none that it trusts",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by a trusted CA",
+    "Hostname Verification": "its certificate is for another host name",
+    "WRONG_VERSION_NUMBER": "it does not use TLS",
+    "Socket closed": "it requires a client certificate, and got none that it trusts",
 }
-"""By what gRPC's words for them hold."""
+"""Explanations, by a fragment of gRPC's message."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -39,17 +39,17 @@ class ErrorDetails:
     """What a gateway adds to a status for programs (google.rpc's details)."""
 
     reason: str = ""
-    """Finer than the code: INVALID_REQUEST."""
+    """More specific than the code: INVALID_REQUEST."""
     field: str | None = None
-    """Which one is wrong."""
+    """The invalid field."""
     retry_after_s: float | None = None
-    """The same request may succeed then."""
+    """When the same request may succeed."""
     request_id: str | None = None
-    """What the gateway's log calls it."""
+    """The request's id in the gateway's log."""
 
 
 class GatewayError(Exception):
-    """The server said no, or could not be reached. `code` is gRPC's name for why, such as INVALID_ARGUMENT."""
+    """The gateway refused, or could not be reached. `code` is the name of the gRPC status, such as INVALID_ARGUMENT."""
 
     def __init__(self, code: str, message: str, details: ErrorDetails | None = None) -> None:
         super().__init__(f"{code}: {message}")
@@ -59,13 +59,13 @@ class GatewayError(Exception):
 
     @property
     def advice(self) -> str:
-        """What else helps whoever reads it, as a sentence; may be empty."""
+        """A further hint for people, as a sentence; may be empty."""
         details = self.details
         hints = []
         if details.retry_after_s is not None:
             hints.append(f"try again in {details.retry_after_s:g} s")
         if self.code == "INTERNAL" and details.request_id:
-            hints.append(f"the gateway's log knows it as request {details.request_id}")
+            hints.append(f"the gateway's log has details under request {details.request_id}")
         return "; ".join(hints)
 
 
@@ -81,7 +81,7 @@ class GenerationEnd:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News of a request; the last one has `completion`."""
+    """One event of a request; the last one has `completion`."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -96,7 +96,7 @@ class GatewayClient:
     ) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_mib * 2**20),
-            # Or a gateway that was restarted after a while is not found again for up to two minutes.
+            # Otherwise a gateway that restarts after a while is not found again for up to two minutes.
             ("grpc.max_reconnect_backoff_ms", 2_000),
         ]
         self._target = target
@@ -153,7 +153,7 @@ class GatewayClient:
             call.cancel()
 
     async def abort(self, *request_ids: str) -> int:
-        """How many of them were running."""
+        """Returns how many of them were running."""
         try:
             response = await self._generation.Abort(
                 generation_pb.AbortRequest(request_ids=request_ids), metadata=self._metadata
@@ -195,7 +195,7 @@ class GatewayClient:
             call.cancel()
 
     async def drain(self, worker: str) -> None:
-        """Returns once the worker has given away what it had, and is gone for good."""
+        """Returns once the worker has given up all its requests, and is gone for good."""
         try:
             await self._cluster.DrainWorker(
                 cluster_pb.DrainWorkerRequest(worker=worker), metadata=self._metadata
@@ -204,7 +204,9 @@ class GatewayClient:
             raise self._error(error) from None
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
-        """Returns once the node of this address or name has no workers, and gets none; GatewayError if it has."""
+        """Returns once the node of this address or name has no workers, and gets none; GatewayError if it still has
+        some.
+        """
         try:
             await self._cluster.DrainNode(
                 cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s), metadata=self._metadata
@@ -213,7 +215,7 @@ class GatewayClient:
             raise self._error(error) from None
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role; GatewayError if it goes on in its old one."""
+        """Returns once the worker serves in its new role; GatewayError if it stays in its old one."""
         try:
             await self._cluster.SetWorkerRole(
                 cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value), metadata=self._metadata
@@ -222,7 +224,7 @@ class GatewayClient:
             raise self._error(error) from None
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after the other; yields as each new life serves."""
+        """Restarts these workers, or all, one after the other; yields whenever a new process serves."""
         call = self._cluster.RolloutFleet(
             cluster_pb.RolloutFleetRequest(workers=workers), metadata=self._metadata
         )
@@ -240,19 +242,19 @@ class GatewayClient:
         return GatewayError(error.code().name, error.details() or "no details", _details_of(error))
 
     def _why_unreachable(self, details: str) -> str:
-        """By what gRPC tells of its last attempt to connect."""
+        """Explains gRPC's account of its last attempt to connect."""
         nobody = f"no gateway answers at {self._target}; is `baton serve` running"
         if not self._uses_tls:
-            return f"{nobody}, and does it speak TLS?" if "Socket closed" in details else f"{nobody}?"
+            return f"{nobody}, and does it use TLS?" if "Socket closed" in details else f"{nobody}?"
         reasons = (reason for sign, reason in _TLS_FAILURES.items() if sign in details)
         reason = next(reasons, None)
-        return f"no TLS with {self._target}: {reason}" if reason else f"{nobody}?"
+        return f"TLS with {self._target} failed: {reason}" if reason else f"{nobody}?"
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:
     try:
         status = rpc_status.from_call(error)
-    except ValueError:  # it contradicts the call's own code; somebody on the way made it
+    except ValueError:  # it contradicts the call's own code, so an intermediary made it
         status = None
     parts: dict[str, Any] = {}
     for packed in status.details if status else ():
@@ -284,7 +286,7 @@ def _completion(finish: generation_pb.Finish) -> GenerationEnd:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """A message's fields by name, messages as dicts and repeated ones as lists; None for those that may be absent."""
+    """A message's fields by name, messages as dicts and repeated ones as lists; None for absent optional fields."""
     return {
         field.name: None
         if field.has_presence and not message.HasField(field.name)

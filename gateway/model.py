@@ -1,11 +1,11 @@
-"""ServedModel: what is served here, as clients may know it."""
+"""ServedModel: the model served here, as clients may know it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may know of the model, and what their requests are held against."""
+    """The model's public properties, against which requests are checked."""
 
     name: str
     path: str

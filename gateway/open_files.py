@@ -1,4 +1,4 @@
-"""Open files: how many a gateway may need, and leave for them, so that connections never take the last one."""
+"""Open files: how many a gateway may need, with a reserve, so that connections never take the last one."""
 
 import logging
 import resource
@@ -7,17 +7,17 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 
 OTHER_FILES = 1024
-"""What a gateway has open beside its clients' connections, at most."""
+"""The most files that a gateway has open beside its clients' connections."""
 
 MAX_FILES = 2**20
-"""As many as are ever asked for: some code closes every file that there may be, one by one."""
+"""Upper limit for the soft limit: some code closes every possible file, one by one."""
 
 logger = logging.getLogger(__name__)
 
 
 def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
-    """The same, with as many connections as fit into the hard limit of open files where the configuration does not say
-    how many. ConfigError if it says too many, or none fits."""
+    """The configuration with as many connections as fit into the hard limit of open files, unless it sets their
+    number. ConfigError if it sets too many, or none fits."""
     num_ports, needed = _num_ports(config), _num_needed(config)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or needed <= hard:
@@ -26,7 +26,8 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     remedy = "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
     if "max_connections" not in config.model_fields_set and num_fitting > 0:
         logger.warning(
-            "gateway.max_connections is %d, not %d: this process may open %d files; for more, %s",
+            "gateway.max_connections is %d instead of %d, since this process may open only %d files; for "
+            "more, %s",
             num_fitting,
             config.max_connections,
             hard,
@@ -35,14 +36,14 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
         return config.model_copy(update={"max_connections": num_fitting})
     advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
     raise ConfigError(
-        f"gateway.max_connections ({config.max_connections}) may need {needed} open files, as many as it says at "
-        f"each of {num_ports} port(s) and {OTHER_FILES} for everything else, and this process may open {hard}; "
+        f"gateway.max_connections ({config.max_connections}) may need {needed} open files: that many "
+        f"at each of {num_ports} port(s), and {OTHER_FILES} others; this process may open {hard}; "
         f"{advice}{remedy}"
     )
 
 
 def raise_open_files(config: GatewayConfig) -> None:
-    """Raises the soft limit to the hard one, or to MAX_FILES where that is less; lowers nothing."""
+    """Raises the soft limit to the hard one, but at most to MAX_FILES; never lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     for wanted in (most, _num_needed(config)):
@@ -51,8 +52,8 @@ def raise_open_files(config: GatewayConfig) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             break
-        except (ValueError, OSError) as error:  # macOS says that there is no limit, and has one
-            logger.warning("this process may not open %d files: %s", wanted, error)
+        except (ValueError, OSError) as error:  # macOS reports no limit, but has one
+            logger.warning("cannot raise the limit of open files to %d: %s", wanted, error)
 
 
 def _num_ports(config: GatewayConfig) -> int:

@@ -1,6 +1,6 @@
-"""Preprocessor: what a client asked for becomes a request that can be served, or an error that names the field.
+"""Preprocessor: turns a client's input into a valid request, or into an error that names the field.
 
-Every door goes through it, so that all of them mean the same by a prompt and refuse the same requests.
+All APIs use it, so a prompt means the same in each, and all refuse the same requests.
 """
 
 import asyncio
@@ -27,32 +27,32 @@ Prompt = str | tuple[int, ...] | list[ChatMessage]
 """Text, token ids, or a conversation."""
 
 SamplingInRoom = Callable[[int], SamplingParams]
-"""Sampling parameters for a request whose prompt leaves room for so many tokens."""
+"""Sampling parameters, given the number of tokens that the prompt leaves room for."""
 
 
 MAX_SALT_CHARACTERS = 1_024
 
 
 class Preprocessor:
-    """One instance serves all doors of a gateway."""
+    """One instance serves all APIs of a gateway."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: ServedModel, grammars: GrammarCheck, *, log_prompts: bool = False
     ) -> None:
-        """`log_prompts`: what users write goes to the log."""
+        """`log_prompts`: log what users write."""
         self._log_prompts = log_prompts
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._model = model
         self.pool = TokenizerPool(tokenizer, model.max_model_len)
-        """Whoever stops the gateway closes it."""
+        """Closed when the gateway stops."""
 
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.has_chat_template
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """What a client needs to tokenise as this gateway does."""
+        """Files with which a client can tokenise as this gateway does."""
         return await asyncio.to_thread(self._tokenizer.files)
 
     async def generation(
@@ -72,7 +72,7 @@ class Preprocessor:
     ) -> GatewayRequest:
         """Tokenises, and holds everything against the model; InvalidRequest names the field.
 
-        `request_id` None draws one; `timeout_s` None: the client waits for as long as it takes.
+        `request_id` None generates one; `timeout_s` None: the client waits without limit.
         """
         if request_id is not None and not is_well_formed(request_id):
             raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
@@ -83,10 +83,10 @@ class Preprocessor:
         request_id = request_id or secrets.token_hex(16)
         if self._log_prompts:
             extra = {"request_id": request_id, "prompt": prompt}
-            logger.info("request %s asks: %r", request_id, prompt, extra=extra)
+            logger.info("request %s: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
-        # Before any work: what is wrong with these in the largest room is wrong in every other.
+        # Before any other work: parameters that are invalid in the largest room are invalid in every other.
         output = sampling(self._model.max_model_len).structured_output
         async with self._grammar_checked(output, caller, timeout_s):
             prompt_token_ids = await self._tokenise(prompt, timeout_s)
@@ -125,7 +125,7 @@ class Preprocessor:
     ) -> list[GatewayRequest]:
         """`number` independent answers to one request: itself, and others with ids and seeds made of its own.
 
-        The same seed gives the same answers again, and the first of many is the one that would come alone.
+        The same seed gives the same answers again, and the first of many equals a single one.
         """
         params = generation.sampling_params
         others = [
@@ -150,7 +150,7 @@ class Preprocessor:
     async def _grammar_checked(
         self, output: StructuredOutput | None, caller: Caller, timeout_s: float | None
     ) -> AsyncIterator[None]:
-        """The grammar is checked while the block runs, and waited for at its end."""
+        """The grammar is checked while the block runs, and the block's end waits for it."""
         if output is None:
             yield
             return
@@ -174,9 +174,9 @@ class Preprocessor:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 
     def _room(self, token_ids: tuple[int, ...]) -> int:
-        """How many tokens an answer may have; a prompt holds something and leaves room for at least one."""
+        """How many tokens an answer may have; the prompt must be non-empty and leave room for at least one."""
         if not token_ids:
-            raise InvalidRequest("prompt", "it is empty")
+            raise InvalidRequest("prompt", "must not be empty")
         room = self.room_behind(len(token_ids))
         self._check_token_ids("token_ids", token_ids)
         return room
@@ -184,7 +184,7 @@ class Preprocessor:
     def _check_token_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
         if token_ids and max(token_ids) >= self._model.vocab_size:
             raise InvalidRequest(
-                field, f"{max(token_ids)} is not among the model's {self._model.vocab_size} tokens"
+                field, f"{max(token_ids)} is not one of the model's {self._model.vocab_size} tokens"
             )
 
 
@@ -193,19 +193,20 @@ def _left(timeout_s: float | None, gone_s: float) -> float | None:
 
 
 def _priority_for(caller: Caller, asked: int) -> int:
-    """Lower is better, and 0 is what everybody gets who asks for nothing."""
+    """Lower is better; 0 is the default."""
     best = caller.best_priority
     if best is None:
         return asked
     if asked < min(best, 0):
         raise InvalidRequest(
-            "priority", f"got {asked}; the key of '{caller.name}' grants {best} and more, which come later"
+            "priority",
+            f"got {asked}; the key of '{caller.name}' allows {best} or higher values, which come later",
         )
     return max(asked, best)
 
 
 def _derived(seed: int | None, index: int) -> int | None:
-    """Without a seed each sample gets one of its own later."""
+    """None: without a seed, each sample gets a random one later."""
     if seed is None:
         return None
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()

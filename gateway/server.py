@@ -54,7 +54,7 @@ from gateway.workers.worker_client import WorkerClient
 
 
 class Gateway:
-    """One door. All methods belong to one event loop; several gateways may stand side by side."""
+    """One gateway. All methods belong to one event loop; several gateways may run side by side."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Gateway:
         *,
         log_prompts: bool = False,
     ) -> None:
-        """`keys` of the request plane, which its workers have too; None where `network.security` is `none`.
-        `prefix_key` is what they hash prefixes with.
+        """`keys` of the request plane, shared with its workers; None if `network.security` is `none`. `prefix_key` is
+        the key with which workers hash prefixes.
 
         Operators' calls go to `control`; without one they are refused.
         """
@@ -158,7 +158,7 @@ class Gateway:
         self._loop_lag.start()
 
     async def warm_up(self) -> None:
-        """Does now what the first request of a kind would wait for."""
+        """Does now what the first request of each kind would wait for."""
         await self._grammars.warm_up()
 
     @property
@@ -184,12 +184,12 @@ class Gateway:
 
     @property
     def model_name(self) -> str:
-        """By which clients ask for what is served here."""
+        """The name with which clients ask for the model."""
         return self._model_name
 
     @property
     def num_ready(self) -> int:
-        """Workers that are heard of."""
+        """Workers that send heartbeats."""
         return sum(client.status is not None for client in self._heard())
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
@@ -228,9 +228,9 @@ class Gateway:
         """Why no request could be served now; None if it could."""
         roles = {client.status.role for client in self._heard() if client.status is not None}
         if WorkerRole.DECODE not in roles:
-            return "no decode worker is heard of"
+            return "no decode worker is reachable"
         if WorkerRole.PREFILL not in roles and self._config.require_disaggregated:
-            return "no prefill worker is heard of, and gateway.require_disaggregated is set"
+            return "no prefill worker is reachable, and gateway.require_disaggregated is set"
         return None
 
     def _endpoints(self) -> list[WorkerEndpoint]:

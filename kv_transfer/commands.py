@@ -17,7 +17,7 @@ class BeginSend:
 
 @dataclass(frozen=True, slots=True)
 class NoteStarvation:
-    """Whether producers are queued and none of them has blocks to compute in."""
+    """Whether producers are queued but none of them has blocks to compute in."""
 
     is_starved: bool
 
@@ -33,7 +33,7 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawBlocks:
-    """The producer was preempted: its blocks belong to others from this step on."""
+    """The producer was preempted: its blocks belong to other requests from this step on."""
 
     request_id: str
 
@@ -50,7 +50,7 @@ class FinishSend:
 
 @dataclass(frozen=True, slots=True)
 class AbortSend:
-    """The producer ended otherwise. `is_held`: its blocks wait for word that nobody reads them."""
+    """The producer ended in another way. `is_held`: its blocks are freed only once no transfer reads them."""
 
     request_id: str
     reason: str
@@ -86,7 +86,7 @@ class AbortLoad:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpLoad:
-    """The load has failed elsewhere, or was put off: likewise here, with what has arrived so far."""
+    """The load failed or was postponed on another rank; end it here too, keeping what has arrived."""
 
     request_id: str
     reason: str
@@ -101,10 +101,10 @@ ImmediateCommand = (
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """One step's commands, by the moment from which they may be carried out."""
+    """One step's commands, by the time at which they may be carried out."""
 
     at_once: tuple[ImmediateCommand, ...]
     loads: tuple[LoadBlocks, ...]
-    """When all earlier steps are computed: one of them may still write these blocks for their former owner."""
+    """After all earlier steps: one of them may still write these blocks for their former owner."""
     after: tuple[SendBlocks, ...]
-    """When the step itself is computed: it fills these blocks."""
+    """After the step itself, which fills these blocks."""

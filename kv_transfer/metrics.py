@@ -1,4 +1,4 @@
-"""PeerMetrics: what was handed over, with whom and how; written by the transfer thread, read by any."""
+"""PeerMetrics: how much was handed over, with which peer and how; written by the transfer thread, read by any."""
 
 import threading
 from dataclasses import dataclass, field, fields
@@ -7,10 +7,10 @@ from baton.kv import TransferRole
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""Kept by peer; past this those that were used longest ago are summed up, since peers come and go."""
+"""Limit of rows kept per peer; beyond it, the least recently used peers are summed up, since peers come and go."""
 
 OTHERS = "(others)"
-"""Stands for the peers that were summed up."""
+"""The name under which peers are summed up."""
 
 _Place = tuple[TransferRole, str, str]
 """Our end, the peer's name, and the transport."""
@@ -37,17 +37,17 @@ class PeerMetrics:
 
     _counts: dict[_Place, _Counts] = field(default_factory=dict)
     _others: dict[_Place, _Counts] = field(default_factory=dict)
-    """What was summed up of peers that are not in `_counts` any more, by our end and the transport."""
+    """Sums of peers that are no longer in `_counts`, by our end and transport."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _snapshot: tuple[KVPeerCounts, ...] | None = ()
 
     def moved(self, role: TransferRole, peer: str, transport: str, num_bytes: int) -> None:
-        """Bytes were sent, offered to be read, or received."""
+        """Counts bytes sent, offered to be read, or received."""
         with self._lock:
             self._of(role, peer, transport).num_bytes += num_bytes
 
     def given(self, peer: str, transport: str, exposed_s: float | None, is_needed: bool) -> None:
-        """A leg of ours was released `exposed_s` after its prefill, or, if None, ended otherwise."""
+        """Counts a rank transfer sent: released `exposed_s` after its prefill, or, if None, ended in another way."""
         with self._lock:
             counts = self._of(TransferRole.PRODUCER, peer, transport)
             if exposed_s is not None:
@@ -57,7 +57,7 @@ class PeerMetrics:
                 _miss(counts, is_needed)
 
     def taken(self, peer: str, transport: str, queued_s: float, moving_s: float) -> None:
-        """A leg has arrived: it waited for its first piece, and then moved."""
+        """Counts a rank transfer that arrived: the time before its first piece, and the time since."""
         with self._lock:
             counts = self._of(TransferRole.CONSUMER, peer, transport)
             counts.done += 1
@@ -65,12 +65,12 @@ class PeerMetrics:
             counts.moving_s += moving_s
 
     def missed(self, peer: str, transport: str, is_needed: bool) -> None:
-        """A leg that was being loaded has failed, or, if it is not needed, its request has ended."""
+        """Counts a rank transfer whose load failed, or, if it is not needed, whose request ended."""
         with self._lock:
             _miss(self._of(TransferRole.CONSUMER, peer, transport), is_needed)
 
     def snapshot(self) -> tuple[KVPeerCounts, ...]:
-        """As it is now; the same tuple until something changes."""
+        """The current sums; the same tuple until something changes."""
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = tuple(
@@ -94,13 +94,13 @@ class PeerMetrics:
         self._snapshot = None
         place = (role, peer, transport)
         counts = self._counts.pop(place, None) or _Counts()
-        self._counts[place] = counts  # last in the dict: used most recently
+        self._counts[place] = counts  # last in the dict: most recently used
         if len(self._counts) > MAX_ROWS:
             self._sum_up_oldest()
         return counts
 
     def _sum_up_oldest(self) -> None:
-        """Into a row for its end and transport; of those there are few."""
+        """Sums up the oldest row into that of its end and transport, of which there are few."""
         place = next(iter(self._counts))
         role, _, transport = place
         others = self._others.setdefault((role, OTHERS, transport), _Counts())

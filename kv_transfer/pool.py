@@ -1,8 +1,8 @@
-"""A rank's KV pool as bytes, cut into the pieces that legs exchange; knows no tensor and no transfer.
+"""A rank's KV pool as bytes, cut into the pieces that rank transfers exchange; knows no tensor and no transfer.
 
-A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer. The pool is in host
-memory, where pieces are read and written in place, or on a device, where other devices copy them, and staging.py what
-travels over a channel.
+A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer. In host memory,
+pieces are read and written in place. On a device, other devices copy them directly, and staging.py moves those that
+travel over a channel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piec
 from kv_transfer.transport.base import Bytes, Offsets, Runs
 
 MAX_POOL_NBYTES = 2**62
-"""So that no offset within a pool, nor the end of a run that begins there, is too large for an int64."""
+"""Keeps every offset within a pool, and the end of every run, within an int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Of one rank's blocks. A cell is one token's keys or values of one head."""
+    """Shape of one rank's blocks. A cell is one token's keys or values of one head."""
 
     num_planes: int
     num_heads: int
@@ -35,7 +35,7 @@ class BlockShape:
 
 
 class _Pool:
-    """What pools have in common, wherever they are."""
+    """What all pools share, in any memory."""
 
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
         self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank)
@@ -44,7 +44,9 @@ class _Pool:
         num_planes, num_heads = fingerprint.num_layers * 2, fingerprint.num_kv_heads // fingerprint.num_ranks
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
         self._block = BlockShape(num_planes, num_heads, fingerprint.block_size, cell_nbytes)
-        assert self._block.nbytes == block_nbytes, f"a block of {block_nbytes} bytes is not {self._block}"
+        assert self._block.nbytes == block_nbytes, (
+            f"a block of {block_nbytes} bytes does not match {self._block}"
+        )
 
     def mismatch(self, theirs: RankLayout) -> str | None:
         """Why no KV can be exchanged with such a peer, or None if it can."""
@@ -66,18 +68,18 @@ class KVBytes(_Pool):
     """A pool in this process's memory: uint8 [num_blocks, bytes of a block]."""
 
     def __init__(self, blocks: Bytes, fingerprint: KVFingerprint, rank: int = 0) -> None:
-        assert blocks.flags.c_contiguous, "the pool is not one span"
+        assert blocks.flags.c_contiguous, "the pool is not one contiguous span"
         super().__init__(blocks.shape[1], fingerprint, rank)
         self.blocks = blocks
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
-        """How the leg to one rank of a peer sees this pool."""
+        """This pool as the rank transfer to one rank of a peer sees it."""
         return HostPieces(self.blocks, self._leg(theirs))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBlocks:
-    """Blocks of `block_nbytes` bytes in a device's memory, from its beginning on."""
+    """Blocks of `block_nbytes` bytes, from the beginning of a device's memory."""
 
     memory: CudaMemory
     block_nbytes: int
@@ -91,7 +93,7 @@ class DeviceKVBytes(_Pool):
         self.memory = blocks.memory
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
-        """How the leg to one rank of a peer sees this pool."""
+        """This pool as the rank transfer to one rank of a peer sees it."""
         return DevicePieces(self._leg(theirs))
 
 
@@ -106,7 +108,9 @@ def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: in
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """How a leg's pieces lie in one end's pool: strides in bytes, and where a piece's runs begin within it."""
+    """The layout of a rank transfer's pieces in one end's pool: strides in bytes, and where a piece's runs begin in
+    it.
+    """
 
     block_nbytes: int
     part_nbytes: int
@@ -114,10 +118,10 @@ class _Grid:
     run_offsets: Offsets
 
     def offsets(self, piece_ids: Sequence[int]) -> Offsets:
-        """Of every run of every piece, from the beginning of the pool; OverflowError for pieces of no possible pool."""
+        """Offsets of all runs of all pieces, from the beginning of the pool; OverflowError for impossible piece ids."""
         ids = np.asarray(piece_ids, dtype=np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < MAX_POOL_NBYTES // self.block_nbytes:
-            raise OverflowError(f"no pool has pieces {ids.min()} to {ids.max()}")
+            raise OverflowError(f"piece ids {ids.min()} to {ids.max()} are outside any pool")
         blocks, parts = np.divmod(ids, self.pieces_per_block)
         starts = blocks * self.block_nbytes + parts * self.part_nbytes
         offsets: Offsets = (starts[:, None] + self.run_offsets).reshape(-1)
@@ -125,7 +129,7 @@ class _Grid:
 
 
 class RankTransferGeometry:
-    """Where the bytes of a leg's pieces are on both ends, in runs that adjoin on both."""
+    """Where the bytes of a rank transfer's pieces are on both ends, in runs that are contiguous on both."""
 
     def __init__(
         self, block: BlockShape, shape: PieceShape, peers_block: BlockShape, peers: PieceShape
@@ -145,12 +149,12 @@ class RankTransferGeometry:
         self._peers = _grid(peers_block, peers, num_cut_axes)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """What to copy so that each of the peer's pieces becomes one of ours."""
+        """The runs that copy each of the peer's pieces to one of ours."""
         local = self._ours.offsets(ours)
         return Runs(self._peers.offsets(peers), local, np.full(len(local), self._run_nbytes)).coalesced()
 
     def runs_of(self, piece_ids: Sequence[int]) -> Runs:
-        """Pieces of ours, as runs from, or to, one span of them one after the other: `remote` counts within that."""
+        """Our pieces as runs from or to one span of them in order: `remote` is the offset within that span."""
         local = self._ours.offsets(piece_ids)
         lengths = np.full(len(local), self._run_nbytes)
         return Runs(np.arange(len(local)) * self._run_nbytes, local, lengths).coalesced()
@@ -169,7 +173,7 @@ def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
 
 
 class HostPieces:
-    """One leg's pieces of a KVBytes. A piece's bytes are in the same order on both ends of the leg."""
+    """A rank transfer's pieces in a KVBytes. A piece's bytes are in the same order on both ends."""
 
     def __init__(self, blocks: Bytes, rank_transfer: RankTransferGeometry) -> None:
         self._blocks = blocks
@@ -180,7 +184,7 @@ class HostPieces:
         )
         self.shape = rank_transfer.shape
         self.nbytes = rank_transfer.nbytes
-        """Of one piece."""
+        """Bytes of one piece."""
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""
@@ -194,7 +198,7 @@ class HostPieces:
         return piece_PHTB
 
     def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
-        """The pieces' bytes one after the other, [bytes] each, of as few spans as can be; in place if that can be."""
+        """The pieces' bytes in order, [bytes] each, in as few spans as possible; in place if possible."""
         if self._leg.is_whole:
             runs = _runs_of_neighbours(piece_ids)
             return [self._blocks[first : last + 1].reshape(-1) for first, last in runs]
@@ -211,12 +215,12 @@ class HostPieces:
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.at(piece_id)).data)
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """What to copy so that each of the peer's pieces becomes one of ours."""
+        """The runs that copy each of the peer's pieces to one of ours."""
         return self._leg.runs(peers, ours)
 
 
 def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of ids that follow one another."""
+    """First and last of each run of consecutive ids."""
     first = previous = None
     for piece_id in piece_ids:
         if first is None or previous is None:
@@ -230,20 +234,20 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class DevicePieces:
-    """One leg's pieces of a DeviceKVBytes: where they are, for whoever copies them."""
+    """A rank transfer's pieces in a DeviceKVBytes: their places, for devices that copy them."""
 
     def __init__(self, rank_transfer: RankTransferGeometry) -> None:
         self._leg = rank_transfer
         self.shape = rank_transfer.shape
         self.nbytes = rank_transfer.nbytes
-        """Of one piece."""
+        """Bytes of one piece."""
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """What to copy so that each of the peer's pieces becomes one of ours."""
+        """The runs that copy each of the peer's pieces to one of ours."""
         return self._leg.runs(peers, ours)
 
     def runs_of(self, piece_ids: Sequence[int]) -> Runs:
-        """The same between our pieces and one span of them all, one after the other: `remote` counts within that."""
+        """The runs between our pieces and one span of them in order: `remote` is the offset within that span."""
         return self._leg.runs_of(piece_ids)
 
 

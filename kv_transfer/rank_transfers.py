@@ -1,4 +1,4 @@
-"""RankTransfers: a request's hand-over as one transfer for each peer rank that has, or needs, heads of this rank."""
+"""RankTransfers: splits a request's hand-over into one transfer for each peer rank that has, or needs, our heads."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from kv_transfer.protocol.messages import TransferKey
 
 @dataclass(frozen=True, slots=True)
 class RankTransferEnd:
-    """This rank's end of one leg."""
+    """This rank's end of one rank transfer."""
 
     rank_transfer: RankTransfer
     key: TransferKey
@@ -23,19 +23,21 @@ class RankTransferEnd:
 
 
 class RankTransfers:
-    """The legs of all requests on one side of their hand-overs."""
+    """The rank transfers of all requests on one side of their hand-overs."""
 
     def __init__(self, incarnation: str, pool: KVPool) -> None:
         self._incarnation = incarnation
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
-        """By the peer's rank; there are as few of them as there are kinds of workers."""
+        """By the peer's layout; there are as few as there are kinds of workers."""
         self._by_request: dict[str, tuple[RankTransferEnd, ...]] = {}
         self._refusals: dict[str, str] = {}
         self._by_key: dict[TransferKey, RankTransferEnd] = {}
 
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferEnd, ...]:
-        """The legs of a new request; `close` must follow. Empty if the workers cannot exchange KV; see `refusal`."""
+        """The rank transfers of a new request; `close` must follow. Empty if the workers cannot exchange KV; see
+        `refusal`.
+        """
         ours, peer = self._pool.layout, transfer.peer
         num_peers = len(peer.kv_addresses)
         ends: list[RankTransferEnd] = []
@@ -54,25 +56,25 @@ class RankTransfers:
         return tuple(ends)
 
     def of(self, request_id: str) -> tuple[RankTransferEnd, ...]:
-        """None of a request that is unknown, or over."""
+        """Empty for a request that is unknown, or has ended."""
         return self._by_request.get(request_id, ())
 
     def refusal(self, request_id: str) -> str | None:
-        """Why this request has no legs."""
+        """Why this request has no rank transfers."""
         return self._refusals.get(request_id)
 
     def at(self, key: TransferKey) -> RankTransferEnd:
-        """A leg of an open request."""
+        """A rank transfer of an open request."""
         return self._by_key[key]
 
     def peer_of(self, rank_transfer: RankTransfer) -> str:
-        """The peer's name; empty if the request is over."""
+        """The peer's name; empty if the request has ended."""
         return next(
             (end.peer for end in self.of(rank_transfer.request_id) if end.rank_transfer == rank_transfer), ""
         )
 
     def close(self, request_id: str) -> None:
-        """The request's hand-over is over. A second claim to the same key has nothing of its own to lose."""
+        """Ends the request's hand-over. A second claim to the same key has nothing of its own to remove."""
         self._refusals.pop(request_id, None)
         for end in self._by_request.pop(request_id, ()):
             if self._by_key.get(end.key) is end:

@@ -1,4 +1,4 @@
-"""Timelines: when what happened to each hand-over of one end, until it is over; knows no message and no byte."""
+"""Timelines: the times of each hand-over's events at one end, until it has ended; knows no message and no byte."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ ENDS = (
     TransferEventKind.NOT_NEEDED,
     TransferEventKind.FAILED,
 )
-"""How a part can end, and with it the whole: the last of these wins."""
+"""How a part can end, and so the whole hand-over: the last of these wins."""
 
 
 @dataclass(slots=True)
@@ -28,25 +28,25 @@ class _Timeline:
 
 
 class Timelines:
-    """By request. What is said of an unknown one changes nothing."""
+    """Timelines by request. Events of an unknown request change nothing."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._timelines: dict[str, _Timeline] = {}
 
     def begin(self, request_id: str, transfer: KVTransferParams) -> None:
-        """`conclude` or `forget` must follow."""
+        """Starts a timeline; `conclude` or `forget` must follow."""
         self._timelines[request_id] = _Timeline(transfer, self._clock.now())
         self.mark(request_id, TransferEventKind.BEGUN)
 
     def mark(self, request_id: str, kind: TransferEventKind) -> None:
-        """It happens now; only the first time counts."""
+        """Records an event now; only its first time counts."""
         timeline = self._timelines.get(request_id)
         if timeline is not None and all(event.kind is not kind for event in timeline.events):
             timeline.events.append(TransferEvent(kind, self._clock.now() - timeline.began_at))
 
     def moved(self, request_id: str, transport: str, num_bytes: int) -> None:
-        """Pieces went over, or are offered."""
+        """Counts pieces sent or offered."""
         if timeline := self._timelines.get(request_id):
             timeline.transport = transport
             timeline.num_bytes += num_bytes
@@ -54,7 +54,7 @@ class Timelines:
     def part_ended(
         self, request_id: str, kind: TransferEventKind, transport: str = "", reason: str = ""
     ) -> None:
-        """One leg is over, in one of the ways of ENDS."""
+        """Records the end of one rank transfer, in one of the ways of ENDS."""
         timeline = self._timelines.get(request_id)
         if timeline is None:
             return
@@ -63,11 +63,11 @@ class Timelines:
             timeline.end, timeline.reason = kind, reason
 
     def conclude(self, request_id: str) -> TransferRecord | None:
-        """All legs are over: what is to be told. None of an unknown request."""
+        """All rank transfers have ended: returns the record, or None for an unknown request."""
         timeline = self._timelines.get(request_id)
         if timeline is None:
             return None
-        assert timeline.end is not None, f"{request_id} is not over"
+        assert timeline.end is not None, f"{request_id} has not ended"
         self.mark(request_id, timeline.end)
         del self._timelines[request_id]
         return TransferRecord(
@@ -81,7 +81,7 @@ class Timelines:
         )
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits to hear of it."""
+        """Drops a timeline that will not be reported."""
         self._timelines.pop(request_id, None)
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Timelines:
 
 
 def combine(records: Iterable[TransferRecord]) -> TransferRecord:
-    """One record for all ranks: things begin with the first of them, and are done with the last."""
+    """One record for all ranks: an event begins with the first of them, and ends with the last."""
     parts = tuple(records)
     worst = max(parts, key=lambda part: ENDS.index(part.events[-1].kind))
     times: dict[TransferEventKind, list[float]] = {}

@@ -17,7 +17,7 @@ from scheduler import Request
 
 @dataclass(slots=True)
 class Sending:
-    """A producer's progress: blocks before `num_sent` were told to leave."""
+    """A producer's progress: blocks before `num_sent` were commanded to leave."""
 
     num_tokens: int
     block_ids: list[int]
@@ -25,7 +25,7 @@ class Sending:
 
 
 class KVProducerScheduler:
-    """Turns what happens to producing requests into commands for the connector's worker half."""
+    """Turns events of producing requests into commands for the connector's worker half."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -36,7 +36,7 @@ class KVProducerScheduler:
         self._commands: list[ImmediateCommand] = []
 
     def request_added(self, request: Request) -> None:
-        """Announces the producer as soon as it is queued, so that its consumer does not take it for lost."""
+        """Announces the producer as soon as it is queued, so that its consumer does not consider it lost."""
         assert request.kv_transfer is not None
         request_id, num_tokens = request.request_id, request.num_initial_tokens
         self._sending[request_id] = Sending(num_tokens, [])
@@ -72,14 +72,14 @@ class KVProducerScheduler:
         return commands, completed
 
     def _note_starvation(self) -> None:
-        """Reports changes only: none where a prompt gets blocks as soon as no other prompt is computed."""
+        """Reports changes only: none if a prompt gets blocks as soon as no other prompt is being computed."""
         is_starved = bool(self._sending) and not self._with_blocks
         if is_starved is not self._is_starved:
             self._is_starved = is_starved
             self._commands.append(NoteStarvation(is_starved))
 
     def _blocks_completed_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
-        """After a preemption, all of a prompt's blocks are sent anew."""
+        """After a preemption, all of a prompt's blocks are sent again."""
         cached = plan.scheduled_cached_reqs
         completed = [
             self._progress(plan, new.request_id, new.block_ids, new.num_computed_tokens, is_fresh=True)

@@ -1,4 +1,4 @@
-"""PrefillWorker: the role that computes prompts for others; knows neither its engine nor who will decode."""
+"""PrefillWorker: the role that computes prompts for other workers; knows neither its engine nor the decode worker."""
 
 from baton.errors import Overloaded
 from baton.kv import TransferRole
@@ -7,9 +7,10 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class PrefillWorker:
-    """Takes only the producing leg of a hand-over, and is drained once its last block was read.
+    """Takes only the producing request of a hand-over, and is drained once its last block was read.
 
-    When to hand over is not decided here: a producing request ends with its first new token by definition (scheduler/).
+    It does not decide when to hand over: a producing request ends with its first new token by definition
+    (scheduler/).
     """
 
     kind = WorkerRole.PREFILL
@@ -20,9 +21,9 @@ class PrefillWorker:
     def admit(self, request: EngineRequest, load: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is None or transfer.role is not TransferRole.PRODUCER:
-            # Nobody's mistake: who sent it has not heard yet that the worker changed its role.
+            # No error: the sender does not know yet that the worker changed its role.
             raise Overloaded(
-                "this is a prefill worker at present: it computes prompts for decode workers", 1.0
+                "this is a prefill worker at present; it only computes prompts for decode workers", 1.0
             )
         if load.waiting >= self._max_waiting:
             raise Overloaded(

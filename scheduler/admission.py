@@ -1,7 +1,7 @@
-"""Admission: how those that wait get blocks and join those that run, or start to load; knows no running order.
+"""Admission: how waiting requests get blocks and start to run or to load; knows no running order.
 
-Two queues with one order between them: requests that this device computes, and requests whose prompt comes from
-elsewhere. The first that finds no room ends admission for everybody behind it.
+Two queues share one order: requests that this device computes, and requests whose prompt comes from elsewhere. The
+first request without room ends admission for all requests behind it.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
 
 Fit = Callable[[Request, int, StepPlan], int]
-"""How many tokens of a waiting request, of which so many are computed already, fit into the step; 0 for none."""
+"""How many tokens of a waiting request, given its computed tokens, fit into the step; 0 for none."""
 
 
 class AdmissionOutcome(Enum):
@@ -30,11 +30,11 @@ class AdmissionOutcome(Enum):
 
     DONE = auto()
     NOT_YET = auto()
-    """Its last token is still under way: it keeps its place and blocks nobody."""
+    """Its last token is still in flight: it keeps its place and blocks no other request."""
     UNKNOWN = auto()
-    """The connector does not know yet: it is asked again, keeps its place and blocks nobody."""
+    """The connector does not know yet: it is asked again. The request keeps its place and blocks no other."""
     NO_ROOM = auto()
-    """Nobody behind it may overtake it."""
+    """No request behind it may overtake it."""
 
 
 class Admission:
@@ -57,9 +57,9 @@ class Admission:
         self._to_load = WaitingQueue()
         self._compiling: dict[str, Request] = {}
         self._unknown: dict[str, Request] = {}
-        """Those about whose prompts the connector knew nothing yet, longest ago first."""
+        """Requests whose prompts the connector did not know yet, oldest first."""
         self._num_reserved: int | None = None
-        """See `_num_reserved_blocks`; None where no load asked for it since admission began."""
+        """See `_num_reserved_blocks`; None until a load of this admission needs it."""
         self._running = running
         self._kv = kv
         self._remote = remote
@@ -68,11 +68,11 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold nothing yet, or nothing any more."""
+        """Requests that hold no blocks."""
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Last in line, as the order sees it; if its grammar is being compiled, that place is kept for it."""
+        """Queues a request last among its equals; if its grammar is being compiled, its place is kept."""
         request.queue_key = self._order.key_of_new(request)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self._compiling[request.request_id] = request
@@ -80,12 +80,12 @@ class Admission:
             self.push(request)
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
-        """What those who wait for a grammar wait for."""
+        """The grammars that requests wait for."""
         outputs = (request.sampling_params.structured_output for request in self._compiling.values())
         return frozenset(output for output in outputs if output is not None)
 
     def take_compiled(self, output: StructuredOutput) -> list[Request]:
-        """Takes out everybody who waits for this grammar."""
+        """Removes and returns all requests that wait for this grammar."""
         waiting = self._compiling.values()
         ready = [request for request in waiting if request.sampling_params.structured_output == output]
         for request in ready:
@@ -93,35 +93,39 @@ class Admission:
         return ready
 
     def push(self, request: Request) -> None:
-        """To the place that it was given when it came."""
+        """Returns a request to the place it was given on arrival."""
         (self._to_load if request.may_load else self._waiting).push(request)
 
     def add_returning(self, request: Request) -> None:
-        """It had its turn, but its prompt did not arrive: computed here, first in line, as the order sees it."""
+        """Queues a request whose prompt did not arrive. It had its turn, so it comes first among its equals, to be
+        computed here.
+        """
         request.queue_key = self._order.key_of_returning(request)
         self._waiting.push(request)
 
     def ask_again(self, request_ids: Iterable[str]) -> None:
-        """The connector has news of these: in the next step it is asked about them, however many others there are."""
+        """The connector has news of these requests: the next step asks about them, however many others there are."""
         for request_id in request_ids:
             request = self._unknown.pop(request_id, None)
             if request is not None:
                 self._to_load.push(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out of wherever it waits, if it does."""
+        """Removes a request from wherever it waits, if it does."""
         if not (self._waiting.remove(request) or self._to_load.remove(request)):
             self._compiling.pop(request.request_id, None)
             self._unknown.pop(request.request_id, None)
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
-        """Ids of some that wait, for people to read."""
+        """Ids of some waiting requests, for people to read."""
         received = self._remote.received_ids(limit)
         queued = self._waiting.first_ids(limit) + self._to_load.first_ids(limit)
         return (received + queued + tuple(islice(self._unknown, limit)))[:limit]
 
     def admit_received(self, step: StepPlan) -> list[Request]:
-        """Requests whose prompt arrived from elsewhere take a slot as soon as one is free: they have their blocks."""
+        """Gives slots to requests whose prompt arrived from elsewhere, as soon as any is free: they have their
+        blocks.
+        """
         received: list[Request] = []
         num_slots = self._max_num_seqs - len(self._running.requests)
         while len(received) < num_slots and step.token_budget > 0:
@@ -137,9 +141,9 @@ class Admission:
         return received
 
     def admit_waiting(self, step: StepPlan, fit: Fit) -> None:
-        """As many as fit, in order. Requests that are not ready are passed over, and keep their place."""
+        """Admits as many as fit, in order. Requests that are not ready are passed over, and keep their place."""
         self._num_reserved = None
-        for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many there are
+        for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many wait
             self._to_load.push(self._unknown.pop(request_id))
         passed_over: list[Request] = []
         while len(self._running.requests) + self._remote.num_received < self._max_num_seqs:
@@ -159,7 +163,9 @@ class Admission:
             self._waiting.push(request)
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
-        """Where the first of all stands. Those that would load are left out while all slots are spoken for."""
+        """The queue of the first request overall. Requests that would load are left out once all slots are promised
+        away.
+        """
         local, remote = self._waiting.peek(), self._to_load.peek() if may_load else None
         if remote is None or (local is not None and local.queue_key < remote.queue_key):
             return self._waiting
@@ -172,7 +178,7 @@ class Admission:
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
         """Starts a load, which takes neither budget nor slot yet."""
         if not self._kv.num_free:
-            return AdmissionOutcome.NO_ROOM  # at least one block has to be new: no need to look
+            return AdmissionOutcome.NO_ROOM  # at least one block must be new: no need to look
         hits = self._kv.find_cached_prefix(request)
         num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
         if num_remote is None:
@@ -185,9 +191,9 @@ class Admission:
         return AdmissionOutcome.DONE
 
     def _num_reserved_blocks(self) -> int:
-        """Blocks that half-prefilled running requests still need: a load has to leave them free too.
+        """Blocks that half-prefilled running requests still need: a load must leave them free too.
 
-        So neither two loads nor a load and a prefill can hold blocks that the other waits for.
+        Otherwise two loads, or a load and a prefill, could each hold blocks that the other waits for.
         """
         if self._num_reserved is None:
             self._num_reserved = sum(map(self._num_still_needed, self._running.requests))
@@ -198,7 +204,7 @@ class Admission:
 
     def _admit(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
         if request.num_output_placeholders:
-            return AdmissionOutcome.NOT_YET  # it was preempted in mid-step, and its token is still under way
+            return AdmissionOutcome.NOT_YET  # preempted in mid-step: its token is still in flight
         if not self._kv.num_free:
             return AdmissionOutcome.NO_ROOM  # as above
         hits = self._kv.find_cached_prefix(request)
@@ -231,14 +237,16 @@ class Admission:
         return request.num_computed_tokens
 
     def _swap_in(self, request: Request, num_hit_blocks: int, step: StepPlan) -> None:
-        """Brings back from host memory what the prefix cache does not have any more."""
+        """Brings back from host memory what the prefix cache no longer has."""
         if request.swapped_block_ids:
             copies = self._swap.swap_in(request, self._kv.block_ids(request), num_hit_blocks)
             step.swap_in += copies
             self._counters["swapped_in_blocks"] += len(copies)
 
     def _count_hits(self, request: Request, hits: list[Block]) -> int:
-        """Once per admission, however often the request was looked at before. Returns how much of the prompt it was."""
+        """Counts hits once per admission, however often the request was examined. Returns how much of the prompt was
+        hit.
+        """
         num_hit_tokens = len(hits) * self._kv.block_size
         if self._kv.is_caching:
             self._counters["prefix_cache_queries"] += request.num_tokens

@@ -1,4 +1,4 @@
-"""What one step is filled with, and in which order: the two policies of `SchedulerConfig.batching`."""
+"""How a step is filled, and in which order: the two policies of `SchedulerConfig.batching`."""
 
 from typing import Protocol
 
@@ -11,15 +11,16 @@ from scheduler.step import StepPlan
 
 
 class Batching(Protocol):
-    """Fills steps from those that run and those that wait."""
+    """Fills steps from running and waiting requests."""
 
     def fill(self, step: StepPlan) -> None: ...
 
 
 class Unified:
-    """Prompts and outputs share every step: who runs goes on first, who waits gets what is left of the budget.
+    """Prompts and outputs share every step: running requests continue first, waiting ones get the rest of the budget.
 
-    Prompts are split where they do not fit. Nobody is admitted in a step that preempted: more would only be undone.
+    Prompts that do not fit are split. A step that preempted admits no request, since it would soon be preempted
+    itself.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:
@@ -42,10 +43,11 @@ class Unified:
 
 
 class PrefillFirst:
-    """The classical two phases: a step prefills whole prompts, as many as fit, or decodes one token of everybody.
+    """The classical two phases: a step either prefills as many whole prompts as fit, or decodes one token of each
+    request.
 
-    Whoever waits comes before whoever runs. As in nano-vLLM, a prompt has to fit the budget and the free blocks whole,
-    whatever the prefix cache would save of it; the budget is then charged with what is really computed.
+    Waiting requests come before running ones. As in nano-vLLM, a whole prompt must fit the budget and the free
+    blocks, regardless of the prefix cache. The budget is then charged only for the computed tokens.
     """
 
     def __init__(self, running: Running, admission: Admission, kv: KVCache) -> None:

@@ -1,7 +1,7 @@
-"""BlockEvents: what changed in the prefix cache, for routers that follow it; knows no pool and no reader.
+"""BlockEvents: changes of the prefix cache, for routers that follow it; knows no pool and no reader.
 
-Events that nobody takes do not pile up: past a bound they give way to one full account, from which a reader can start
-anew. Replayed in order, what is taken gives exactly the set of hashes that can be hit.
+Unread events do not pile up: past a bound they are replaced by one full listing, from which a reader can start over.
+Replayed in order, the events read give exactly the set of hashes that can be hit.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,13 +13,13 @@ class BlockEvents:
     """Collects events in order until they are taken; `snapshot` yields all hashes that can be hit now."""
 
     def __init__(self, max_pending: int, snapshot: Callable[[], Iterable[bytes]]) -> None:
-        """`max_pending` bounds the hashes that wait to be taken."""
+        """`max_pending` bounds the hashes of unread events."""
         self._max_pending = max_pending
         self._snapshot = snapshot
         self._runs: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[bytes]]] = []
         self._num_pending = 0
         self._is_anew = False
-        """The next account starts with `BlocksCleared`."""
+        """The next listing starts with `BlocksCleared`."""
         self._is_overrun = False
         self._is_ignored = False
 
@@ -30,14 +30,14 @@ class BlockEvents:
         self._add(BlocksRemoved, block_hash)
 
     def cleared(self) -> None:
-        """What came before matters to nobody any more."""
+        """Drops earlier events, which no longer matter."""
         if self._is_ignored:
             return
         self._drop_pending()
         self._is_anew, self._is_overrun = True, False
 
     def take(self) -> list[KVEvent]:
-        """What happened since the last call, in order."""
+        """Events since the last call, in order."""
         events: list[KVEvent] = [BlocksCleared()] if self._is_anew else []
         events += [kind(tuple(block_hashes)) for kind, block_hashes in self._runs]
         is_overrun = self._is_overrun
@@ -46,18 +46,20 @@ class BlockEvents:
         return self.account() if is_overrun else events
 
     def ignore(self) -> None:
-        """Nobody takes events any more: nothing is kept until `begin`."""
+        """Stops keeping events, until `begin`."""
         self._is_ignored, self._is_anew, self._is_overrun = True, False, False
         self._drop_pending()
 
     def begin(self) -> list[KVEvent]:
-        """An account, from which the next `take` goes on."""
+        """A full listing, from which the next `take` continues."""
         self._is_ignored = self._is_anew = self._is_overrun = False
         self._drop_pending()
         return self.account()
 
     def account(self) -> list[KVEvent]:
-        """For a reader that knows nothing yet, or missed something: forget all, then what can be hit now."""
+        """A full listing, for a reader that knows nothing or missed something: first `BlocksCleared`, then all
+        hashes.
+        """
         return [BlocksCleared(), BlocksStored(tuple(self._snapshot()))]
 
     def _add(self, kind: type[BlocksStored] | type[BlocksRemoved], block_hash: bytes) -> None:

@@ -1,4 +1,4 @@
-"""BlockHasher: keeps a request's block hashes up to date with its tokens; baton/block_hash.py says what they are."""
+"""BlockHasher: keeps a request's block hashes up to date with its tokens; baton/block_hash.py defines the hashes."""
 
 from baton.block_hash import extend_block_hashes
 from scheduler.request import Request
@@ -15,7 +15,7 @@ class BlockHasher:
         self._key = key
 
     def extend(self, request: Request) -> None:
-        """Hashes the blocks that became full since the last call; costs nothing when none did."""
+        """Hashes the blocks that became full since the last call; costs nothing if none did."""
         hashes, size = request.block_hashes, self._block_size
         extend_block_hashes(hashes, request.all_token_ids, size, self._key, request.cache_salt)
         request.next_hash_at = (len(hashes) + 1) * size

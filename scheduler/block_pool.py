@@ -1,8 +1,7 @@
-"""BlockPool: which blocks are free, who refers to the others, and which content can be hit; knows no request.
+"""BlockPool: which blocks are free or referenced, and which content can be hit; knows no request.
 
-A free block keeps its content hash until it is handed out again, so the free list is also the cache's eviction
-order: least recently freed first. Whoever frees a chain frees its tail first, since a prefix is worth more than what
-follows it.
+A free block keeps its content hash until it is handed out again. So the free list is also the cache's eviction order:
+least recently freed first. Callers free a chain tail first, since a prefix is worth more than its continuation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ NULL_BLOCK_ID = 0
 
 
 class Block:
-    """One KV block's bookkeeping; a node of the free list while nobody refers to it."""
+    """One KV block's bookkeeping; a node of the free list while it has no reference."""
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 
@@ -30,7 +29,7 @@ class Block:
 
 
 class FreeList:
-    """A doubly linked list through the blocks themselves: taking from the middle is O(1) and allocates nothing."""
+    """A doubly linked list through the blocks themselves: removing from the middle is O(1) and allocates nothing."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._head, self._tail = Block(-1), Block(-1)  # sentinels
@@ -69,13 +68,13 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one device. Callers check `num_free` first; a call either does all it says or asserts.
+    """All blocks of one device. Callers check `num_free` first; a call either completes or asserts.
 
-    `events` hears of every content hash that can be hit from now on or no more.
+    `events` receives every content hash that becomes available or unavailable for hits.
     """
 
     def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
-        assert num_blocks >= 2, "a pool needs the null block and one more"
+        assert num_blocks >= 2, "a pool needs at least 2 blocks: the null block and one more"
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
         self._free = FreeList(self.blocks[1:])
@@ -93,11 +92,11 @@ class BlockPool:
 
     @property
     def cached_hashes(self) -> Iterable[bytes]:
-        """Everything that can be hit, each once."""
+        """Hashes of everything that can be hit, each once."""
         return self._hash_to_blocks.keys()
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Takes the least recently freed blocks, each with one reference; what they cached is forgotten."""
+        """Takes the least recently freed blocks, each with one reference; their cached content is forgotten."""
         taken = []
         for _ in range(num_blocks):
             block = self._free.pop_first()
@@ -108,14 +107,14 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Adds a reference to each, which takes it off the free list and so out of eviction's reach."""
+        """Adds a reference to each block, which removes it from the free list and so protects it from eviction."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Drops a reference of each, in eviction order; the last reference makes a block free."""
+        """Drops a reference of each block, in eviction order; dropping the last one frees the block."""
         for block in blocks:
             assert block.ref_count > 0, f"{block} was freed twice"
             block.ref_count -= 1
@@ -123,7 +122,7 @@ class BlockPool:
                 self._free.append(block)
 
     def cache(self, block: Block, block_hash: bytes) -> None:
-        """From now on `block` can be hit under `block_hash`. Two blocks may hold the same content."""
+        """Makes `block` available for hits under `block_hash`. Two blocks may hold the same content."""
         assert block.block_hash is None, f"{block} is cached already"
         block.block_hash = block_hash
         holders = self._hash_to_blocks.get(block_hash)
@@ -135,7 +134,7 @@ class BlockPool:
             self._events.stored(block_hash)
 
     def cached_prefix(self, block_hashes: Iterable[bytes]) -> list[Block]:
-        """Blocks for as many of the hashes as can be hit without a gap, from the first on."""
+        """Blocks for as many leading hashes as can be hit without a gap."""
         hits = []
         for holders in map(self._hash_to_blocks.get, block_hashes):
             if holders is None:
@@ -144,7 +143,7 @@ class BlockPool:
         return hits
 
     def forget(self, block: Block) -> None:
-        """`block` cannot be hit any more; nothing happens if it could not."""
+        """Makes `block` unavailable for hits; does nothing if it already is."""
         if block.block_hash is None:
             return
         holders = self._hash_to_blocks[block.block_hash]
@@ -165,7 +164,7 @@ class BlockPool:
             self._events.cleared()
 
     def check_integrity(self) -> None:
-        """Asserts that free list, reference counts and hash map tell the same story."""
+        """Asserts that free list, reference counts and hash map are consistent."""
         free = list(self._free)
         assert len(free) == self.num_free == len({block.block_id for block in free}), "free list is damaged"
         assert all(block.ref_count == 0 for block in free), "a block in use is on the free list"

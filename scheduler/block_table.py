@@ -1,4 +1,4 @@
-"""BlockTable: one request's blocks in token order, with what is needed to see at once that nothing has to be done."""
+"""BlockTable: one request's blocks in token order, with thresholds that show at once whether there is work to do."""
 
 from scheduler.block_pool import Block
 
@@ -6,7 +6,7 @@ NEVER = 2**62
 
 
 class BlockTable:
-    """A request's blocks; the first `num_cached` of them were offered to others."""
+    """A request's blocks; the first `num_cached` of them are in the cache."""
 
     __slots__ = ("_block_size", "blocks", "cache_at", "num_cached", "num_slots")
 
@@ -17,19 +17,19 @@ class BlockTable:
         """Tokens that its blocks have room for."""
         self.num_cached = 0
         self.cache_at = block_size if may_cache else NEVER
-        """The number of tokens at which the next block can be offered."""
+        """The number of tokens at which the next block can be cached."""
 
     def append(self, blocks: list[Block]) -> None:
         self.blocks += blocks
         self.num_slots += len(blocks) * self._block_size
 
     def set_cached(self, num_blocks: int) -> None:
-        """The first `num_blocks` blocks are in the cache now."""
+        """Notes that the first `num_blocks` blocks are in the cache now."""
         self.num_cached = num_blocks
         self.cache_at = (num_blocks + 1) * self._block_size
 
     def stop_caching(self) -> None:
-        """What it holds was computed under another prefix cache's rule; it is never offered."""
+        """Excludes the table from caching: its content was computed for a prefix cache that has since been reset."""
         self.cache_at = NEVER
 
     @property

@@ -9,11 +9,11 @@ from scheduler.request import Request
 class KVConnector(Protocol):
     """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
 
-    None of the calls blocks or raises for what a peer did. `worker/host.py` brings the two together.
+    No call blocks, or raises because of a peer. `worker/host.py` connects the two.
     """
 
     def request_added(self, request: Request) -> None:
-        """The request is queued; it may be long until it gets blocks."""
+        """The request is queued; it may get blocks much later."""
         ...
 
     def get_num_new_matched_tokens(
@@ -22,8 +22,8 @@ class KVConnector(Protocol):
         """How many of its initial tokens beyond `num_computed_tokens` (a whole number of blocks) can be loaded.
 
         The flag says that loading is asynchronous: the request waits in WAITING_FOR_REMOTE_KVS. None means "not known
-        yet, ask again next step". Free of side effects, since it may be asked any number of times; but not again once
-        a load was started, whatever became of it, unless it was put off.
+        yet, ask again next step". The call has no side effects and may be repeated. It is not repeated once a load
+        has started, unless that load was postponed.
         """
         ...
 
@@ -40,14 +40,14 @@ class KVConnector(Protocol):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Commands of this step for the worker half, or None. Does not change the plan.
 
-        Called at the end of every `schedule()`. For a producer it reads which blocks this step will complete.
+        Called at the end of every `schedule()`. For a producer, it reads which blocks this step will complete.
         """
         ...
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
-        """The request ended, whatever way, and `block_ids` are all it holds.
+        """The request ended in any way; `block_ids` are all the blocks it holds.
 
-        True: a transfer may still read or write the blocks; they come back when `KVConnectorOutput` names the
+        True: a transfer may still read or write the blocks; they are freed when `KVConnectorOutput` names the
         request. False: free them now, or there are none.
         """
         ...

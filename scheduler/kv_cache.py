@@ -1,4 +1,4 @@
-"""KVCache: the scheduler's only view of memory. Slots for tokens, prefix hits, and blocks whose freeing has to wait.
+"""KVCache: the scheduler's only view of memory: slots for tokens, prefix hits, and blocks held after their request.
 
 a request's table:   | prefix hits | computed | new in this step | spare slots of the last block |
                      |<------- full blocks may be cached ------->|
@@ -16,7 +16,7 @@ from scheduler.block_table import NEVER, BlockTable
 from scheduler.request import Request
 
 PENDING_EVENTS_PER_BLOCK = 4
-"""Block events kept for a reader who is late; after that one full account is shorter."""
+"""Block events kept for a slow reader; beyond this, a full listing is shorter."""
 
 
 class KVCache:
@@ -44,7 +44,7 @@ class KVCache:
 
     @property
     def num_tables(self) -> int:
-        """Requests that hold blocks, finished ones apart."""
+        """Unfinished requests that hold blocks."""
         return len(self._tables)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -69,7 +69,7 @@ class KVCache:
         return request_id in self._leased or request_id in self._quarantined
 
     def num_missing(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
-        """Free blocks it takes to give `request` room for `num_tokens` in all; hits that are free count too."""
+        """Free blocks needed to give `request` room for `num_tokens` in all; free hits count too."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         return max(0, self.num_blocks_for(num_tokens) - num_held - len(hits)) + num_revived
@@ -83,7 +83,7 @@ class KVCache:
         cache_up_to: int | None = None,
         num_spare: int = 0,
     ) -> bool:
-        """Blocks for the first `num_tokens` tokens of a request that has none: `hits` first, then new ones.
+        """Allocates blocks for the first `num_tokens` tokens of a request without any: `hits` first, then new ones.
 
         Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. False: fewer than
         `num_spare` blocks would be left free, and nothing has changed.
@@ -93,7 +93,7 @@ class KVCache:
             return False
         table = request.block_table = BlockTable(self.block_size, self.is_caching)
         self._tables[request.request_id] = table
-        self._pool.touch(hits)  # before allocating: a hit must not be evicted by its own request
+        self._pool.touch(hits)  # before allocating: a request must not evict its own hits
         table.append([*hits, *self._pool.allocate(self.num_blocks_for(num_tokens) - len(hits))])
         if hits:
             table.set_cached(len(hits))
@@ -101,7 +101,7 @@ class KVCache:
         return True
 
     def extend_table(self, request: Request, num_tokens: int) -> Sequence[Block] | None:
-        """Room for the first `num_tokens` tokens of a request that has blocks; returns those that this added.
+        """Makes room for the first `num_tokens` tokens of a request that has blocks; returns the added blocks.
 
         Full blocks up to `num_tokens` tokens can be hit from now on. None: too few blocks are free, and nothing has
         changed.
@@ -120,7 +120,7 @@ class KVCache:
         return new
 
     def cache_received(self, request: Request, num_tokens: int) -> None:
-        """The first `num_tokens` tokens' blocks were filled from outside and verified: they can be hit now."""
+        """The blocks of the first `num_tokens` tokens were filled from outside and verified: they can be hit now."""
         assert request.block_table is not None
         self._cache_full_blocks(request, request.block_table, num_tokens)
 
@@ -128,7 +128,9 @@ class KVCache:
         return request.block_table.block_ids if request.block_table else ()
 
     def withdraw_uncomputed(self, request: Request) -> None:
-        """Nobody may hit the blocks that this step was to fill: the request drops out of it, before it is freed."""
+        """Makes blocks that this step was to fill unavailable for hits; called before a request that drops out of the
+        step is freed.
+        """
         table = request.block_table
         assert table is not None
         for block in table.blocks[request.num_computed_tokens // self.block_size : table.num_cached]:
@@ -137,8 +139,8 @@ class KVCache:
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, tail first, so that the head of its chain is evicted last.
 
-        What it has computed can be hit, also what became a full block with a token that was under way until now; but
-        not what a step under way computes in vain.
+        Its computed blocks can be hit, including a block completed by a token that was in flight until now. Blocks
+        that a current step computes in vain cannot.
         """
         if request.block_table is not None:
             num_of_use = request.num_computed_tokens - request.num_output_placeholders
@@ -146,7 +148,7 @@ class KVCache:
         self._pool.free(reversed(self._take_blocks(request)))
 
     def lease(self, request: Request) -> None:
-        """The request ended, but a reader elsewhere still needs its blocks until `end_hold`."""
+        """The request ended, but a remote reader needs its blocks until `end_hold`."""
         blocks = self._take_blocks(request)
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
@@ -170,17 +172,19 @@ class KVCache:
         return True
 
     def forget_prefixes(self) -> None:
-        """Nothing computed so far can be hit any more, nor what builds on it; what is in use stays in use."""
+        """Makes all blocks computed so far, and those that build on them, unavailable for hits; blocks in use stay in
+        use.
+        """
         self._pool.forget_all()
         for table in self._tables.values():
             table.stop_caching()
 
     def take_events(self) -> list[KVEvent]:
-        """What changed in the prefix cache since the last call, in order."""
+        """Changes of the prefix cache since the last call, in order."""
         return self._events.take()
 
     def begin_events(self) -> list[KVEvent]:
-        """An account of the prefix cache, from which `take_events` goes on."""
+        """A full listing of the prefix cache, from which `take_events` continues."""
         return self._events.begin()
 
     def ignore_events(self) -> None:
@@ -212,7 +216,7 @@ class KVCache:
         assert counts.leased == len({b.block_id for blocks in self._leased.values() for b in blocks})
 
     def _take_blocks(self, request: Request) -> list[Block]:
-        """The request's table is closed; whoever takes the blocks owns their references now."""
+        """Closes the request's table; the caller now owns the references of its blocks."""
         table, request.block_table = request.block_table, None
         if table is None:
             return []

@@ -1,4 +1,4 @@
-"""ContextLimits: how long a request may be and become on this engine; knows nobody's progress."""
+"""ContextLimits: how long a request may be and become on this engine; knows no request's progress."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,18 @@ from scheduler.stop import end_of_initial_output
 
 
 class ContextLimits:
-    """What the model, the pool and the budget allow; `config.num_blocks` and `config.max_model_len` must be set.
+    """The limits set by model, pool and budget; `config.num_blocks` and `config.max_model_len` must be set.
 
-    A request that outgrew the pool could never run again, so the pool is a limit of its own; and so is the budget of a
-    step where prompts are not split. The last token of a full context is never computed: it needs no slot, no budget.
+    A request that outgrew the pool could never run again, so the pool is a limit of its own. So is the budget of a
+    step if prompts are not split. The last token of a full context is never computed, so it needs neither slot nor
+    budget.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise ConfigError(
-                f"scheduler: num_blocks ({config.num_blocks}) and max_model_len ({config.max_model_len}) must be set "
-                "before a scheduler is made"
+                f"scheduler: num_blocks ({config.num_blocks}) and max_model_len ({config.max_model_len}) "
+                "must be set before a scheduler is created"
             )
         num_slots = (config.num_blocks - 1) * config.block_size
         splits_prompts = config.batching == "unified" and config.enable_chunked_prefill
@@ -30,12 +31,12 @@ class ContextLimits:
         if not splits_prompts:
             self._allowed += f" and one step's budget of {config.max_num_batched_tokens}"
         self.max_model_len = min(config.max_model_len, most_computed + 1)
-        """Tokens of one request, prompt and output, at which it ends."""
+        """Prompt and output tokens at which a request ends."""
 
     def apply(self, request: Request) -> None:
-        """Caps the request's length. InvalidRequest if it could never run; a slot for the next token must fit.
+        """Caps the request's length. InvalidRequest if it could never run; the next token needs a slot, too.
 
-        Nor does one run whose output has ended already: whoever has those tokens had the end along with them.
+        A request whose output has already ended is invalid, too: its sender received the end along with those tokens.
         """
         self._check_token_ids("prompt", request.prompt_token_ids)
         self._check_token_ids("output_token_ids", request.output_token_ids)
@@ -46,7 +47,8 @@ class ContextLimits:
             so_far = f", {num_outputs} of output" if num_outputs else ""
             raise InvalidRequest(
                 "prompt",
-                f"{request.num_prompt_tokens} tokens{so_far} and one to generate do not fit into {self._allowed}",
+                f"{request.num_prompt_tokens} tokens{so_far} and one to generate do not fit into "
+                f"{self._allowed}",
             )
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
 
@@ -54,4 +56,6 @@ class ContextLimits:
         if token_ids:
             lowest, highest = min(token_ids), max(token_ids)
             if lowest < 0 or highest > MAX_TOKEN_ID:
-                raise InvalidRequest(name, f"token ids are 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}")
+                raise InvalidRequest(
+                    name, f"token ids must be 0 to {MAX_TOKEN_ID}, got {lowest} to {highest}"
+                )

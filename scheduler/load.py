@@ -1,4 +1,4 @@
-"""What waits at a scheduler, for whoever chooses where the next request goes; knows requests, not why they wait."""
+"""Work that waits at a scheduler, as input for routing; knows requests, not why they wait."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ _HAS_NOT_RUN = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM}
 
 @dataclass(frozen=True, slots=True)
 class WaitingLoad:
-    """Work that is here and not done."""
+    """Unfinished work of this scheduler."""
 
     num_prompt_tokens: int
-    """To be computed here before a request can go on token by token: of prompts, and of what was sampled elsewhere."""
+    """Tokens to compute here before requests can go on token by token: of prompts, and of output sampled elsewhere."""
     oldest_arrival: float | None
-    """Of the requests that wait for their first step; as `Request.arrival_time`. None if none waits."""
+    """Earliest `Request.arrival_time` among requests that wait for their first step; None if none waits."""
 
 
 def waiting_load(requests: Iterable[Request]) -> WaitingLoad:
-    """Of all unfinished requests. Prompts that come from other workers are theirs to compute."""
+    """Work of all unfinished requests, without prompts that other workers compute."""
     num_prompt_tokens, oldest = 0, None
     for request in requests:
         if request.may_load or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:

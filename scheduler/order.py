@@ -1,7 +1,7 @@
-"""Who comes first among those that wait, and who gives way first among those that run; knows neither queue.
+"""Which waiting request comes first, and which running request gives way first; knows neither queue.
 
-The two policies of `SchedulerConfig.policy`. A place in the queue is a key that a request gets once, so a request that
-is set aside for a while comes back to where it stood.
+The two policies of `SchedulerConfig.policy`. A request gets its place in the queue once, as a key. So a request that
+is set aside for a while returns to its place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from baton.config import SchedulerConfig
 from scheduler.request import QueueKey, Request
 
 MAX_FUTILE_PREEMPTIONS = 32
-"""Times that a request may lose its blocks without having sampled a token in between, before it is spared."""
+"""How often a request may lose its blocks without sampling a token in between, before it is spared."""
 
 
 class Order(Protocol):
@@ -20,16 +20,16 @@ class Order(Protocol):
     def key_of_new(self, request: Request) -> QueueKey: ...
 
     def key_of_returning(self, request: Request) -> QueueKey:
-        """For a request that had its turn already: a victim of preemption, or one whose load failed."""
+        """Key of a request that had its turn already: a victim of preemption, or a request whose load failed."""
         ...
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
-        """Everybody, in the order in which they lose their blocks; asked once a step, and only if somebody has to."""
+        """All running requests in the order of preemption; called once a step, and only if blocks ran out."""
         ...
 
 
 class FCFS:
-    """First come, first served; whoever returns goes first, and the youngest gives way."""
+    """First come, first served; returning requests go first, and the youngest gives way."""
 
     def __init__(self) -> None:
         self._last_key = 0
@@ -48,11 +48,12 @@ class FCFS:
 
 
 class Priority:
-    """Lowest (priority, arrival_time, request_id) first, returning or not; highest (priority, arrival_time) gives way.
+    """Lowest (priority, arrival_time, request_id) first, returning or not; highest (priority, arrival_time) gives
+    way.
 
-    With ageing, every `ageing_s` seconds of waiting are worth one step of priority. All that wait grow older at the
-    same pace, so their order never changes with time and needs no clock: priority + arrival_time / ageing_s. Only those
-    that arrive within `ageing_s` times the difference of their priorities can overtake a request.
+    With ageing, every `ageing_s` seconds of waiting are worth one step of priority. All waiting requests age at the
+    same pace. So their order never changes, and the key needs no clock: priority + arrival_time / ageing_s. Only
+    requests that arrive within `ageing_s` times the difference of their priorities can overtake a request.
     """
 
     def __init__(self, ageing_s: float = 0.0) -> None:
@@ -68,10 +69,11 @@ class Priority:
         return self.key_of_new(request)
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
-        """Of equals first the one that runs longest, as in V1; unless equals preempt one another and none gets on.
+        """Among equals, the one that has run longest gives way first, as in V1, unless equals preempt one another
+        without progress.
 
-        Those who lost their blocks again and again without a token in between are spared until no other equal is left,
-        and then the last by id gives way, so that the first at least gets on.
+        Requests that lost their blocks repeatedly without a token in between are spared while other equals remain.
+        After that, the last by id gives way, so that at least the first makes progress.
         """
         usual = [request for request in running if request.num_futile_preemptions < MAX_FUTILE_PREEMPTIONS]
         if len(usual) < len(running):

@@ -9,7 +9,7 @@ from scheduler.request import FINISH_REASONS, Request
 
 
 class OutputsByClient:
-    """Filled while a step's results are taken in, then read once."""
+    """Filled while a step's results are processed, then read once."""
 
     def __init__(self) -> None:
         self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)
@@ -18,7 +18,7 @@ class OutputsByClient:
         self._outputs[request.client_id].append(output)
 
     def add_last(self, request: Request, output: RequestOutput) -> None:
-        """The request has just finished: completes the output with how."""
+        """The request has just finished: adds the reason to the output."""
         reason = FINISH_REASONS[request.status]
         is_stop = reason is FinishReason.STOP
         self.add(

@@ -1,4 +1,4 @@
-"""Preemption: how a running request gives its blocks up, and what becomes of what it computed; chooses no victim."""
+"""Preemption: how a running request gives up its blocks, and what becomes of its KV; chooses no victim."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from scheduler.swap import SwapSpace
 
 
 class Preemption:
-    """Victims keep their outputs and wait first in line, to recompute their KV or to have it copied back.
+    """Victims keep their outputs and wait first in the queue, to recompute their KV or to have it copied back.
 
-    Those that would have to recompute it, and are to go on elsewhere then, wait for nothing but to be ended.
+    Victims that would recompute, but should continue elsewhere, only wait to be ended.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Preemption:
         self._swap = swap
         self._counters = counters
         self.given_back: dict[str, Request] = {}
-        """Victims that are to go on elsewhere, until they have ended."""
+        """Victims that continue elsewhere, until they have ended here."""
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
-        """In mid-step: `victim` runs no more, and what it was to compute in this step is withdrawn."""
+        """In mid-step: `victim` stops running, and its part of this step is withdrawn."""
         step.preempt(victim)
         self._kv.withdraw_uncomputed(victim)
         if self._can_swap(victim):
@@ -55,15 +55,16 @@ class Preemption:
             self._put_back(victim, 0)
 
     def preempt_all(self, running: list[Request]) -> None:
-        """Between steps: the youngest first, so that the oldest is first in line; all of their KV is given up.
+        """Between steps: preempts the youngest first, so that the oldest is first in the queue; all their KV is given
+        up.
 
-        Nobody is given back: there is room for all of them here.
+        None is given back: there is room for all of them here.
         """
         while running:
             self._put_back(running.pop(), 0)
 
     def forget_swapped(self, requests: Iterable[Request]) -> None:
-        """What preempted requests have in host memory is not to be used any more."""
+        """Discards what preempted requests have in host memory."""
         for request in requests:
             if request.swapped_block_ids:
                 self._swap.discard(request)
@@ -75,9 +76,9 @@ class Preemption:
             return False
         if victim.num_output_placeholders:
             if victim.is_producer:
-                return False  # its token will be refused, and so its last position has to be computed again
+                return False  # its token will be refused, so its last position must be recomputed
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
-                return False  # a token under way will end it
+                return False  # a token in flight will end it
         return True
 
     def _put_back(self, victim: Request, num_kept_tokens: int) -> None:

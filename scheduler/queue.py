@@ -1,4 +1,4 @@
-"""WaitingQueue: requests by their `queue_key`; knows nothing about why they wait."""
+"""WaitingQueue: requests by their `queue_key`; does not know why they wait."""
 
 import heapq
 import itertools
@@ -10,22 +10,22 @@ Entry = tuple[QueueKey, int, Request]
 
 
 class WaitingQueue:
-    """A heap that can also lose requests from its middle: what left is skipped when it comes up. O(log n) each."""
+    """A heap that can also lose requests from its middle: removed entries are skipped later. O(log n) each."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._live: dict[str, int] = {}
-        """The number of each waiting request's entry; other entries are dead."""
+        """The number of each waiting request's entry; all other entries are dead."""
         self._numbers = itertools.count()
 
     def push(self, request: Request) -> None:
-        """Puts a request at the place that its key gives it; it must not be there yet."""
-        assert request.request_id not in self._live, f"{request.request_id} waits already"
+        """Puts a request at the place given by its key; it must not be queued yet."""
+        assert request.request_id not in self._live, f"{request.request_id} is queued already"
         number = self._live[request.request_id] = next(self._numbers)
         heapq.heappush(self._heap, (request.queue_key, number, request))
 
     def peek(self) -> Request | None:
-        """Whoever comes first."""
+        """The first request."""
         self._skip_dead()
         return self._heap[0][2] if self._heap else None
 
@@ -36,16 +36,16 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out wherever it stands; False if it is not here."""
+        """Removes a request from any place; False if it is not here."""
         if self._live.pop(request.request_id, None) is None:
             return False
-        if len(self._heap) > 2 * len(self._live) + 64:  # or the dead would outnumber the living for ever
+        if len(self._heap) > 2 * len(self._live) + 64:  # else dead entries could outnumber live ones
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
         return True
 
     def first_ids(self, limit: int) -> tuple[str, ...]:
-        """Ids of those who come first, for people to read."""
+        """Ids of the first requests, for people to read."""
         live = (entry for entry in self._heap if self._is_live(entry))
         return tuple(entry[2].request_id for entry in heapq.nsmallest(limit, live))
 

@@ -1,7 +1,7 @@
-"""RemotePrompts: the scheduler's side of a hand-over, whichever end of it a request is on.
+"""RemotePrompts: the scheduler's side of a hand-over, at either end.
 
-What is handed over is what the request came with: its prompt, and after a move what others sampled of its output.
-Everything here concerns requests with `kv_transfer` set; the connector behind the Protocol does the moving.
+A hand-over carries a request's initial tokens: its prompt and, after a move, the output sampled elsewhere. Everything
+here concerns requests with `kv_transfer` set; the connector behind the Protocol does the moving.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class Load:
 
 
 class RemotePrompts:
-    """Loads under way, prompts that arrived and wait for their first step, and blocks whose freeing has to wait."""
+    """Current loads, arrived prompts that wait for their first step, and blocks whose freeing must wait."""
 
     def __init__(self, connector: KVConnector | None, kv: KVCache, counters: Counter[str]) -> None:
         self._connector = connector
@@ -53,7 +53,7 @@ class RemotePrompts:
         return self._received.first_ids(limit)
 
     def announce(self, request: Request) -> None:
-        """A request was queued; its other end should know."""
+        """Tells the connector of a queued request, so that its other end learns of it."""
         if self._connector is not None and request.kv_transfer is not None:
             self._connector.request_added(request)
 
@@ -64,9 +64,10 @@ class RemotePrompts:
         return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
-        """Reserves blocks for all it came with and one token more, so that whatever arrives can take its first step.
+        """Reserves blocks for all initial tokens and one more, so that an arrived prompt can always take its first
+        step.
 
-        False, and nothing has changed, if fewer than `num_spare` would be left free.
+        False, and nothing has changed, if fewer than `num_spare` blocks would be left free.
         """
         assert self._connector is not None
         num_hit_tokens = len(hits) * self._kv.block_size
@@ -85,7 +86,9 @@ class RemotePrompts:
         return True
 
     def receive(self, received: ReceivedKV) -> Request | None:
-        """The request that has all it came with now, and only lacks the next token; None if nobody waits for it."""
+        """The request whose initial tokens are now complete and that only lacks the next one; None if no load waits
+        for it.
+        """
         load = self._end_load(received.request_id)
         if load is None:
             return None
@@ -99,10 +102,10 @@ class RemotePrompts:
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
-        """The request whose prompt will not arrive, or not yet; None if nobody waits for it.
+        """The request whose prompt will not arrive, or not yet; None if no load waits for it.
 
-        It holds no block any more: what was verified stays behind in the prefix cache, where its next admission
-        finds it, so that a request that cannot go on keeps nobody else from going on.
+        The request keeps no blocks. Verified blocks stay in the prefix cache for its next admission, so a stuck
+        request never holds up others.
         """
         load = self._end_load(failure.request_id)
         if load is None:
@@ -121,16 +124,16 @@ class RemotePrompts:
         return self._received.pop() if self._received else None
 
     def withdraw_received(self, request: Request) -> bool:
-        """Takes a request out of those whose prompt arrived; False if it is not one of them."""
+        """Removes a request from those whose prompt arrived; False if it is not one of them."""
         return self._received.remove(request)
 
     def hand_over(self, request: Request, output: RequestOutput) -> None:
-        """A producer sampled its only token, the first new one; it goes along with the last block."""
+        """A producer sampled its only token, the first new one; it is sent with the last block."""
         logprobs = output.logprobs[0] if output.logprobs else None
         request.first_token = FirstToken(output.token_ids[0], logprobs)
 
     def release(self, request: Request) -> None:
-        """The request has ended: its blocks are freed, or held until `end_holds` names it."""
+        """The request has ended: frees its blocks, or holds them until `end_holds` names it."""
         load = self._loads.pop(request.request_id, None)
         must_hold = (
             self._connector is not None
@@ -145,13 +148,13 @@ class RemotePrompts:
             self._kv.quarantine(request, num_kept=load.num_hit_blocks if load else 0)
 
     def end_holds(self, request_ids: Iterable[str]) -> None:
-        """Nothing touches these requests' blocks any more."""
+        """No transfer touches these requests' blocks any more."""
         for request_id in request_ids:
             if not self._kv.end_hold(request_id):
                 self._counters["kv_unknown_completions"] += 1
 
     def _end_load(self, request_id: str) -> Load | None:
-        """The load that this news ends. Without one the news is late: it ends a quarantine, or is only counted."""
+        """The load that this news ends. Without one, the news is late: it ends a quarantine, or is only counted."""
         load = self._loads.pop(request_id, None)
         if load is None:
             self.end_holds([request_id])
@@ -159,7 +162,7 @@ class RemotePrompts:
 
 
 def _end_of(failure: FailedKV) -> str:
-    """As it is counted."""
+    """The name of its counter."""
     if failure.is_postponed:
         return "postponed"
     return "not_needed" if failure.is_cancelled else "failed"

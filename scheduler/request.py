@@ -21,7 +21,7 @@ from baton.sampling import SamplingParams
 from scheduler.block_table import BlockTable
 
 QueueKey = tuple[float | str, ...]
-"""Lower comes first among those that wait."""
+"""Waiting requests with lower keys come first."""
 
 
 class RequestStatus(Enum):
@@ -61,7 +61,7 @@ _ENDS_WITH_A_TOKEN = {
     RequestStatus.FINISHED_HANDED_OVER,
 }
 
-# A token can end a request that waits: one that was in flight at its preemption, or that came with its prompt.
+# A token can end a waiting request: one that was in flight at its preemption, or that came with its prompt.
 LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS}
     | _ENDS_WITH_A_TOKEN
@@ -123,7 +123,7 @@ class Request:
         output_token_ids: Iterable[int] = (),
         on_preemption: OnPreemption = OnPreemption.RESUME,
     ) -> None:
-        """`output_token_ids` were sampled elsewhere: the request goes on behind them."""
+        """`output_token_ids` were sampled elsewhere; the request continues behind them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -142,34 +142,34 @@ class Request:
         self.is_finished = False
         self.all_token_ids: list[int] = [*self.prompt_token_ids, *output_token_ids]
         self.num_initial_tokens = len(self.all_token_ids)
-        """What it came with: its prompt, and what others sampled of its output. A producer computes these and hands
-        them over, a consumer gets them, and what is sampled first comes behind them."""
+        """Initial tokens: the prompt, and output sampled elsewhere. A producer computes these and hands them over, a
+        consumer receives them; the first new token comes behind them."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
-        """Prompt and output tokens at which it is sure to end; the scheduler lowers it to what fits the engine."""
+        """Prompt and output tokens at which it surely ends; the scheduler lowers it to what fits the engine."""
         if self.is_producer:
             self.max_num_tokens = min(self.max_num_tokens, self.num_initial_tokens + 1)
         self.num_computed_tokens = 0
-        """Tokens whose KV is in its blocks, or will be when the steps that were planned are done."""
+        """Tokens whose KV is in its blocks, or will be when all planned steps are done."""
         self.num_output_placeholders = 0
-        """Tokens that steps under way will sample: they have a position, but no id yet."""
+        """Tokens that current steps will sample: they have a position, but no id yet."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0
         self.num_futile_preemptions = 0
-        """In a row, with no token sampled between one and the next."""
+        """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0
         self.may_load = self.is_consumer
-        """What it came with is to be loaded from another worker; no load was started, or only one that was put off."""
+        """Its initial tokens come from another worker, and no load has started, or only one that was postponed."""
         self.block_hashes: list[bytes] = []
         """One per full block of `all_token_ids`, computed once as tokens arrive."""
         self.next_hash_at = 0
         """The number of tokens that makes the next block full."""
         self.block_table: BlockTable | None = None
-        """What it holds of the device's blocks; written by KVCache."""
+        """Its blocks on the device; written by KVCache."""
         self.swapped_block_ids: tuple[int, ...] = ()
-        """Host blocks with its first `num_computed_tokens` tokens, while it is preempted; written by SwapSpace."""
+        """While it is preempted: host blocks with its first `num_computed_tokens` tokens; written by SwapSpace."""
         self.queue_key: QueueKey = ()
-        """Its place among those that wait; written by the order of the queue."""
+        """Its place in the queue; written by the queue's order."""
         self.first_token: FirstToken | None = None
         """The first new token of a hand-over: sampled here on the producer, received here on the consumer."""
 
@@ -187,7 +187,7 @@ class Request:
 
     @property
     def is_prefilling(self) -> bool:
-        """Some of what it came with is not computed yet."""
+        """Some of its initial tokens are not computed yet."""
         return self.num_computed_tokens < self.num_initial_tokens
 
     @property
@@ -204,17 +204,17 @@ class Request:
 
     @property
     def is_producer(self) -> bool:
-        """Computes what it came with for another worker, and stops after one new token."""
+        """Computes its initial tokens for another worker, and stops after one new token."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.PRODUCER
 
     @property
     def is_consumer(self) -> bool:
-        """The KV of what it came with is to come from another worker."""
+        """The KV of its initial tokens comes from another worker."""
         return self.kv_transfer is not None and self.kv_transfer.role is TransferRole.CONSUMER
 
     @property
     def must_report_failure(self) -> bool:
-        """What does not arrive is not to be computed here."""
+        """If its prompt does not arrive, it must not be computed here."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
     def count_preemption(self) -> None:

@@ -1,4 +1,4 @@
-"""Running: the requests that hold blocks and compute, in their order; knows nothing about those that wait."""
+"""Running: the requests that hold blocks and compute, in their order; does not know the queue."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from scheduler.step import StepPlan
 
 
 class Running:
-    """At most `max_num_seqs` requests; those that give way leave from wherever the order says."""
+    """At most `max_num_seqs` requests; preempted ones may leave from anywhere in the order."""
 
     def __init__(self, config: SchedulerConfig, order: Order, kv: KVCache, preemption: Preemption) -> None:
         self._threshold = config.long_prefill_token_threshold
@@ -22,17 +22,17 @@ class Running:
         self.requests: list[Request] = []
 
     def go_on(self, step: StepPlan) -> None:
-        """Everybody continues, in order; one that cannot proceed does not stop those behind it.
+        """Continues all requests in order; one that cannot proceed does not stop those behind it.
 
-        Where blocks run out, requests are preempted until there are enough, or until it is the request's own turn to
-        give way: then nobody behind it is served either, since all of those are worth less.
+        Where blocks run out, requests are preempted until there are enough, or until the request itself must give
+        way. Then none behind it is served either, since all of those rank lower.
         """
         victims: Iterator[Request] | None = None
         for request in self.requests:
             if step.token_budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
-                continue  # it gave way in this step
+                continue  # preempted in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
             if num_tokens > 1:
                 num_tokens = min(num_tokens, step.token_budget)
@@ -49,9 +49,9 @@ class Running:
             self.drop_gone()
 
     def join(self, received: Sequence[Request]) -> None:
-        """Requests whose prompts came from elsewhere stand before unfinished prompts.
+        """Requests whose prompts came from elsewhere go before unfinished prompts.
 
-        Those could take the whole budget for many steps, and these lack one token each.
+        Unfinished prompts could take the whole budget for many steps, whereas these lack one token each.
         """
         index = len(self.requests)
         while index > 0 and self.requests[index - 1].is_prefilling:
@@ -59,11 +59,11 @@ class Running:
         self.requests[index:index] = received
 
     def drop_gone(self) -> None:
-        """Those that finished or were preempted leave; the others keep their order."""
+        """Removes finished and preempted requests; the others keep their order."""
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """What the request lacks, as far as one step may take it; nothing if a token under way is sure to end it."""
+        """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:
             num_tokens += request.num_output_placeholders
@@ -75,7 +75,7 @@ class Running:
     def _make_room(
         self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan
     ) -> Sequence[Block] | None:
-        """The blocks that the request lacks, at the cost of others; None if it had to give way itself."""
+        """The blocks that the request lacks, taken from others if necessary; None if it had to give way itself."""
         for victim in victims:
             self._preemption.preempt(victim, step)
             if victim is request:

@@ -1,11 +1,11 @@
-"""Scheduler: each step, who computes how many tokens in which blocks; knows no device and no time.
+"""Scheduler: decides for each step which request computes how many tokens in which blocks; knows no device, no time.
 
-There is no prefill phase and no decode phase. Every request has `num_computed_tokens`, which chases its `num_tokens`; a
-step hands out a budget of tokens. The parts, each with a file of its own:
+There is no prefill phase and no decode phase. Every request has `num_computed_tokens`, which chases its `num_tokens`;
+a step hands out a budget of tokens. Each part has a file of its own:
 
-    batching    what a step is filled with        order       who comes first, who gives way
-    running     those that compute                preemption  what becomes of a victim's KV
-    admission   those that wait                   remote      prompts that come from, or go, elsewhere
+    batching    how a step is filled              order       which comes first, which gives way
+    running     requests that compute             preemption  what becomes of a victim's KV
+    admission   requests that wait                remote      prompts that come from, or go, elsewhere
     kv_cache    blocks and prefixes               swap        host memory
 """
 
@@ -44,9 +44,9 @@ _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.P
 class Scheduler:
     """The V1 loop over one device's requests and blocks.
 
-    With `config.async_scheduling`, `schedule()` may be called again before the output of the last step is known: a
-    token under way counts as known except for its id. Called in turn with `update_from_output()`, it plans the same
-    steps with and without.
+    With `config.async_scheduling`, `schedule()` may be called before the output of the last step is known. A token in
+    flight then counts as known except for its id. Called in turn with `update_from_output()`, it plans the same steps
+    either way.
 
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
     comparable between processes that share it; by default it is random.
@@ -74,7 +74,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
         self._under_way: dict[int, list[Request]] = {}
-        """Who runs in the steps whose output is not known yet."""
+        """Requests of the steps whose output is not known yet."""
         self._has_ended_running = False
         self._preempted_between_steps: set[str] = set()
         self._finished_between_steps: set[str] = set()
@@ -90,7 +90,7 @@ class Scheduler:
         self._admission.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. May be empty; what it orders counts as computed from now on."""
+        """The next step. May be empty; its tokens count as computed from now on."""
         self._num_steps += 1
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
@@ -105,14 +105,14 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[str, EngineCoreOutputs]:
-        """Takes in what a step sampled; returns the news by client, finished requests included."""
+        """Processes a step's samples; returns the news by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         requests = self._under_way.pop(scheduler_output.step, [])
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
-                continue  # its known tokens are not all computed yet, or it ended meanwhile, or its grammar failed
+                continue  # its known tokens are not all computed, or it has ended, or its grammar failed
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
@@ -130,14 +130,14 @@ class Scheduler:
         return self._admission.wanted_grammars()
 
     def grammars_in_use(self) -> frozenset[StructuredOutput]:
-        """Of all unfinished requests. Looks at each of them."""
+        """Grammars of all unfinished requests, each of which is looked at."""
         outputs = (request.sampling_params.structured_output for request in self._requests.values())
         return frozenset(filter(None, outputs))
 
     def grammar_compiled(
         self, output: StructuredOutput, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
-        """Whoever waits for this grammar takes the place it would have had without it; with an `error`, it ends."""
+        """Starts requests that wait for this grammar from the place they kept; with an `error`, ends them."""
         outputs = OutputsByClient()
         for request in self._admission.take_compiled(output):
             if error is None:
@@ -148,7 +148,7 @@ class Scheduler:
         return outputs.by_client()
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
-        """Takes in what transfers brought, before `schedule()`. Late, repeated and unknown news is only counted."""
+        """Processes news of transfers, before `schedule()`. Late, repeated and unknown news is only counted."""
         outputs = OutputsByClient()
         if self._connector is not None:
             self._connector.update_connector_output(output)
@@ -174,15 +174,15 @@ class Scheduler:
         self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
         unwanted = [request_id for request_id in output.unwanted if self._is_computed_for_others(request_id)]
-        self._finish(unwanted, RequestStatus.FINISHED_ABORTED, outputs, "the decode worker wants it no more")
+        self._finish(unwanted, RequestStatus.FINISHED_ABORTED, outputs, "no decode worker needs it any more")
         return outputs.by_client()
 
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
-        """Ends requests in whatever state they are. Unknown and finished ones are ignored, so it may be repeated.
+        """Ends requests in any state. Unknown and finished ones are ignored, so the call may be repeated.
 
-        What steps under way sample for them is dropped: where a given-back request goes on, the same is sampled again.
+        Samples of current steps are dropped: where a given-back request continues, they are sampled again.
         """
         outputs = OutputsByClient()
         self._finish(request_ids, status, outputs, error)
@@ -207,7 +207,7 @@ class Scheduler:
         return self._admission.first_ids(limit)
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
-        """Forgets every cached prefix. Refuses (False) while blocks are in use; `force` preempts what runs first."""
+        """Forgets every cached prefix. Refuses (False) while blocks are in use; `force` preempts running requests."""
         if not force and self._kv.num_free != self._kv.num_usable:
             return False
         self._preempted_between_steps.update(request.request_id for request in self._running.requests)
@@ -217,15 +217,15 @@ class Scheduler:
         return True
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What changed in the prefix cache since the last call. Nobody has to: what is not taken is bounded."""
+        """Changes of the prefix cache since the last call; unread changes are bounded."""
         return self._kv.take_events()
 
     def begin_kv_events(self) -> list[KVEvent]:
-        """An account of the prefix cache for a reader who knows nothing, from which `take_kv_events` goes on."""
+        """A full listing of the prefix cache, from which `take_kv_events` continues."""
         return self._kv.begin_events()
 
     def ignore_kv_events(self) -> None:
-        """Nobody will take events: none is kept until `begin_kv_events`."""
+        """Stops keeping events, until `begin_kv_events`."""
         self._kv.ignore_events()
 
     def kv_block_counts(self) -> KVBlockCounts:
@@ -241,7 +241,7 @@ class Scheduler:
         )
 
     def waiting_load(self) -> WaitingLoad:
-        """Looks at every request, so not for each step."""
+        """Looks at every request, so call it rarely."""
         return waiting_load(self._requests.values())
 
     def counters(self) -> dict[str, int]:
@@ -249,7 +249,7 @@ class Scheduler:
         return dict(self._counters)
 
     def check_integrity(self) -> None:
-        """Asserts that queues, requests and blocks tell the same story; cheap enough for an idle moment."""
+        """Asserts that queues, requests and blocks are consistent; cheap enough for an idle moment."""
         self._kv.check_integrity()
         self._swap.check_integrity()
         counts = self.request_counts()
@@ -265,7 +265,7 @@ class Scheduler:
     # schedule()
 
     def _advance(self, step: StepPlan) -> None:
-        """What the step computes counts as computed, and what it samples as known but for the id."""
+        """Counts the step's tokens as computed, and its samples as known except for their ids."""
         is_async, num_scheduled = self._config.async_scheduling, step.num_scheduled_tokens
         for request in step.requests:
             request.num_computed_tokens += num_scheduled[request.request_id]
@@ -309,7 +309,7 @@ class Scheduler:
             self._finish_with(request, status, output, outputs)
 
     def _must_sample_again(self, request: Request) -> bool:
-        """A producer that lost its blocks has nothing to hand over, and computes all of it again; unless it leaves."""
+        """A producer that lost its blocks must compute everything again, unless it is given back."""
         is_victim = request.is_producer and request.status is RequestStatus.PREEMPTED
         return is_victim and request.request_id not in self._preemption.given_back
 
@@ -323,7 +323,7 @@ class Scheduler:
         outputs: OutputsByClient,
         error: str | None = None,
     ) -> None:
-        """Ends requests wherever they stand; those that are unknown have ended before."""
+        """Ends requests in any state; unknown ids belong to requests that have ended before."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:
@@ -335,7 +335,7 @@ class Scheduler:
     def _end_failed(
         self, requests: Iterable[Request], failed: Mapping[str, str], outputs: OutputsByClient
     ) -> None:
-        """Ends those of a step's requests whose grammar stopped matching, and nobody else."""
+        """Ends only those of a step's requests whose grammar stopped matching."""
         for request in requests:
             if request.request_id in failed and not request.is_finished:
                 self._unqueue(request)
@@ -343,7 +343,7 @@ class Scheduler:
                 self._end(request, RequestStatus.FINISHED_ERROR, outputs, reason, kind)
 
     def _end_given_back(self, outputs: OutputsByClient) -> None:
-        """Ends victims that are to go on elsewhere, once no token of theirs is under way any more."""
+        """Ends victims that continue elsewhere, once none of their tokens is in flight."""
         for request in list(self._preemption.given_back.values()):
             if not request.num_output_placeholders:
                 status = RequestStatus.FINISHED_GIVEN_BACK
@@ -366,7 +366,7 @@ class Scheduler:
         error: str | None = None,
         error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
-        """Ends a request without a new token; it stands in no queue any more, except that it may be running."""
+        """Ends a request without a new token; it is in no queue any more, but may be running."""
         self._release(request, status)
         if request.is_given_back:
             error_kind = ErrorKind.GIVEN_BACK
@@ -390,7 +390,7 @@ class Scheduler:
         self._finished_between_steps.add(request.request_id)
 
     def _unqueue(self, request: Request) -> None:
-        """Takes a request out of the queue it waits in, if it does."""
+        """Removes a request from the queue it waits in, if any."""
         if request.status in _QUEUED and not self._remote.withdraw_received(request):
             self._admission.remove(request)
 

@@ -1,4 +1,4 @@
-"""StepPlan: a SchedulerOutput while it is being made; knows no policy and no memory."""
+"""StepPlan: a SchedulerOutput under construction; knows no policy and no memory."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -9,12 +9,12 @@ from scheduler.request import Request
 
 
 class StepPlan:
-    """Collects who runs this step and what is left of the token budget."""
+    """Collects the requests of this step and tracks the rest of the token budget."""
 
     def __init__(self, number: int, token_budget: int) -> None:
         self.token_budget = token_budget
         self.requests: list[Request] = []
-        """Who runs, in the order of scheduling."""
+        """The step's requests, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
         self.preempted: set[str] = set()
         self.swap_out: list[tuple[int, int]] = []
@@ -28,7 +28,7 @@ class StepPlan:
         self._num_computed_tokens: list[int] = []
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """The runner meets this request for the first time."""
+        """Adds a request that is new to the runner."""
         assert request.block_table is not None
         self._new.append(
             NewRequestData(
@@ -45,17 +45,17 @@ class StepPlan:
         self._spend(request, num_tokens)
 
     def resume(self, request: Request, num_tokens: int) -> None:
-        """The runner knows it, but its blocks are all new."""
+        """Adds a request that the runner knows, but with all new blocks."""
         assert request.block_table is not None
         self._resumed[request.request_id] = request.num_tokens
         self._continue(request, num_tokens, request.block_table.block_ids)
 
     def proceed(self, request: Request, num_tokens: int, new_blocks: Sequence[Block]) -> None:
-        """A running request goes on."""
+        """Adds a running request."""
         self._continue(request, num_tokens, tuple([b.block_id for b in new_blocks]) if new_blocks else ())
 
     def preempt(self, request: Request) -> None:
-        """The request lost its blocks. If it was to run in this step, its tokens go back into the budget."""
+        """The request lost its blocks. If it was part of this step, its tokens return to the budget."""
         self.preempted.add(request.request_id)
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
@@ -63,7 +63,7 @@ class StepPlan:
             self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
-        """The frozen plan, with what was preempted and finished between the steps."""
+        """The frozen plan, including preemptions and finishes between the steps."""
         if self._has_withdrawn:
             self._drop_withdrawn()
         return SchedulerOutput(
@@ -84,7 +84,7 @@ class StepPlan:
         )
 
     def _drop_withdrawn(self) -> None:
-        """Those that were preempted after they had been scheduled do not run; only who was known already can be."""
+        """Removes requests that were preempted after being scheduled; only requests known to the runner can be."""
         is_kept = [request_id in self.num_scheduled_tokens for request_id in self._continued]
         self.requests = [
             request for request in self.requests if request.request_id in self.num_scheduled_tokens

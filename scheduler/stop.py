@@ -1,4 +1,4 @@
-"""Whether a new token ends its request; stop strings are text and therefore the gateway's."""
+"""Whether a new token ends its request; stop strings are text, so the gateway handles them."""
 
 from scheduler.request import Request, RequestStatus
 
@@ -6,8 +6,8 @@ from scheduler.request import Request, RequestStatus
 def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
     """The status that the request's last token leads to, or None if it goes on.
 
-    In this order: nothing but a full context ends a request before `min_tokens`; then EOS and stop tokens; then
-    `max_tokens` and `max_model_len`; and a producer ends with its first new token, if it has blocks to hand over.
+    In this order: EOS and stop tokens, but not before `min_tokens`; `max_tokens` and `max_model_len`; and for a
+    producer with blocks to hand over, its first new token.
     """
     params = request.sampling_params
     num_tokens = request.num_tokens
@@ -22,11 +22,14 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
 
 
 def end_of_initial_output(request: Request) -> str | None:
-    """What has ended a request that came with output by the same rules, in words; None if it may go on."""
+    """Why a request that came with output has already ended by the same rules, in words; None if it may go on."""
     params = request.sampling_params
     outputs = request.output_token_ids
     if len(outputs) >= params.max_tokens:
-        return f"{len(outputs)} tokens, of which max_tokens allows {params.max_tokens}: nothing is left to sample"
+        return (
+            f"{len(outputs)} tokens, of which max_tokens allows {params.max_tokens}; nothing is left "
+            "to sample"
+        )
     for num_tokens, token_id in enumerate(outputs, start=1):
         if token_id in request.stop_token_ids and num_tokens >= params.min_tokens:
             return f"token {num_tokens - 1} is {token_id}, which ends the request"

@@ -1,6 +1,6 @@
-"""SwapSpace: which blocks of host memory hold whose KV while it is preempted; knows no device and copies nothing.
+"""SwapSpace: which host blocks hold which preempted request's KV; knows no device and copies nothing.
 
-A step copies out before it copies in. So a host block that a step reads is not written again before the next one.
+A step copies out before it copies in. So host blocks read by a step must not be written again before the next one.
 """
 
 from baton.config import SchedulerConfig
@@ -27,25 +27,27 @@ class SwapSpace:
         return len(self._free)
 
     def begin_step(self) -> None:
-        """What the last step read may be written by this one."""
+        """Blocks read by the last step may be written by this one."""
         self._free += self._being_read
         self._being_read = []
 
     def swap_out(self, request: Request, block_ids: tuple[int, ...]) -> Copies:
-        """Host blocks for all of `block_ids`; the caller looked at `num_free`."""
+        """Host blocks for all of `block_ids`; the caller has checked `num_free`."""
         assert not request.swapped_block_ids, f"{request.request_id} is swapped out already"
         request.swapped_block_ids = tuple([self._free.pop() for _ in block_ids])
         self.num_held += len(block_ids)
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
     def swap_in(self, request: Request, block_ids: tuple[int, ...], num_hit_blocks: int) -> Copies:
-        """What brings the request's KV back into `block_ids`, the first `num_hit_blocks` of which have it already."""
+        """Copies that bring the request's KV back into `block_ids`; the first `num_hit_blocks` of those have it
+        already.
+        """
         held = self._take(request)
         self._being_read += held
         return list(zip(held, block_ids, strict=False))[num_hit_blocks:]
 
     def discard(self, request: Request) -> None:
-        """The request's KV will not be needed any more; nothing happens if it has none here."""
+        """Drops the request's KV; does nothing if it has none here."""
         self._free += self._take(request)
 
     def check_integrity(self) -> None:
@@ -62,7 +64,7 @@ class SwapSpace:
 
 
 def num_swap_blocks(config: SchedulerConfig) -> int:
-    """Host blocks that it asks for. ConfigError if nobody has said how many there are."""
+    """Host blocks that the configuration asks for. ConfigError if it does not say how many."""
     if config.preemption == "recompute":
         return 0
     if config.num_swap_blocks is None:

@@ -1,4 +1,4 @@
-"""EngineCore: introduces scheduler, device, connector and grammars to one another and moves all three by one step.
+"""EngineCore: connects scheduler, device, connector and grammars, and advances them by one step at a time.
 
 Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling one
 step is computed while the next is planned:
@@ -42,7 +42,7 @@ class StepUnderWay:
     plan: SchedulerOutput
     submitted_at: float
     lost: set[str] = field(default_factory=set)
-    """Requests that were preempted since: the blocks that it fills for them belong to others."""
+    """Requests preempted since: the blocks this step fills for them belong to others."""
 
 
 class EngineCore:
@@ -70,13 +70,15 @@ class EngineCore:
         self._num_failed_steps = 0
         self._meter = LoadMeter()
         self.steps = StepCounts()
-        """Of all steps; any thread may read them."""
+        """Counts all steps; readable from any thread."""
         scheduler.ignore_kv_events()
         self.may_progress = False
-        """Whether another step right now could do more; if not, only news from outside can change that."""
+        """Whether another step right now could achieve more; if not, only news from outside can change that."""
 
     def step(self) -> ClientOutputs:
-        """Takes in what transfers brought, plans a step, takes in what an earlier one sampled: the news by client."""
+        """Processes transfer news, plans a step, and processes the samples of an earlier one; returns the news by
+        client.
+        """
         outputs: ClientOutputs = defaultdict(list)
         self._take_news(outputs)
         plan = self._scheduler.schedule()
@@ -118,8 +120,8 @@ class EngineCore:
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> ClientOutputs:
-        """Ends requests in whatever state they are; unknown and finished ones are ignored."""
-        self.may_progress = True  # the runner and the connector have to hear of it
+        """Ends requests in any state; unknown and finished ones are ignored."""
+        self.may_progress = True  # the runner and the connector must learn of it
         outputs: ClientOutputs = defaultdict(list)
         self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
         self._grammars.keep_only(self._scheduler.wanted_grammars())
@@ -128,19 +130,19 @@ class EngineCore:
     def give_back_requests(
         self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
     ) -> ClientOutputs:
-        """Ends these requests (None: all) with ErrorKind.GIVEN_BACK, in whatever state they are: they go on elsewhere.
+        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK: they continue elsewhere.
 
-        Nothing is told of them after that. What a step under way samples for them, others will sample again.
+        They get no further news. What a current step samples for them, another worker samples again.
         """
         request_ids = self._scheduler.request_ids if request_ids is None else request_ids
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 
     def begin_kv_events(self) -> list[KVEvent]:
-        """See Scheduler; until then events cost nothing."""
+        """See Scheduler; events cost nothing before this call."""
         return self._scheduler.begin_kv_events()
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Since the account, or the last call. There may be one reader."""
+        """Events since the listing, or the last call. There may be one reader."""
         return self._scheduler.take_kv_events()
 
     def ignore_kv_events(self) -> None:
@@ -153,8 +155,8 @@ class EngineCore:
         return self._scheduler.kv_block_counts()
 
     def load(self) -> tuple[WorkerLoad, float | None]:
-        """How busy it is, and since when the request waits that has waited longest, on the engine's clock. Looks at
-        every request, so not for each step."""
+        """The engine's load, and since when the oldest waiting request waits, on the engine's clock. Looks at every
+        request, so call it rarely."""
         waiting, now = self._scheduler.waiting_load(), self._clock.now()
         load = WorkerLoad(
             num_queued_prompt_tokens=waiting.num_prompt_tokens,
@@ -165,14 +167,16 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by leg and rank."""
+        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by rank transfer."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
-        assert not ours.keys() & theirs.keys(), "one name would hide the other"
+        assert not ours.keys() & theirs.keys(), (
+            "a scheduler counter and a connector counter have the same name"
+        )
         return {**ours, **theirs}
 
     def close(self) -> None:
-        """Ends after the step under way, whose output nobody hears of any more, and with it all hand-overs: whoever
-        waits for one need not find out by its deadline."""
+        """Ends after the current step, whose output is dropped, and ends all hand-overs, so that peers need not wait
+        for their deadlines."""
         self._pipeline.close()
         self._connector.shutdown()
         self._grammars.close()
@@ -180,14 +184,14 @@ class EngineCore:
             self._trace.close()
 
     def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
-        """The model has no embedding for others: the step would fail, and everybody's request with it."""
+        """The model has no embedding for other tokens: the step would fail, and every request with it."""
         vocab_size = self._grammars.vocab_size
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequest(name, f"token ids are 0 to {vocab_size - 1}, got {wrong}")
+            raise InvalidRequest(name, f"token ids must be 0 to {vocab_size - 1}, got {wrong}")
 
     def _take_news(self, outputs: ClientOutputs) -> None:
-        """What happened outside since the last step: transfers that ended, grammars that were compiled."""
+        """News from outside since the last step: ended transfers and compiled grammars."""
         news = self._connector.get_finished()
         self._stages.received(news.finished_recving)
         for client_id, output in self._stages.transferred(news.transfers):
@@ -209,7 +213,7 @@ class EngineCore:
         self._pipeline.submit(plan)
 
     def _complete_oldest(self) -> dict[str, EngineCoreOutputs]:
-        """Waits for the oldest step under way and takes in what it sampled."""
+        """Waits for the oldest current step and processes its samples."""
         result = self._pipeline.take()
         step = self._under_way.popleft()
         if result.output is None:
@@ -232,9 +236,13 @@ class EngineCore:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
     def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
-        """Ends every request: some hit blocks that the plan promised and nobody computed; those are forgotten."""
+        """Ends every request, since some hit blocks that the plan promised but no step computed;
+        those are forgotten.
+        """
         self._num_failed_steps += 1
-        logger.error("%d step(s) in a row failed; every request ends", self._num_failed_steps, exc_info=error)
+        logger.error(
+            "%d step(s) in a row failed; ending every request", self._num_failed_steps, exc_info=error
+        )
         if isinstance(error, DeviceLostError):
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
@@ -245,7 +253,7 @@ class EngineCore:
         nothing = ModelRunnerOutput({})
         self._scheduler.update_from_output(plan, nothing)
         self._traced(plan, nothing, outputs)
-        while self._under_way:  # it was planned on top of the failed one: whatever it gives is of no use
+        while self._under_way:  # planned on top of the failed step, so its output is useless
             self._pipeline.take()
             step = self._under_way.popleft()
             self._connector.start_load_kv(step.plan.kv_connector_metadata)
@@ -266,7 +274,7 @@ class EngineCore:
         self._stamp(news, outputs)
 
     def _standing(self) -> QueueSnapshot:
-        """How things stand now that a step is planned, for people to read."""
+        """The state of the queues after a step is planned, for people to read."""
         counts = self._scheduler.request_counts()
         return QueueSnapshot(
             loading=self._scheduler.loading_ids,
@@ -276,7 +284,7 @@ class EngineCore:
         )
 
     def _stamp(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
-        """Adds what has just happened to `outputs`, with the stages of every request that ended."""
+        """Adds the latest news to `outputs`, with the stages of every request that ended."""
         for client_id, part in news.items():
             for output in part.outputs:
                 stages = self._stages.produced(output)

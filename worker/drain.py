@@ -16,11 +16,11 @@ from enum import Enum
 from worker.role import Role
 
 ANSWER_TIMEOUT_S = 2.0
-"""After the last deadline, what the engine gets to finish its step and say so."""
+"""Time for the engine to finish its step and report, after the last deadline."""
 
 
 class DrainStage(Enum):
-    """How far it is. New requests are refused throughout."""
+    """How far the drain is. New requests are refused throughout."""
 
     FINISHING = "finishing"
     """Requests may end by themselves."""
@@ -37,16 +37,18 @@ LEGAL_MOVES = {
 
 
 class DrainState:
-    """Moved by the engine's thread alone; `outcome` may be waited for by any. Times are the caller's, in seconds."""
+    """Only the engine's thread changes it; any thread may wait for `outcome`. Times are the caller's, in seconds."""
 
     def __init__(self, target: Role | None, now: float, timeout_s: float, lease_s: float) -> None:
-        """`target`: what to be then; None: nothing any more. Leases get `lease_s` to end after `timeout_s`."""
+        """`target`: the next role; None: none, the worker is drained for good. Leases get `lease_s` to end after
+        `timeout_s`.
+        """
         self.target = target
         self.stage = DrainStage.FINISHING
         self.is_clean = False
-        """Whether nothing was left to lose in time; known when it is over."""
+        """Whether nothing was left to lose in time; known when the drain is over."""
         self.outcome: Future[bool] = Future()
-        """The same, when the engine serves accordingly."""
+        """The same, once the engine serves accordingly."""
         self.give_back_at = now + timeout_s
         self.give_up_at = self.give_back_at + lease_s
         self.obstacle = ""
@@ -57,27 +59,27 @@ class DrainState:
 
     @property
     def abandoned_at(self) -> float:
-        """Whoever asked has waited for long enough and taken it for failed; so it must fail."""
+        """The caller has given up waiting by then and assumes failure; so the drain must fail."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def join(self, other: "DrainState") -> None:
-        """`other` wants the same; the more urgent of both decides."""
+        """`other` has the same target; the earlier deadline of both applies."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
         self._joined.append(other.outcome)
 
     def refuse(self, reason: str) -> None:
-        """It does not begin."""
+        """Ends the drain before it begins."""
         self.refusal = reason
         self.outcome.set_result(False)
 
     def next_deadline(self) -> float | None:
-        """When `look` has something to do even if nothing happens."""
+        """When to call `look` even if nothing happens."""
         times = {DrainStage.FINISHING: self.give_back_at, DrainStage.ENDING: self.give_up_at}
         return times.get(self.stage)
 
     def look(self, now: float, has_left: bool) -> DrainStage | None:
-        """Moves on if it can, one move at a time: the new stage. `has_left`: nothing is left to lose."""
+        """Advances by at most one stage and returns the new one. `has_left`: nothing is left to lose."""
         if self.stage is DrainStage.OVER:
             return None
         is_abandoned = self.target is not None and now >= self.abandoned_at
@@ -90,7 +92,7 @@ class DrainState:
         return None
 
     def settle(self) -> None:
-        """Tells whoever waits."""
+        """Publishes the outcome."""
         for outcome in (self.outcome, *self._joined):
             outcome.set_result(self.is_clean)
 

@@ -1,4 +1,4 @@
-"""EngineHost: composes everything one device process runs, whatever its role; knows no Ray and no cluster.
+"""EngineHost: composes everything that one device process runs, whatever its role; knows no Ray and no cluster.
 
 request plane thread   frames <-> messages, heartbeats            worker/request_plane.py
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_progress(progress: StartProgress) -> None:
-    """A line when something begins, and one when it is done."""
+    """Logs a line when a stage begins, and one when it is done."""
     if progress.done in (1, progress.count):
         logger.info("%s: %d of %d", progress.what, progress.done, progress.count)
 
@@ -73,7 +73,7 @@ class EngineHost:
         name: str,
         other_roles: Sequence[Role] = (),
     ) -> None:
-        """`keys` of both planes; none where `network.security` is `none`. `other_roles`: what it may become."""
+        """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to."""
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
         self._keys = keys
@@ -88,7 +88,7 @@ class EngineHost:
         self._metrics: WorkerMetrics | None = None
 
     def start(self, on_progress: Callable[[StartProgress], None] = log_progress) -> WorkerEndpoint:
-        """Loads the model, binds both planes to free ports and begins to serve; blocks until it does.
+        """Loads the model, binds both planes to free ports and begins to serve; returns once it serves.
 
         `on_progress` is called on this thread for whatever takes long.
         """
@@ -216,34 +216,35 @@ class EngineHost:
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
-        """Whoever waits does so during a long step, too."""
+        """Waiting times grow during a long step, too."""
         if snapshot.oldest_arrival is None:
             return snapshot.load
         return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests from now on, for good. Running ones have `timeout_s` to end, then they are given back to
-        their gateways; transfers and leases have `kv_transfer.lease_s` more. True if nobody lost anything.
+        """Refuses new requests from now on, for good. Running ones have `timeout_s` to end, then they are given back
+        to their gateways; transfers and leases have `kv_transfer.lease_s` more. True if nothing was lost.
 
         FleetError while the worker changes its role.
         """
         return self._parts.loop.drain(timeout_s)
 
     def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        """Leaves the present role as `drain` does, then serves in the other one, with weights and prefix cache as they
-        are; nothing happens if it has that role. Blocks until it serves.
+        """Leaves the current role as `drain` does, then serves in the other one, with the same weights and prefix
+        cache; does nothing if it already has that role. Returns once it serves.
 
-        FleetError says what was in the way, and not whose; then it serves in its old role.
+        FleetError says what prevented the change; then the worker serves in its old role.
         """
         if self._parts.loop.is_settled_as(role):
             return
         if role not in self._roles:
-            raise FleetError(f"it was not built to become a {role.value} worker")
+            raise FleetError(f"it cannot become a {role.value} worker")
         ours, theirs = self._config.num_ranks(self._role.kind), self._config.num_ranks(role)
         if ours != theirs:
             raise FleetError(
-                f"it has {ours} tensor-parallel ranks, and {role.value} workers have {theirs} "
-                "(cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel); a worker keeps its ranks for life"
+                f"it has {ours} tensor-parallel ranks, but {role.value} workers have {theirs} "
+                "(cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel); a worker cannot "
+                "change its number of ranks"
             )
         self._parts.loop.set_role(self._roles[role], timeout_s)
 

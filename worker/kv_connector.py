@@ -1,7 +1,7 @@
 """KVConnectorScheduler: the half of the KV connector that the scheduler calls; decides nothing about bytes.
 
-Satisfies `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the decode role.
-Both are always there: a worker can change its role while transfers of the old one end.
+Satisfies `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the decode
+role. Both always exist: a worker can change its role while transfers of the old one end.
 """
 
 from baton.step import KVConnectorOutput, SchedulerOutput

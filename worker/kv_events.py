@@ -1,4 +1,4 @@
-"""What changed in the prefix cache, as those who follow it are told: netted, shortened, in messages of bounded size."""
+"""Changes of the prefix cache for its followers: netted, shortened, in messages of bounded size."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from baton.block_hash import SHORT_HASH_BYTES
 from baton.kv import BlocksCleared, BlocksStored, KVEvent
 
 MAX_HASHES_PER_MESSAGE = 2**18
-"""2 MiB of them: an account of the largest pool must not stand in the way of outputs for long."""
+"""2 MiB of hashes: a listing of the largest pool must not delay outputs for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVChange:
-    """The sum of many events; as in KVEvents, but of any size."""
+    """The sum of many events; like KVEvents, but of any size."""
 
     is_anew: bool
     removed: bytes
@@ -20,7 +20,7 @@ class KVChange:
 
 
 def net(events: Iterable[KVEvent]) -> KVChange | None:
-    """One change for all of them: of each hash, only what happened last. None if nothing did."""
+    """Merges events into one change: of each hash, only the last event counts. None if nothing changed."""
     is_anew = False
     is_stored: dict[bytes, bool] = {}
     for event in events:
@@ -38,7 +38,9 @@ def net(events: Iterable[KVEvent]) -> KVChange | None:
 
 
 def parts(change: KVChange) -> Iterator[KVChange]:
-    """The change in pieces that fit into a message, the first of which begins anew if it does; no hash is in two."""
+    """The change in parts that fit into a message; if it is a full listing, the first part begins it. No hash is in
+    two parts.
+    """
     size = MAX_HASHES_PER_MESSAGE * SHORT_HASH_BYTES
     length = max(len(change.removed), len(change.stored), 1)
     for start in range(0, length, size):

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 MEMORY_STEPS = 20.0
-"""A step counts e times less after so many others of its kind: some seconds of prefill, half a second of decoding."""
+"""A step's weight falls by a factor of e after so many others of its kind: some seconds of prefill, half a second of
+decoding."""
 
 
 @dataclass(slots=True)
 class _Average:
-    """Of a rate: recent work over recent time, so that long steps count for what they are."""
+    """Average of a rate: recent work over recent time, so that long steps count in proportion."""
 
     work: float = 0.0
     time_s: float = 0.0
@@ -20,7 +21,7 @@ class _Average:
 
 
 class LoadMeter:
-    """Times are the caller's, in seconds. Nothing fades while no step ends: an idle worker is as fast as it was."""
+    """Times are the caller's, in seconds. Nothing fades while no step ends: an idle worker keeps its last speed."""
 
     def __init__(self) -> None:
         self._prefill = _Average()
@@ -30,10 +31,10 @@ class LoadMeter:
     def step_done(
         self, num_prompt_tokens: int, num_decodes: int, submitted_at: float, done_at: float
     ) -> float:
-        """A step is computed. It began when it was submitted, or when the one before it was done, if that was later.
+        """Adds a computed step. It began when it was submitted, or when the previous one was done, if that was later.
 
-        `num_prompt_tokens` were those of prompts, `num_decodes` requests got one more token. Returns what it took; 0 if
-        the device was ahead, so that when it was done is not known.
+        `num_prompt_tokens` belonged to prompts, and `num_decodes` requests got one more token. Returns the step's
+        time; 0 if the device was ahead, so that its end is unknown.
         """
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at
@@ -45,10 +46,10 @@ class LoadMeter:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """In steps that computed prompts, whatever else was in them; 0 before the first."""
+        """Speed of steps that computed prompts, among other things; 0 before the first."""
         return self._prefill.work / self._prefill.time_s if self._prefill.time_s else 0.0
 
     @property
     def decode_step_s(self) -> float:
-        """Of a step that only decoded; 0 before the first."""
+        """Time of a step that only decoded; 0 before the first."""
         return self._decode.time_s / self._decode.work if self._decode.work else 0.0

@@ -1,6 +1,6 @@
-"""EngineLoop: the thread that owns an EngineCore; takes commands, steps while there is work, sleeps when there is none.
+"""EngineLoop: the thread that owns an EngineCore; takes commands, runs steps while there is work, else sleeps.
 
-Knows the role on top, exchanges it, and hands news to whoever was given to it; knows no socket.
+Knows the current role, exchanges it, and passes news to an outbox; knows no socket.
 """
 
 import heapq
@@ -26,12 +26,12 @@ from worker.role import Role
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
-"""The load of a busy engine is looked at this often: heartbeats are rarer, and each look costs as many requests."""
+"""How often a busy engine's load is measured: heartbeats are rarer, and each look visits all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """How the engine stood after its last step; replaced whole, so any thread may read it."""
+    """The engine's state after its last step; replaced whole, so any thread may read it."""
 
     role: WorkerRole
     is_draining: bool
@@ -42,20 +42,20 @@ class EngineSnapshot:
     load: WorkerLoad
     """A moment old at most, unless nothing has happened since."""
     oldest_arrival: float | None
-    """Of the requests that wait for their first step, on the engine's clock."""
+    """Arrival of the oldest request that waits for its first step, on the engine's clock."""
 
 
 class Outbox(Protocol):
-    """Where news goes; must not block, since it is called between two steps."""
+    """Receives news; must not block, since it is called between two steps."""
 
     def send(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
 
     def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
-        """What changed in the prefix cache since they were last told."""
+        """Sends changes of the prefix cache since the last call."""
         ...
 
     def beat(self) -> None:
-        """Something changed that everybody should hear of before the next heartbeat is due."""
+        """Sends heartbeats now, because of a change that all gateways should know of."""
         ...
 
 
@@ -71,7 +71,7 @@ class CommandQueue(queue.SimpleQueue[Command]):
 
 
 class EngineLoop:
-    """Public methods may be called from any thread; what they ask for happens on the engine's own, between steps."""
+    """Public methods may be called from any thread; the engine's own thread carries them out, between steps."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class EngineLoop:
         self._kv_followers: set[str] = set()
         self._lease_s = lease_s
         self._drain_state: DrainState | None = None
-        """Its way out of its role, once begun; it stays when the worker is drained for good."""
+        """The current drain or change of role; kept when the worker is drained for good."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
-        """What ended the loop, if it ended by itself: the device is beyond help."""
+        """The error that ended the loop, if it ended by itself: the device is unusable."""
         self._load_due_at = -math.inf
         self.snapshot = self._take_snapshot()
 
@@ -109,33 +109,33 @@ class EngineLoop:
         self._commands.put(lambda: self._admit(client_id, request))
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        """Ends this client's requests; those of other clients are out of its reach."""
+        """Ends these requests of this client; other clients' requests are not affected."""
         self._commands.put(lambda: self._abort(client_id, request_ids))
 
     def abort_client(self, client_id: str) -> None:
-        """The client is gone: everything it asked for ends."""
+        """The client is gone: all its requests end."""
         self._commands.put(lambda: self._forget(client_id))
 
     def subscribe_kv_events(self, client_id: str) -> None:
-        """An account of the prefix cache for this client, and what changes from then on, until `abort_client`."""
+        """Sends this client a listing of the prefix cache, and its changes from then on, until `abort_client`."""
         self._commands.put(lambda: self._follow_kv(client_id))
 
     def fail(self, error: BaseException) -> None:
-        """Something that the engine cannot go on without has ended."""
+        """Ends the loop, because something that the engine needs has ended."""
         self._commands.put(lambda: _raise(error))
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests for good. Running ones have `timeout_s` to end; what is left then is given back, and
-        transfers and leases have `lease_s` more. True as soon as nothing is left that anybody could lose, as when the
-        loop has ended by itself. FleetError while it changes its role.
+        """Refuses new requests for good. Running ones have `timeout_s` to end; then the rest is given back, and
+        transfers and leases have `lease_s` more. True as soon as nothing is left that could be lost, even if the loop
+        has ended by itself. FleetError while the role changes.
         """
         drain_state = self._leave(None, timeout_s)
         return drain_state.outcome.result() if drain_state.outcome.done() else self._ended.done()
 
     def set_role(self, role: Role, timeout_s: float) -> None:
-        """Leaves the present role as in `drain`, then serves in the other one, with its prefix cache as it is.
+        """Leaves the current role as in `drain`, then serves in the other one, with its prefix cache as it is.
 
-        FleetError if that could not be done in time, with what was in the way: then it serves in its old role again.
+        FleetError if that took too long, with the cause: then it serves in its old role again.
         """
         drain_state = self._leave(role, timeout_s)
         if not drain_state.outcome.done():
@@ -148,7 +148,7 @@ class EngineLoop:
             )
 
     def stop(self) -> None:
-        """Ends the thread after the step under way. What is still running ends with it; drain first."""
+        """Ends the thread after the current step. Unfinished requests end with it; drain first."""
         self._commands.put(self._begin_stop)
         self._thread.join()
 
@@ -165,7 +165,7 @@ class EngineLoop:
         return self.snapshot.role is role and not self.snapshot.is_draining
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Calls it on the engine's thread when the loop has ended, for whatever reason; at once if it has."""
+        """Calls back on the engine's thread when the loop has ended, for any reason; at once if it already has."""
         self._ended.add_done_callback(lambda _: callback())
 
     def _run(self) -> None:
@@ -177,8 +177,8 @@ class EngineLoop:
                 self._tell_kv_followers()
                 self._look_whether_left()
                 self._publish()
-        except Exception as error:  # the edge of the thread: whoever watches the worker must learn of it
-            logger.exception("the engine loop ended")
+        except Exception as error:  # the edge of the thread: the worker's supervisor must learn of it
+            logger.exception("the engine loop failed")
             self.failure = error
         finally:
             self._ended.set_result(None)
@@ -186,7 +186,7 @@ class EngineLoop:
             self._core.close()
 
     def _take_commands(self) -> None:
-        """Runs all commands that wait; blocks for one first if a step could not achieve anything."""
+        """Runs all waiting commands; first blocks for one if a step could achieve nothing."""
         block = not self._core.may_progress
         try:
             self._commands.get(block, self._seconds_to_deadline() if block else None)()
@@ -241,7 +241,7 @@ class EngineLoop:
                 if not self._clients[client_id]:
                     del self._clients[client_id]
         if not self._clients:
-            self._deadlines.clear()  # what is left belongs to requests that finished in time
+            self._deadlines.clear()  # the rest belongs to requests that finished in time
 
     def _forget(self, client_id: str) -> None:
         self._kv_followers.discard(client_id)
@@ -250,9 +250,9 @@ class EngineLoop:
         self._abort(client_id, tuple(self._clients.get(client_id, ())))
 
     def _follow_kv(self, client_id: str) -> None:
-        self._tell_kv_followers()  # the account is to be everybody's latest word
+        self._tell_kv_followers()  # so that all followers are up to date before the listing
         account = net(self._core.begin_kv_events())
-        assert account is not None, "an account begins anew, so it is a change"
+        assert account is not None, "a full listing must be a change"
         self._kv_followers.add(client_id)
         self._outbox.send_kv_change((client_id,), account)
 
@@ -282,7 +282,9 @@ class EngineLoop:
         )
 
     def _leave(self, target: Role | None, timeout_s: float) -> DrainState:
-        """Returns when that is over, the loop has ended, or the engine does not answer; FleetError if it may not be."""
+        """Returns when that is over, the loop has ended, or the engine does not respond; FleetError
+        if it is refused.
+        """
         drain_state = DrainState(target, self._clock.now(), timeout_s, self._lease_s)
         self._commands.put(lambda: self._begin_leaving(drain_state))
         patience_s = drain_state.abandoned_at - self._clock.now() + ANSWER_TIMEOUT_S
@@ -293,7 +295,7 @@ class EngineLoop:
         return drain_state
 
     def _begin_leaving(self, drain_state: DrainState) -> None:
-        """A drain follows another one; nothing else may begin before its predecessor is over."""
+        """A drain may follow another one; nothing else may begin before the previous one is over."""
         former = self._drain_state
         if former is None:
             self._drain_state = drain_state
@@ -345,7 +347,7 @@ def _what_it_does(drain_state: DrainState) -> str:
     return (
         "is draining"
         if drain_state.target is None
-        else f"is about to become a {drain_state.target.kind.value} worker"
+        else f"is changing to a {drain_state.target.kind.value} worker"
     )
 
 

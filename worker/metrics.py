@@ -1,6 +1,6 @@
-"""WorkerMetrics: how a worker stands and what it did, for Prometheus; read when somebody asks: the engine pays nothing.
+"""WorkerMetrics: a worker's state and counts for Prometheus; computed when read, so they cost the engine nothing.
 
-Where a name, less its prefix, is vLLM's, its meaning is the same: docs/observability.md lists them side by side.
+Names that equal vLLM's, without the prefix, have the same meaning: docs/observability.md lists them side by side.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +15,15 @@ from worker.step_counts import StepCounts
 Labelled = dict[tuple[str, ...], float]
 
 COUNTERS = {
-    "preemptions": ("num_preemptions", "Requests that had to give up their blocks to others"),
-    "prefix_cache_queries": ("prefix_cache_queries", "Tokens that were looked for in the prefix cache"),
-    "prefix_cache_hits": ("prefix_cache_hits", "Tokens that were found there"),
-    "requests_given_back": ("requests_given_back", "Requests that this worker left for others to go on with"),
+    "preemptions": ("num_preemptions", "Requests preempted because blocks ran out"),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
+    "requests_given_back": ("requests_given_back", "Requests given back, to continue on other workers"),
 }
-"""Counters of a worker's scheduler that have a metric of their own. All others are told by name."""
+"""Scheduler counters with metrics of their own. All others are exported by name."""
 
 DENIED = {"request_denied_peers": "request", "kv_denied_peers": "kv"}
-"""Strangers at the door of either plane."""
+"""Refused connections of either plane."""
 
 
 class WorkerMetrics:
@@ -35,7 +35,7 @@ class WorkerMetrics:
         steps: StepCounts,
         device_memory: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`device_memory`: bytes by what they are; nothing of a device that has no memory of its own."""
+        """`device_memory`: bytes by kind; empty for a device without memory of its own."""
         self._status = status
         self._steps = steps
         self._device_memory = device_memory
@@ -44,7 +44,7 @@ class WorkerMetrics:
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """What a scrape gets, and its content type."""
+        """A scrape's content, and its content type."""
         return render(self._registry, accept)
 
     def _collect(self) -> Iterator[Metric]:
@@ -70,22 +70,22 @@ class WorkerMetrics:
     def _engine(self, worker: str) -> Iterator[Metric]:
         steps = self._steps
         yield histogram(
-            "iteration_tokens_total", "Tokens of a step", ["worker"], {(worker,): steps.tokens.counts()}
+            "iteration_tokens_total", "Tokens per step", ["worker"], {(worker,): steps.tokens.counts()}
         )
         yield histogram(
             "step_seconds",
-            "Time of a step; `prefill`: one that computed prompts, whatever else was in it",
+            "Time of a step; `prefill`: one that computed prompts, among other things",
             ["worker", "kind"],
             {(worker, "prefill"): steps.prefill_s.counts(), (worker, "decode"): steps.decode_s.counts()},
         )
         yield counter(
             "worker_computed_tokens",
-            "Tokens that went through the model",
+            "Tokens computed by the model",
             ["worker", "kind"],
             {(worker, "prompt"): steps.num_prompt_tokens, (worker, "decode"): steps.num_decode_tokens},
         )
         memory: Values = {(worker, kind): size for kind, size in self._device_memory().items()}
-        yield gauge("device_memory_bytes", "Memory of the GPU, of rank 0", ["worker", "kind"], memory)
+        yield gauge("device_memory_bytes", "GPU memory of rank 0", ["worker", "kind"], memory)
 
 
 def _requests(worker: str, status: WorkerStatus) -> Iterator[Metric]:
@@ -93,7 +93,7 @@ def _requests(worker: str, status: WorkerStatus) -> Iterator[Metric]:
     requests, load = status.requests, status.load
     for name, meaning, value in (
         ("num_requests_running", "Requests in the batch", requests.running),
-        ("num_requests_waiting", "Requests that wait for a place in it", requests.waiting),
+        ("num_requests_waiting", "Requests that wait to join the batch", requests.waiting),
         (
             "num_requests_loading",
             "Requests that wait for KV from a prefill worker",
@@ -101,22 +101,22 @@ def _requests(worker: str, status: WorkerStatus) -> Iterator[Metric]:
         ),
         (
             "worker_queued_prompt_tokens",
-            "Tokens to be computed before those that wait can decode",
+            "Tokens to compute before the waiting requests can decode",
             load.num_queued_prompt_tokens,
         ),
         (
             "worker_oldest_waiting_seconds",
-            "How long the one has waited that waits longest for its first step",
+            "Age of the oldest request that waits for its first step",
             load.oldest_waiting_s,
         ),
         (
             "worker_prefill_tokens_per_second",
-            "In recent steps that computed prompts; 0: not known",
+            "Prompt tokens per second in recent prefill steps; 0: unknown",
             load.prefill_tokens_per_s,
         ),
         (
             "worker_decode_step_seconds",
-            "Of a recent step that only decoded; 0: not known",
+            "Time of a recent step that only decoded; 0: unknown",
             load.decode_step_s,
         ),
     ):
@@ -130,9 +130,9 @@ def _blocks(worker: str, status: WorkerStatus) -> Iterator[Metric]:
         "kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", ["worker", "role"], {at: usage}
     )
     states: Labelled = {(*at, state): getattr(blocks, state) for state in BLOCK_STATES}
-    yield gauge("kv_blocks", "KV blocks by what they are kept for", ["worker", "role", "state"], states)
+    yield gauge("kv_blocks", "KV blocks by use", ["worker", "role", "state"], states)
     host: Labelled = {(*at, "used"): blocks.host_used, (*at, "free"): blocks.host_total - blocks.host_used}
-    yield gauge("host_kv_blocks", "Blocks of host memory for preempted KV", ["worker", "role", "state"], host)
+    yield gauge("host_kv_blocks", "Host memory blocks for preempted KV", ["worker", "role", "state"], host)
 
 
 BLOCK_STATES = ("free", "referenced", "leased", "quarantined")
@@ -142,10 +142,10 @@ def _counters(worker: str, counts: Mapping[str, int]) -> Iterator[Metric]:
     for key, (name, meaning) in COUNTERS.items():
         yield counter(name, meaning, ["worker"], {(worker,): counts.get(key, 0)})
     denied: Labelled = {(worker, plane): counts.get(key, 0) for key, plane in DENIED.items()}
-    yield counter("denied_peers", "Connections by strangers, turned away", ["worker", "plane"], denied)
+    yield counter("denied_peers", "Refused connections", ["worker", "plane"], denied)
     others = sorted(counts.keys() - COUNTERS.keys() - DENIED.keys())
     events: Labelled = {(worker, name): counts[name] for name in others}
-    yield counter("worker_events", "Everything else that a worker counts", ["worker", "event"], events)
+    yield counter("worker_events", "All other counters of a worker", ["worker", "event"], events)
 
 
 def _peers(worker: str, rows: tuple[KVPeerCounts, ...]) -> Iterator[Metric]:
@@ -160,6 +160,6 @@ def _peers(worker: str, rows: tuple[KVPeerCounts, ...]) -> Iterator[Metric]:
             ends[(*at, end)] = getattr(row, end)
         for phase in ("queued", "moving", "exposed"):
             times[(*at, phase)] = getattr(row, f"{phase}_s")
-    yield counter("kv_peer_handovers", "Hand-overs, by leg", [*labels, "outcome"], ends)
-    yield counter("kv_peer_bytes", "KV that was sent, offered or received", labels, sizes)
-    yield counter("kv_peer_seconds", "What hand-overs took, all together", [*labels, "phase"], times)
+    yield counter("kv_peer_handovers", "Hand-overs, by rank transfer", [*labels, "outcome"], ends)
+    yield counter("kv_peer_bytes", "KV bytes sent, offered or received", labels, sizes)
+    yield counter("kv_peer_seconds", "Total time of hand-overs", [*labels, "phase"], times)

@@ -11,21 +11,21 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 Render = Callable[[str], tuple[bytes, str]]
-"""All metrics for a reader that accepts this, and their content type."""
+"""All metrics for a reader that accepts this format, and their content type."""
 
 PATIENCE_S = 2.0
-"""For a reader to ask, and again to take the answer. Meanwhile other readers wait, and nobody else."""
+"""How long a reader may take to ask, and again to read the answer. Meanwhile only other readers wait."""
 
 MAX_REQUEST_BYTES = 16 * 1024
 
 PAUSE_S = 1.0
-"""After a connection that could not be accepted, for lack of files as a rule."""
+"""Pause after a failed accept, usually for lack of files."""
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """One life: `start`, then `stop`."""
+    """Used once: `start`, then `stop`."""
 
     def __init__(self, listener: socket.socket, render: Render) -> None:
         """`listener` is bound, and belongs to the server from now on. `render` is called on the server's thread."""
@@ -38,8 +38,8 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Closes the port. A reader that is being answered does not hold this up for longer than PATIENCE_S. May be
-        called before `start`."""
+        """Closes the port. A reader that is being answered delays this by at most PATIENCE_S. May be called before
+        `start`."""
         self._is_stopping.set()
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -52,19 +52,19 @@ class MetricsServer:
                 connection, address = self._listener.accept()
             except OSError as error:
                 if not self._is_stopping.wait(PAUSE_S):
-                    logger.error("cannot accept a reader of metrics, trying again: %s", error)
+                    logger.error("cannot accept a metrics connection, retrying: %s", error)
                 continue
             with connection:
                 try:
                     _Reader(connection, address, self._render)
                 except OSError as error:
-                    logger.debug("a reader of metrics left early: %s", error)
+                    logger.debug("a metrics reader disconnected early: %s", error)
                 except Exception:
-                    logger.exception("the metrics could not be told")
+                    logger.exception("failed to render metrics")
 
 
 class _Reader(BaseHTTPRequestHandler):
-    """Handles one request by being made."""
+    """Handles one request on construction."""
 
     timeout = PATIENCE_S
 
@@ -73,7 +73,7 @@ class _Reader(BaseHTTPRequestHandler):
         super().__init__(connection, address, None)  # type: ignore[arg-type] # there is no server to ask
 
     def setup(self) -> None:
-        """`timeout` is for each byte that comes, and for all that goes."""
+        """`timeout` applies to each received byte, and to the whole answer."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(_head_from(self.connection))
@@ -93,18 +93,18 @@ class _Reader(BaseHTTPRequestHandler):
         return "baton"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Every scrape would be a line."""
+        """Silent, since every scrape would log a line."""
 
 
 def _head_from(connection: socket.socket) -> bytes:
-    """A request's line and headers, which come within PATIENCE_S; OSError if they do not."""
+    """A request's line and headers; OSError if they do not arrive within PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     head = b""
     while b"\r\n\r\n" not in head:
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
         data = connection.recv(MAX_REQUEST_BYTES)
         if not data or len(head) > MAX_REQUEST_BYTES or time.monotonic() > deadline:
-            raise TimeoutError("it did not ask for anything in time, or for too much")
+            raise TimeoutError("the request did not arrive in time, or is too large")
         head += data
     connection.settimeout(PATIENCE_S)
     return head

@@ -1,6 +1,6 @@
-"""One worker as a process: builds the role on its engine; knows neither Ray nor who started it.
+"""One worker as a process: builds the role on its engine; knows neither Ray nor its parent.
 
-Ray actors use `build_worker`. Without Ray, for tests, benchmarks and machines of one's own:
+Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set-ups:
 
     python -m worker.process --role prefill --name w0 --config FILE
 
@@ -39,7 +39,7 @@ from worker.role import Role
 def build_worker(
     config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
 ) -> EngineHost:
-    """A worker that is not started yet. It queues as many requests as one gateway lets in."""
+    """A worker that is not started yet. It queues as many requests as one gateway admits."""
     max_waiting = config.gateway.max_in_flight
     roles: dict[WorkerRole, Role] = {
         WorkerRole.PREFILL: PrefillWorker(max_waiting),
@@ -57,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--log-level",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-        help="wins over the configuration's logging.level",
+        help="overrides the configuration's logging.level",
     )
-    parser.add_argument("--config", type=Path, help="YAML file, as for `baton serve`")
+    parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
     options = parser.parse_args(arguments)
     try:
         overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         _print(failure_to_json(error))
         return 1
     try:
-        end = _end_on_signals()  # before anybody can know whom to signal
+        end = _end_on_signals()  # before the pid is known to others
         worker.when_ended(end.set)
         _print(endpoint_to_json(endpoint))
         _serve_control(StdioControlServer(WorkerControl(worker).call, _print), end)
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _print(line: str) -> None:
     try:
         print(line, flush=True)
-    except OSError:  # nobody reads: then stdin is about to end, too
+    except OSError:  # no reader: then stdin is about to end, too
         return
 
 

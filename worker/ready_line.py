@@ -1,4 +1,4 @@
-"""The line by which a worker process says where it serves, or why it cannot; both ends of it, and no worker."""
+"""The line in which a worker process reports where it serves, or why it cannot; encodes and decodes it."""
 
 import json
 from dataclasses import asdict
@@ -13,14 +13,14 @@ def endpoint_to_json(endpoint: WorkerEndpoint) -> str:
 
 
 def failure_to_json(error: BatonError) -> str:
-    """What a worker says in place of its endpoint if it cannot start."""
+    """Sent instead of an endpoint if the worker cannot start."""
     return json.dumps({"failure": str(error), "kind": type(error).__name__})
 
 
 def endpoint_from_json(line: str) -> WorkerEndpoint:
-    """The inverse of `endpoint_to_json`, for whoever started the process.
+    """The inverse of `endpoint_to_json`, for the parent process.
 
-    Raises what a worker that could not start raised: ConfigError, ModelError, or WorkerUnavailable for the rest.
+    Raises the error of a worker that could not start: ConfigError, ModelError, or WorkerUnavailable for the rest.
     """
     values = json.loads(line)
     if "failure" in values:

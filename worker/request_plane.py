@@ -1,6 +1,6 @@
 """RequestServer: a worker's end of the request plane, on a thread of its own so that no step delays a heartbeat.
 
-Turns frames into typed messages and back; knows what the messages mean only as far as who is connected.
+Turns frames into typed messages and back; knows only which gateways are connected, not what messages mean.
 """
 
 import logging
@@ -41,14 +41,14 @@ from worker.kv_events import KVChange, parts
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""What may wait for one gateway that does not read; past this it counts as gone."""
+"""Messages that may wait for one gateway that does not read; beyond this it counts as gone."""
 
 LAST_WORDS_MS = 500
-"""What the last messages get to leave before the port is closed."""
+"""How long the last messages may take to leave before the port is closed."""
 
 
 class RequestSink(Protocol):
-    """What the server does with requests: the engine loop."""
+    """Receives requests: the engine loop."""
 
     def submit(self, client_id: str, request: EngineRequest) -> None: ...
 
@@ -59,7 +59,7 @@ class RequestSink(Protocol):
     def subscribe_kv_events(self, client_id: str) -> None: ...
 
     def fail(self, error: BaseException) -> None:
-        """Nobody can be talked to any more."""
+        """The request plane has failed for good."""
         ...
 
 
@@ -70,8 +70,9 @@ class _KVNews:
 
 
 class RequestServer:
-    """Listens for gateways. A gateway has a session from its Hello until it is silent for `peer_timeout_s`, out of
-    reach, or has said what did not arrive; then its requests end, and the next Hello opens another.
+    """Listens for gateways. A gateway's session begins with its Hello. It ends when the gateway is silent for
+    `peer_timeout_s`, is unreachable, or has missed a message. Then its requests end, and the next Hello opens another
+    session.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RequestServer:
         status: Callable[[], WorkerStatus],
         clock: Clock,
     ) -> None:
-        """Without `keys`, everybody who can connect is served."""
+        """Without `keys`, every process that can connect is served."""
         self._network = network
         self._status = status
         self._clock = clock
@@ -94,7 +95,7 @@ class RequestServer:
         self._is_stopping = False
         self.num_bad_messages = 0
         self.num_foreign_hellos = 0
-        """From gateways that speak another version."""
+        """Hellos of gateways with another version."""
 
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -108,7 +109,7 @@ class RequestServer:
 
     @property
     def num_denied(self) -> int:
-        """Connections that were turned away; from any thread."""
+        """Refused connections; readable from any thread."""
         return self._doorkeeper.num_denied
 
     def start(self, sink: RequestSink) -> None:
@@ -121,17 +122,17 @@ class RequestServer:
         self._wakeup.set()
 
     def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
-        """Queues what changed in the prefix cache for gateways that have subscribed; from any thread, never blocks."""
+        """Queues changes of the prefix cache for subscribed gateways; from any thread, never blocks."""
         self._outbox.put(_KVNews(client_ids, change))
         self._wakeup.set()
 
     def beat(self) -> None:
-        """Lets every gateway know at once how the worker stands; from any thread, never blocks."""
+        """Sends a heartbeat to every gateway now; from any thread, never blocks."""
         self._is_beat_due.set()
         self._wakeup.set()
 
     def stop(self) -> None:
-        """Sends what is queued and how the worker stands, then closes the port."""
+        """Sends queued messages and a last status, then closes the port."""
         self._is_stopping = True
         self._wakeup.set()
         self._thread.join()
@@ -139,8 +140,8 @@ class RequestServer:
     def _run(self, sink: RequestSink) -> None:
         try:
             self._serve(sink)
-        except Exception as error:  # the edge of the thread: a worker that nobody can talk to must not go on
-            logger.exception("the request plane ended")
+        except Exception as error:  # the edge of the thread: an unreachable worker must not go on
+            logger.exception("the request plane failed")
             sink.fail(error)
             self._say_last(error)
         finally:
@@ -169,16 +170,16 @@ class RequestServer:
         self._beat(sink)
 
     def _say_last(self, error: Exception) -> None:
-        """Gateways need not wait until they notice the silence."""
+        """Tells gateways at once, so that they need not wait for a timeout."""
         try:
             status = replace(
-                self._status(), state=WorkerState.DEAD, failure=f"its request plane ended: {error}"
+                self._status(), state=WorkerState.DEAD, failure=f"its request plane failed: {error}"
             )
             for peer in self._sessions.peers:
                 frame = TO_GATEWAY.encode(self._sessions.heartbeat(peer, status))
                 self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
-        except Exception as last_error:  # whatever was broken is broken for this, too
-            logger.debug("nor could it say so: %s", last_error)
+        except Exception as last_error:  # what broke the plane may break this, too
+            logger.debug("could not report the failure of the request plane: %s", last_error)
 
     def _receive_all(self, sink: RequestSink) -> None:
         while True:
@@ -208,7 +209,7 @@ class RequestServer:
         match message:
             case SubmitRequest(request):
                 extra = {"engine_request_id": request.request_id}
-                logger.debug("request %s comes", request.request_id, extra=extra)
+                logger.debug("received request %s", request.request_id, extra=extra)
                 sink.submit(_client_id(peer), request)
             case AbortRequests(request_ids):
                 sink.abort(_client_id(peer), request_ids)
@@ -216,12 +217,12 @@ class RequestServer:
                 sink.subscribe_kv_events(_client_id(peer))
 
     def _refuse(self, peer: bytes, version: int, sink: RequestSink) -> None:
-        """It gets no session; our own version is all that it can read for certain."""
+        """The gateway gets no session; it can surely read only our version."""
         self.num_foreign_hellos += 1
-        if self.num_foreign_hellos.bit_count() == 1:  # 1, 2, 4, 8, ...: it goes on trying
+        if self.num_foreign_hellos.bit_count() == 1:  # 1, 2, 4, 8, ...: it keeps retrying
             logger.warning(
-                "refused gateway %s: it speaks version %d of the request plane, this worker %d; let both run the same "
-                "version of Baton",
+                "refused gateway %s: it uses version %d of the request plane, this worker %d; run the "
+                "same version of Baton on both",
                 peer.hex(),
                 version,
                 REQUEST_PLANE_VERSION,
@@ -236,7 +237,7 @@ class RequestServer:
             self._send_heartbeat(peer, status, sink)
 
     def _running_s(self) -> float:
-        """What the silence of gateways is measured in: time in which this process stood still is not theirs."""
+        """Time in which the silence of gateways is measured; standstills of this process do not count."""
         return self._standstill.running(self._clock.now())
 
     def _send_heartbeat(self, peer: bytes, status: WorkerStatus, sink: RequestSink) -> None:
@@ -258,7 +259,7 @@ class RequestServer:
                     self._send(peer, frame, sink)
 
     def _frames(self, client_id: str, outputs: list[RequestOutput], sink: RequestSink) -> Iterator[bytes]:
-        """As few messages as hold them all. One output that none can hold ends its request."""
+        """As few messages as possible. A single output that is too large ends its request."""
         try:
             yield TO_GATEWAY.encode(Outputs(tuple(outputs)))
         except WireError as error:
@@ -268,7 +269,7 @@ class RequestServer:
                 yield from self._frames(client_id, outputs[half:], sink)
                 return
             request_id = outputs[0].request_id
-            logger.error("request %s ends: %s", request_id, error, extra={"engine_request_id": request_id})
+            logger.error("ending request %s: %s", request_id, error, extra={"engine_request_id": request_id})
             sink.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
@@ -284,7 +285,7 @@ class RequestServer:
         try:
             self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._forget(peer, sink, f"does not read, {OUTBOX_MESSAGES} messages wait for it")
+            self._forget(peer, sink, f"it does not read; {OUTBOX_MESSAGES} messages are waiting")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -295,7 +296,7 @@ class RequestServer:
             self._end_requests(peer, sink, why)
 
     def _end_requests(self, peer: bytes, sink: RequestSink, why: str) -> None:
-        logger.warning("the session of gateway %s is over (%s), its requests end", peer.hex(), why)
+        logger.warning("the session of gateway %s ended (%s); ending its requests", peer.hex(), why)
         sink.abort_client(_client_id(peer))
 
 
@@ -309,6 +310,6 @@ def _too_large(output: RequestOutput, error: WireError) -> RequestOutput:
         request_id=output.request_id,
         first_position=output.first_position,
         finish_reason=FinishReason.ERROR,
-        error=f"what it brought cannot be sent: {error}",
+        error=f"its output is too large to send: {error}",
         error_kind=ErrorKind.INTERNAL,
     )

@@ -1,4 +1,4 @@
-"""The seam between an engine and the role on top of it: what to accept, and when nothing is left to do."""
+"""The seam between an engine and its role: what it accepts, and when it is drained."""
 
 from typing import Protocol
 
@@ -7,15 +7,15 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class Role(Protocol):
-    """A device process's part in the cluster. Roles hold no engine state, so one can replace another while it runs."""
+    """A device process's part in the cluster. Roles hold no engine state, so one can replace another at run time."""
 
     @property
     def kind(self) -> WorkerRole: ...
 
     def admit(self, request: EngineRequest, load: RequestCounts) -> None:
-        """Returns if this role may take the request now; raises a RequestError that says why not."""
+        """Returns if this role may take the request now; else raises a RequestError with the reason."""
         ...
 
     def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
-        """Whether the process could stop now without anybody losing anything."""
+        """Whether the process could stop now without any loss."""
         ...

@@ -1,4 +1,4 @@
-"""StageTimes: when each request reached which stage, told from plans, outputs and transfers alone."""
+"""StageTimes: when each request reached which stage, derived from plans, outputs and transfers alone."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,19 +32,19 @@ class _HandedOver:
 
 
 class StageTimer:
-    """Stamps requests as they move, and says where their time went when they finish."""
+    """Records when requests move, and reports their stages when they finish."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._marks: dict[str, _Marks] = {}
         self._handed_over: dict[str, _HandedOver] = {}
-        """As long as the connector holds their blocks: it names each once, in the end."""
+        """Kept as long as the connector holds their blocks: it names each once, in the end."""
 
     def arrived(self, request_id: str, client_id: str) -> None:
         self._marks[request_id] = _Marks(client_id, self._clock.now())
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Requests the runner sees for the first time leave the queue now."""
+        """Requests that are new to the runner leave the queue now."""
         if not plan.scheduled_new_reqs:
             return
         now = self._clock.now()
@@ -60,7 +60,7 @@ class StageTimer:
                 marks.received = load
 
     def transferred(self, records: Mapping[str, TransferRecord]) -> Iterator[tuple[str, RequestOutput]]:
-        """Hand-overs that are over now. Yields news, by client, of requests that had finished here before."""
+        """Records ended hand-overs. Yields news, by client, of requests that had finished here before."""
         now = self._clock.now()
         for request_id, record in records.items():
             if marks := self._marks.get(request_id):
@@ -74,7 +74,7 @@ class StageTimer:
                 )
 
     def produced(self, output: RequestOutput) -> StageTimes | None:
-        """Call once per output. Returns the stages so far with the first token, and all of them with the last output;
+        """Call once per output. Returns the stages so far with the first token, and all stages with the last output;
         then the request is forgotten."""
         marks = self._marks.get(output.request_id)
         if marks is None:
@@ -100,7 +100,7 @@ class StageTimer:
 
 
 def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
-    """`waited_s` after its request's arrival the record is known to be over."""
+    """The record shifted so that its end lies `waited_s` after the request's arrival."""
     return record.shifted(max(0.0, waited_s - record.ended_s))
 
 

@@ -1,10 +1,10 @@
-"""StepCounts: how many steps an engine computed, how large they were and how long they took; plain numbers."""
+"""StepCounts: the number, sizes and times of an engine's steps; plain numbers."""
 
 from baton.system.histogram import Histogram
 
 STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""As vLLM has them."""
+"""vLLM's bounds."""
 
 
 class StepCounts:
@@ -13,9 +13,9 @@ class StepCounts:
     def __init__(self) -> None:
         self.tokens = Histogram(STEP_TOKENS)
         self.prefill_s = Histogram(STEP_S)
-        """Of steps that computed prompts, whatever else was in them."""
+        """Steps that computed prompts, among other things."""
         self.decode_s = Histogram(STEP_S)
-        """Of steps that only decoded."""
+        """Steps that only decoded."""
         self.num_prompt_tokens = 0
         self.num_decode_tokens = 0
 

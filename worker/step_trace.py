@@ -1,11 +1,11 @@
-"""StepTrace: what a worker's scheduler decided, step by step, as lines of JSON for people and programs to read.
+"""StepTrace: a worker's scheduler decisions, step by step, as lines of JSON for people and programs.
 
-    {"baton_trace":1,"worker":"w0", ...}              TraceHeader: whose steps these are
-    {"step":1,"planned_s":0.0012,"scheduled": ...}    StepTrace, in ascending order; what is empty is left out, and so
+    {"baton_trace":1,"worker":"w0", ...}              TraceHeader: the worker
+    {"step":1,"planned_s":0.0012,"scheduled": ...}    StepTrace, in ascending order; empty fields are left out, and so
                                                       are steps in which nothing happened
     {"end":"closed"}                                  TraceEnd; absent while the worker runs, and after kill -9
 
-Knows neither the engine that writes such a file (worker/step_trace_writer.py) nor what is drawn from it.
+Knows neither the engine that writes the file (worker/step_trace_writer.py) nor the pictures drawn from it.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Whose steps these are, and what they had to share."""
+    """The worker, and the resources that its requests share."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -35,30 +35,30 @@ class TraceHeader:
     worker: str
     incarnation: str
     role: WorkerRole
-    """What the worker was when it started."""
+    """The worker's initial role."""
     began_unix_s: float
-    """The time of day at the trace's second 0: lays files of several workers side by side, as well as clocks agree."""
+    """The time of day at the trace's second 0; aligns files of several workers as well as their clocks agree."""
     max_num_batched_tokens: int
     num_blocks: int
-    """That requests can have: the null block does not count."""
+    """Blocks for requests, without the null block."""
     block_size: int
 
 
 class Share(NamedTuple):
-    """What one request had of a step. A tuple, because there is one for each request of every step."""
+    """One request's part of a step. A tuple, because there is one for each request of every step."""
 
     num_tokens: int
     """Computed in this step."""
     num_computed_tokens: int
-    """Before it."""
+    """Computed before this step."""
     num_sampled: int = 0
-    """Tokens that the step gave; what was sampled for a request that had ended meanwhile counts too."""
+    """Tokens sampled by the step, including those of requests that had ended meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One step: its plan, how things stood when it was planned, and what came of it. Times are seconds of the worker's
-    own clock since the trace began.
+    """One step: its plan, the state when it was planned, and its result. Times are seconds of the worker's own clock
+    since the trace began.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -66,24 +66,24 @@ class StepTrace:
     step: int
     planned_s: float
     done_s: float | None = None
-    """When its result was taken in; None if the worker stopped before."""
+    """When its result was processed; None if the worker stopped before."""
     scheduled: Mapping[str, Share] = field(default_factory=dict)
     """By request, in the order of scheduling."""
     num_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of the requests that compute for the first time."""
+    """Of requests that compute for the first time."""
     num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of requests that start or are resumed: tokens found in the prefix cache. What else they have computed before came
-    from another worker (those that start), or out of host memory (those that are resumed).
+    """Of requests that start or resume: tokens found in the prefix cache. Their other computed tokens came from
+    another worker (if they start), or from host memory (if they resume).
     """
     resumed: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
-    """For this step, or since the plan before it."""
+    """Preempted for this step, or since the previous plan."""
     ended: Mapping[str, FinishReason] = field(default_factory=dict)
-    """With this step's result if they ran or waited in it, else between the plan before it and this one."""
+    """Ended with this step's result if they ran or waited in it, else between the previous plan and this one."""
     loading: tuple[str, ...] = ()
-    """Wait for KV from another worker."""
+    """Requests that wait for KV from another worker."""
     waiting: tuple[str, ...] = ()
-    """First in the queue; `num_waiting` counts those that are not named too."""
+    """First in the queue; `num_waiting` also counts those that are not named."""
     num_waiting: int = 0
     num_swapped_out: int = 0
     """Blocks copied to host memory."""
@@ -99,9 +99,9 @@ class TraceEnd(Enum):
     FULL = "full"
     """The file reached its limit; the worker went on."""
     OPEN = "open"
-    """No last word: the worker runs still, or was killed between two lines."""
+    """No end: the worker still runs, or was killed between two lines."""
     CUT = "cut"
-    """No last word, and the last line is not whole: the worker was killed in the middle of it, or writes it now."""
+    """No end, and an incomplete last line: the worker was killed in the middle of it, or is writing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def encode_header(header: TraceHeader) -> bytes:
 
 
 def encode_step(step: StepTrace) -> bytes:
-    """One line without what is empty."""
+    """One line without empty fields."""
     return _STEP.dump_json(step, exclude_defaults=True) + b"\n"
 
 
@@ -134,11 +134,11 @@ def encode_end(end: TraceEnd) -> bytes:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file, whether or not it is complete. OSError if it cannot be opened; TraceError names the line."""
+    """Reads a trace file, complete or not. OSError if it cannot be opened; TraceError names the line."""
     with path.open("rb") as file:
         lines = file.readlines()
     if not lines:
-        raise TraceError(f"{path}: empty; not even the worker's name was written")
+        raise TraceError(f"{path}: the file is empty")
     header = _decode_header(path, lines[0])
     is_cut = not lines[-1].endswith(b"\n")
     end = TraceEnd.CUT if is_cut else _LAST_WORDS.get(lines[-1], TraceEnd.OPEN)
@@ -157,11 +157,12 @@ def _decode_header(path: Path, line: bytes) -> TraceHeader:
         header = _HEADER.validate_json(line)
     except ValidationError as error:
         raise TraceError(
-            f"{path}:1: not a trace of steps, which begins with a line about its worker: {_brief(error)}"
+            f"{path}:1: not a step trace, which must begin with a line about its worker: {_brief(error)}"
         ) from None
     if header.baton_trace != TRACE_VERSION:
         raise TraceError(
-            f"{path}:1: a trace of version {header.baton_trace}; this command reads version {TRACE_VERSION}"
+            f"{path}:1: this trace has version {header.baton_trace}, but this command reads version "
+            f"{TRACE_VERSION}"
         )
     return header
 

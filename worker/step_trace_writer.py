@@ -1,7 +1,8 @@
-"""StepTraceWriter: writes a worker's steps to a file of its own, as they become known; never ends or delays the engine.
+"""StepTraceWriter: writes a worker's steps to a file of its own, as they become known; never ends or delays the
+engine.
 
-It hears of a step twice: when it is planned, and when its result was taken in. Between the two, with asynchronous
-scheduling, the next step is planned; a record is completed by its step's number, and lines stay in ascending order.
+It is called twice for each step: when it is planned, and when its result is processed. With asynchronous scheduling,
+the next step is planned in between. So records are completed by step number, and lines stay in ascending order.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ from worker.step_trace import (
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_IDS = 32
-"""How many of those that wait are worth naming in every step."""
+"""How many waiting requests each step names."""
 
 _TIME_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """How things stood when a step was planned."""
+    """The state when a step was planned."""
 
     loading: tuple[str, ...]
     waiting: tuple[str, ...]
-    """The first of the queue; more than `MAX_WAITING_IDS` are too many."""
+    """The first of the queue, at most `MAX_WAITING_IDS`."""
     num_waiting: int
     num_free_blocks: int
 
@@ -55,7 +56,9 @@ class _PlannedStep:
 
 
 def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: int) -> "StepTraceWriter":
-    """A new file `WORKER-INCARNATION.jsonl` in the folder, which is made if need be; ConfigError if that cannot be."""
+    """Creates a file `WORKER-INCARNATION.jsonl` in the folder, and the folder if necessary;
+    ConfigError if it cannot.
+    """
     path = Path(folder) / f"{header.worker}-{header.incarnation}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,18 +70,18 @@ def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: i
             raise
     except OSError as error:
         raise ConfigError(
-            f"engine.trace_dir: got {folder!r}, but {error.filename or path} cannot be written ({error.strerror}); "
-            "name a folder where this worker may write"
+            f"engine.trace_dir: got {folder!r}, but {error.filename or path} cannot be written "
+            f"({error.strerror}); use a folder that this worker may write to"
         ) from error
 
 
 class StepTraceWriter:
-    """Every method belongs to the engine's thread, and none raises: what cannot be written is said once, and then the
-    engine goes on without a trace. Each step is in the file as soon as its result is known.
+    """Every method belongs to the engine's thread, and none raises: a failed write is logged once, and the engine
+    goes on without a trace. Each step is in the file as soon as its result is known.
     """
 
     def __init__(self, file: BinaryIO, path: Path, header: TraceHeader, clock: Clock, max_bytes: int) -> None:
-        """Takes over `file`, which must not buffer. OSError if not even the header can be written."""
+        """Takes over `file`, which must be unbuffered. OSError if the header cannot be written."""
         self._file: BinaryIO | None = file
         self._path = path
         self._clock = clock
@@ -89,11 +92,11 @@ class StepTraceWriter:
         self._planned: dict[int, _PlannedStep] = {}
         self._ended_between: dict[str, FinishReason] = {}
         self._last_seen: tuple[object, ...] = ((), (), 0)
-        """Who loaded and who waited in the last step that was written."""
+        """Loading and waiting requests of the last written step."""
         self._write_whole(encode_header(header))
 
     def planned(self, plan: SchedulerOutput, standing: QueueSnapshot) -> None:
-        """A step was planned; call it before anything of it is computed."""
+        """A step was planned; call this before any of it is computed."""
         if self._file is not None:
             ended, self._ended_between = self._ended_between, {}
             self._planned[plan.step] = _PlannedStep(plan, self._now(), standing, ended)
@@ -106,13 +109,13 @@ class StepTraceWriter:
     def done(
         self, step: int, sampled_token_ids: Mapping[str, list[int]], news: Mapping[str, EngineCoreOutputs]
     ) -> None:
-        """The result of a planned step was taken in: what the device sampled, and the news that came of it."""
+        """The result of a planned step was processed: the device's samples, and the resulting news."""
         planned = self._planned.pop(step, None)
         if planned is not None:
             self._record(planned, self._now(), sampled_token_ids, _ends(news))
 
     def close(self) -> None:
-        """Writes the steps that have no result, and the last word. May be called again."""
+        """Writes the steps without a result, and the end. May be called again."""
         for step in list(self._planned):
             self._record(self._planned[step], None, {}, {})
         self._end(TraceEnd.CLOSED)
@@ -166,7 +169,7 @@ class StepTraceWriter:
         try:
             self._write_whole(line)
         except OSError as error:
-            logger.error("the trace %s cannot be written and ends here: %s", self._path, error)
+            logger.error("cannot write the trace %s, which ends here: %s", self._path, error)
             self._stop()
 
     def _write_whole(self, line: bytes) -> None:
@@ -178,7 +181,7 @@ class StepTraceWriter:
 
     def _end(self, end: TraceEnd) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # nobody misses the last word more than the steps before it
+            with contextlib.suppress(OSError):  # losing the end matters no more than losing steps
                 self._file.write(encode_end(end))
             self._stop()
 
@@ -202,7 +205,7 @@ def _shares(plan: SchedulerOutput, sampled: Mapping[str, list[int]]) -> dict[str
 
 
 def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]:
-    """Hits of those that get blocks with this plan: what they have computed, less what comes from elsewhere."""
+    """Hits of requests that get blocks with this plan: their computed tokens, less those from elsewhere."""
     num_cached = {
         new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs if not new.is_loaded
     }

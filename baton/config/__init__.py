@@ -1,4 +1,4 @@
-"""The configuration: a file of Python for each section of the YAML file, and one for the whole."""
+"""The configuration: one Python module for each section of the YAML file, and one for the whole file."""
 
 from baton.config.access import ANONYMOUS, ApiKey, Tls, contradiction_among
 from baton.config.autoscaling import AutoscalingConfig

@@ -1,4 +1,4 @@
-"""The configuration's section `autoscaling`: how many workers there may be, and what makes them more or fewer."""
+"""The configuration's section `autoscaling`: bounds for the number of workers, and the targets that change it."""
 
 from typing import Literal, Self
 
@@ -8,40 +8,40 @@ from baton.config.section import Section
 
 
 class AutoscalingConfig(Section):
-    """How many workers there are, by what requests have to wait for."""
+    """How many workers run, controlled by how long requests wait."""
 
     mode: Literal["off", "dry_run", "on"] = "off"
-    """`dry_run`: says what it would do, and why, but does nothing."""
+    """`dry_run` logs the decisions and their reasons, but changes nothing."""
     min_prefill: int | None = Field(None, ge=0)
-    """Never fewer prefill workers than this; None: `cluster.prefill`."""
+    """The fewest prefill workers; None: `cluster.prefill`."""
     max_prefill: int | None = Field(None, ge=0)
-    """Never more; None: `cluster.prefill`."""
+    """The most prefill workers; None: `cluster.prefill`."""
     min_decode: int | None = Field(None, ge=1)
-    """Never fewer decode workers than this; None: `cluster.decode`."""
+    """The fewest decode workers; None: `cluster.decode`."""
     max_decode: int | None = Field(None, ge=1)
-    """Never more; None: `cluster.decode`."""
+    """The most decode workers; None: `cluster.decode`."""
     may_change_roles: bool = True
-    """A role that is short gets a worker of the other one, if that has one to spare, rather than a new one.
-    Workers of unequal numbers of ranks keep their roles."""
+    """Before a worker is added for one role, a spare worker of the other role changes to it. Workers with different
+    numbers of ranks keep their roles."""
     target_queue_time_s: float | None = Field(1.0, gt=0.0)
-    """Prompts should not wait longer than this for their computation, nor requests for a worker with room; None: this
-    is not watched. The same goes for the other targets."""
+    """Longest acceptable wait of a prompt for its computation, and of a request for a worker with room. None turns
+    this target off, as it does for the other targets."""
     target_ttft_p99_s: float | None = Field(None, gt=0.0)
-    """Time to first token of all but one request in a hundred."""
+    """Target for the 99th percentile of the time to first token."""
     target_itl_p99_s: float | None = Field(None, gt=0.0)
-    """Time from one token of a request to the next, of all but one token in a hundred."""
+    """Target for the 99th percentile of the time between two tokens of a request."""
     target_block_use: float | None = Field(0.85, gt=0.0, le=1.0)
-    """Share of the decode workers' KV blocks in use."""
+    """Target for the share of the decode workers' KV blocks in use."""
     interval_s: float = Field(5.0, gt=0.0)
-    """Time from one look at the fleet to the next."""
+    """Seconds between two evaluations of the fleet."""
     grow_after_s: float = Field(15.0, ge=0.0)
-    """A target must be missed for this long before anything is done about it. Latencies are those of this time."""
+    """How long a target must be missed before the fleet grows. Latency percentiles cover the same period."""
     shrink_after_s: float = Field(300.0, ge=0.0)
-    """All targets of a role must be met with room to spare for this long before it loses a worker."""
+    """How long all targets of a role must be met with room to spare before the role loses a worker."""
     grow_cooldown_s: float = Field(30.0, ge=0.0)
-    """After a change, and once the workers that it brings serve, a role is left alone for this long before it grows."""
+    """After a change, once its new workers serve, a role does not grow again for this long."""
     shrink_cooldown_s: float = Field(120.0, ge=0.0)
-    """Likewise before it shrinks."""
+    """After a change, once its new workers serve, a role does not shrink for this long."""
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -58,7 +58,7 @@ class AutoscalingConfig(Section):
         if self.shrink_after_s < self.grow_after_s:
             raise ValueError(
                 f"shrink_after_s ({self.shrink_after_s:g}) must not be shorter than grow_after_s "
-                f"({self.grow_after_s:g}), or the fleet would forget a load sooner than it heeds it"
+                f"({self.grow_after_s:g}); otherwise the fleet shrinks before it has reacted to a load"
             )
         targets = (
             self.target_queue_time_s,
@@ -67,10 +67,10 @@ class AutoscalingConfig(Section):
             self.target_block_use,
         )
         if self.mode != "off" and all(target is None for target in targets):
-            raise ValueError(f"mode '{self.mode}' needs a target: every target_... is None")
+            raise ValueError(f"mode '{self.mode}' needs a target; set at least one target_... key")
         if self.model_fields_set and "mode" not in self.model_fields_set:
             key = min(self.model_fields_set)
             raise ValueError(
-                f"{key} ({getattr(self, key)}) needs mode 'on' or 'dry_run'; with 'off' it waits for these"
+                f"{key} ({getattr(self, key)}) has no effect with mode 'off'; set mode to 'on' or 'dry_run'"
             )
         return self

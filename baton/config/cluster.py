@@ -1,4 +1,4 @@
-"""The configuration's section `cluster`: which workers there are, where they run, and how patient their keeper is."""
+"""The configuration's section `cluster`: which workers run, where, and how patiently they are supervised."""
 
 import re
 from typing import Annotated, Self
@@ -10,70 +10,70 @@ from baton.system.hosts import is_address
 
 _LABEL_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _LABEL_CONDITION = re.compile(rf"!?{_LABEL_VALUE}|!?in\({_LABEL_VALUE}(?:, *{_LABEL_VALUE})*\)")
-"""As Ray reads them."""
+"""Label conditions as Ray parses them."""
 
 
 class ClusterConfig(Section):
-    """The fleet and where Ray finds it."""
+    """The fleet and its Ray cluster."""
 
     name: str = Field("baton", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Of the fleet: two fleets on one Ray cluster need two names, and `baton serve` with the name of a fleet that was
-    left alone there takes it over; `baton gateway` finds its fleet by it."""
+    """Name of the fleet; two fleets on one Ray cluster need two names. `baton serve` adopts a running fleet of this
+    name, and `baton gateway` connects to it."""
     prefill: int = Field(1, ge=0)
-    """Prefill workers; with 0, decode workers compute every prompt themselves."""
+    """Number of prefill workers; with 0, decode workers compute every prompt themselves."""
     decode: int = Field(1, ge=1)
-    """Decode workers."""
+    """Number of decode workers."""
     prefill_tensor_parallel: int | None = Field(None, ge=1)
-    """Ranks of each prefill worker; None: `engine.tensor_parallel`. One of this and the next divides the other."""
+    """Ranks of each prefill worker; None: `engine.tensor_parallel`. This must divide `decode_tensor_parallel`, or be
+    a multiple of it."""
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     ray_address: str = "local"
-    """`local` starts a private Ray for this command; `none` does without, for CPUs: workers are child processes on this
-    machine. Anything else joins that cluster."""
+    """`local` starts a private Ray for this command. `none` runs without Ray, on CPUs only: workers are child
+    processes on this machine. Any other value is the address of a Ray cluster to join."""
     ray_timeout_s: float = Field(0.0, ge=0.0)
-    """What a Ray cluster that is to be joined gets to come up, where it starts beside us; 0: it is there already."""
+    """How long to wait for an external Ray cluster to start; 0 means it is already up."""
     fleet_port: int = Field(0, ge=0, le=65535)
-    """Where `baton fleet` answers gateways, on `network.bind_host`. 0: a free port."""
+    """Port on `network.bind_host` where `baton fleet` serves gateways; 0 picks a free port."""
     fleet_address: str | None = None
-    """With `baton gateway`, HOST:PORT of a `baton fleet`: the gateway's machine then needs no Ray, and
-    `ray_address` stays unset."""
+    """For `baton gateway`: HOST:PORT of a `baton fleet`. The gateway's machine then needs no Ray, and `ray_address`
+    must be unset."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
-    """What each rank of a worker asks of Ray. The math library's threads are `engine.num_threads`."""
+    """CPUs that each rank of a worker requests from Ray. `engine.num_threads` sets the threads of the math library."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Ray's custom resources that a worker started as a prefill worker asks of its node, e.g. `{prefill: 1}`."""
+    """Custom Ray resources that a worker started as a prefill worker requests from its node, e.g. `{prefill: 1}`."""
     decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
-    """Likewise of decode workers."""
+    """Custom Ray resources that a worker started as a decode worker requests from its node."""
     prefill_labels: dict[str, str] = Field(default_factory=dict)
-    """Ray's labels that the node of a worker started as a prefill worker must have, e.g. `{role: prefill}`; a value may
-    be a condition, as `!x` or `in(x,y)`."""
+    """Ray labels that the node of a worker started as a prefill worker must have, e.g. `{role: prefill}`. A value may
+    be a condition, such as `!x` or `in(x,y)`."""
     decode_labels: dict[str, str] = Field(default_factory=dict)
-    """Likewise of decode workers."""
+    """Ray labels that the node of a worker started as a decode worker must have."""
     start_timeout_s: float = Field(300.0, gt=0.0)
-    """What a worker gets to load its model in, and the whole fleet when it starts for the first time; with
-    `baton gateway`, the fleet that it looks for."""
+    """How long a worker may take to load its model, and the whole fleet to start for the first time. For `baton
+    gateway`: how long to wait for its fleet."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
-    """What running requests get to end by themselves when their worker is drained or changes its role, or the cluster
-    stops. Where there is another worker, what is left then goes on there."""
+    """How long running requests may go on when their worker is drained or changes its role, or the cluster stops.
+    Requests still running then continue on another worker, if there is one."""
     unresponsive_timeout_s: float = Field(10.0, gt=0.0)
-    """A worker whose process does not answer for so long is killed and replaced."""
+    """A worker whose process does not answer for this long is killed and replaced."""
     stable_after_s: float = Field(10.0, gt=0.0)
-    """A worker that served for so long before it died is replaced at once, whatever was before."""
+    """A worker that served for this long before it died is replaced at once; earlier deaths no longer count."""
     restart_delay_s: float = Field(1.0, gt=0.0)
-    """What a worker waits for before it is started again, the second time that it dies early; twice as long each time
-    after."""
+    """Delay before a worker is restarted after its second early death; doubles with each further one."""
     restart_delay_max_s: float = Field(30.0, gt=0.0)
-    """The longest of these waits, and that of a worker in a crash loop."""
+    """The longest restart delay; a worker in a crash loop always waits this long."""
     crash_loop_deaths: int = Field(5, ge=2)
-    """Early deaths within `crash_loop_window_s` that are called a crash loop."""
+    """How many early deaths within `crash_loop_window_s` count as a crash loop."""
     crash_loop_window_s: float = Field(120.0, gt=0.0)
     orphan_timeout_s: float = Field(60.0, gt=0.0)
-    """On a cluster that was joined: a fleet that no gateway has asked about for so long ends itself."""
+    """On an external Ray cluster, a fleet that no gateway has contacted for this long shuts itself down."""
 
     @field_validator("fleet_address")
     @classmethod
     def _check_address(cls, address: str | None) -> str | None:
         if address is not None and not is_address(address):
-            raise ValueError(f"got '{address}'; HOST:PORT, as `baton fleet` says it")
+            raise ValueError(f"got '{address}'; use HOST:PORT, as printed by `baton fleet`")
         return address
 
     @field_validator("prefill_labels", "decode_labels")
@@ -81,26 +81,27 @@ class ClusterConfig(Section):
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         for value in labels.values():
             if not _LABEL_CONDITION.fullmatch(value):
-                raise ValueError(f"got {value!r}; a label's value, or one of !x, in(x,y) and !in(x,y)")
+                raise ValueError(f"got {value!r}; use a label value, or one of !x, in(x,y) and !in(x,y)")
         return labels
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.fleet_address is not None and "ray_address" in self.model_fields_set:
             raise ValueError(
-                f"fleet_address ('{self.fleet_address}') and ray_address ('{self.ray_address}') are two ways to one "
-                "fleet; set one of them"
+                f"fleet_address ('{self.fleet_address}') and ray_address ('{self.ray_address}') both name "
+                "the fleet; set only one of them"
             )
         if self.ray_address in ("none", "local") and self.fleet_address is None:
             if self.ray_timeout_s:
                 raise ValueError(
-                    f"ray_timeout_s ({self.ray_timeout_s:g}) is for a Ray cluster that is joined, and ray_address is "
-                    f"'{self.ray_address}'; leave it out, or give that cluster's address"
+                    f"ray_timeout_s ({self.ray_timeout_s:g}) needs an external Ray cluster, but "
+                    f"ray_address is '{self.ray_address}'; remove it, or set ray_address to that "
+                    "cluster's address"
                 )
             for key in ("prefill_resources", "decode_resources", "prefill_labels", "decode_labels"):
                 if value := getattr(self, key):
                     raise ValueError(
-                        f"{key} ({value}) is for nodes of a Ray cluster that is joined, and ray_address is "
-                        f"'{self.ray_address}'"
+                        f"{key} ({value}) selects nodes of an external Ray cluster, but ray_address is "
+                        f"'{self.ray_address}'; remove it, or set ray_address to that cluster's address"
                     )
         return self

@@ -1,7 +1,7 @@
 """The configuration file: one frozen section per package, validated once at the edge, handed down as values.
 
-Every key here can stand in the YAML file of `baton serve`; only the command reads the file and the
-environment. An unknown key, a wrong type or a value that cannot work is a ConfigError that names it.
+Every key here may appear in the YAML file of `baton serve`; only the command reads the file and the environment. An
+unknown key, a wrong type or an impossible value raises a ConfigError that names it.
 """
 
 from pathlib import Path
@@ -40,14 +40,15 @@ class BatonConfig(Section):
     def _check(self) -> Self:
         if self.cluster.ray_address == "none" and self.engine.device == "cuda":
             raise ValueError(
-                "cluster.ray_address 'none' needs engine.device 'cpu': it is Ray that shares out a machine's GPUs. "
-                "Use 'local'"
+                "cluster.ray_address 'none' needs engine.device 'cpu', because only Ray assigns a "
+                "machine's GPUs to workers; use cluster.ray_address 'local'"
             )
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(
-                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}: one of "
-                "cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a multiple of the other"
+                f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}; "
+                "one of cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a "
+                "multiple of the other"
             )
         if self.autoscaling.mode != "off":
             self._check_bounds()
@@ -63,12 +64,12 @@ class BatonConfig(Section):
                 )
         if all(low == high for low, high in map(self.worker_bounds, WorkerRole)):
             raise ValueError(
-                f"autoscaling.mode '{self.autoscaling.mode}' may change nothing: give it room with "
-                "autoscaling.max_decode, or another bound"
+                f"autoscaling.mode '{self.autoscaling.mode}' has nothing to change, because all bounds "
+                "are equal; raise autoscaling.max_decode, or change another bound"
             )
 
     def num_ranks(self, role: WorkerRole) -> int:
-        """Tensor-parallel ranks of a worker that is started in this role."""
+        """Tensor-parallel ranks of a worker started in this role."""
         cluster = self.cluster
         own = (
             cluster.prefill_tensor_parallel if role is WorkerRole.PREFILL else cluster.decode_tensor_parallel
@@ -76,7 +77,7 @@ class BatonConfig(Section):
         return own or self.engine.tensor_parallel
 
     def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
-        """How few and how many workers of this role autoscaling may leave."""
+        """The fewest and the most workers of this role under autoscaling."""
         start, bounds = getattr(self.cluster, role.value), self.autoscaling
         low, high = getattr(bounds, f"min_{role.value}"), getattr(bounds, f"max_{role.value}")
         return start if low is None else low, start if high is None else high
@@ -91,7 +92,7 @@ class BatonConfig(Section):
 
     @classmethod
     def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
-        """Reads a YAML file and lays `overrides` (section -> key -> value) over it."""
+        """Reads a YAML file and applies `overrides` (section -> key -> value)."""
         try:
             values = yaml.safe_load(path.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -102,7 +103,7 @@ class BatonConfig(Section):
 
 
 def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Section by section, `overrides` over `values`; neither is changed. An override of None takes a key out."""
+    """Merges `overrides` into `values`, section by section; changes neither. An override of None removes a key."""
     merged = dict(values)
     for section, keys in overrides.items():
         under = merged.get(section) or {}

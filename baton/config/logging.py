@@ -1,4 +1,4 @@
-"""The configuration's section `logging`: what every process of a cluster writes to its stderr, and how."""
+"""The configuration's section `logging`: what every process of a cluster writes to stderr, and in which format."""
 
 from typing import Literal
 
@@ -6,12 +6,12 @@ from baton.config.section import Section
 
 
 class LoggingConfig(Section):
-    """The same for gateways, controllers and workers."""
+    """Log settings for gateways, controllers and workers alike."""
 
     level: Literal["debug", "info", "warning", "error"] = "warning"
-    """The least that is written; `info` has a line for each request that is over. Of libraries that are not ours,
-    warnings and errors are, whatever this says."""
+    """Lowest level that is written; `info` has one line for each finished request. Third-party libraries always log
+    warnings and errors only."""
     format: Literal["text", "json"] = "text"
-    """`json`: an object a line, for programs that read logs."""
+    """`json`: one object per line, for programs that read logs."""
     log_prompts: bool = False
-    """Prompts are written, too, as lines of level `info`."""
+    """Also log prompts, at level `info`."""

@@ -1,4 +1,4 @@
-"""The section `network`: addresses, protection and liveness of the planes between gateway and workers."""
+"""The section `network`: addresses, encryption and failure detection between gateway and workers."""
 
 from typing import Literal, Self
 
@@ -9,52 +9,51 @@ from baton.system.hosts import WILDCARDS, is_host, is_loopback
 
 
 class NetworkConfig(Section):
-    """Addresses, protection and signs of life of the planes between gateway and workers."""
+    """Addresses, encryption and failure detection between gateway and workers."""
 
     bind_host: str = Field("127.0.0.1", min_length=1)
-    """Where workers listen, on both planes, each on a free port: an address, IPv4 or IPv6, or the name of an interface,
-    which means another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
+    """Where workers listen, each on free ports: an IPv4 or IPv6 address, or the name of an interface, which stands
+    for another address on each machine; `0.0.0.0` and `::` listen on all interfaces."""
     advertise_host: str | None = Field(None, min_length=1)
-    """What workers tell others to connect to, where that is not where they listen (address translation). None: the
-    address they listen on; with `0.0.0.0` or `::`, the node's address in Ray or, without Ray, that of its route to
-    others."""
+    """Address that workers tell others to connect to, if it differs from the one they listen on (address
+    translation). None: the address they listen on. With `0.0.0.0` or `::`: the node's address in Ray or, without Ray,
+    the address of its route to others."""
     security: Literal["curve", "none"] = "curve"
-    """`curve`: both planes are encrypted, and admit only who knows the cluster's secret. `none`: neither, so anybody
-    who can connect may give orders and read KV; allowed on loopback only."""
+    """`curve`: both planes are encrypted, and admit only processes that know the cluster's secret. `none`: everyone
+    who can connect may send commands and read KV; allowed on loopback only."""
     secret_file: str | None = Field(None, min_length=1)
-    """The cluster's secret, of mode 0600; `baton serve` makes it if it is not there. None:
-    $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET wins over either."""
+    """File of the cluster's secret, of mode 0600; `baton serve` creates it if it does not exist. None:
+    $XDG_CONFIG_HOME/baton/cluster.secret. The environment variable BATON_CLUSTER_SECRET overrides both."""
     metrics_port: int | None = Field(0, ge=0, le=65535)
-    """Where each worker answers Prometheus, on `bind_host`, without encryption and to everybody who can connect: counts
-    and times, never what users write. 0: a free port each, and the gateway's /metrics/targets tells which. None:
-    nowhere."""
+    """Port on `bind_host` where each worker serves Prometheus metrics, unencrypted and without authentication: counts
+    and times, never what users write. 0: a free port each, listed by the gateway's /metrics/targets. None: no
+    metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """Silence after which a worker, or a gateway, counts as dead."""
+    """A worker or gateway that is silent for this long counts as dead."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
-    """A worker whose connection broke, as it does at once when its process is killed, and did not come back for so long
-    counts as dead, too."""
+    """A worker whose connection broke, as it does when its process is killed, counts as dead if it does not reconnect
+    within this time."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod
     def _check_host(cls, host: str | None) -> str | None:
         if host is not None and not is_host(host):
-            raise ValueError(
-                f"got '{host}'; a host is an address or a name, without brackets, scheme or port"
-            )
+            raise ValueError(f"got '{host}'; use an address or a name, without brackets, scheme or port")
         return host
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.advertise_host in WILDCARDS:
             raise ValueError(
-                f"advertise_host '{self.advertise_host}' is no place to connect to; leave it out, or name this "
+                f"advertise_host '{self.advertise_host}' cannot be connected to; remove it, or set this "
                 "machine's address"
             )
         if self.security == "none" and not is_loopback(self.bind_host):
             raise ValueError(
-                f"security 'none' on bind_host '{self.bind_host}' would let everybody who reaches this machine give "
-                "workers orders and read what users write; use security 'curve', or bind_host '127.0.0.1'"
+                f"security 'none' on bind_host '{self.bind_host}' would let everyone who can reach this "
+                "machine send commands to workers and read what users write; use security 'curve', or "
+                "bind_host '127.0.0.1'"
             )
         if self.security == "none" and self.secret_file is not None:
             raise ValueError(f"secret_file ('{self.secret_file}') needs security 'curve', not 'none'")

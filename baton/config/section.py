@@ -1,4 +1,4 @@
-"""Section: what a group of configuration keys is, and how its errors read; knows no key."""
+"""Section: the base of every group of configuration keys, and the wording of its errors; knows no key."""
 
 from typing import Self
 
@@ -8,12 +8,14 @@ from baton.errors import ConfigError
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown ones are refused."""
+    """A frozen group of keys; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def with_values(self, source: str, **values: object) -> Self:
-        """A copy with other values, as strictly validated as the original; ConfigError calls it `source`."""
+        """A copy with other values, as strictly validated as the original; `source` names their origin in a
+        ConfigError.
+        """
         try:
             return self.model_validate({**self.model_dump(exclude_unset=True), **values})
         except ValidationError as error:
@@ -21,7 +23,7 @@ class Section(BaseModel):
 
 
 def describe(error: ValidationError, source: str) -> str:
-    """A line for each offending key: where it stands, its value, and what is allowed."""
+    """One line for each offending key: where it is, its value, and what is allowed."""
     lines = []
     for problem in error.errors():
         where = ": ".join(filter(None, [source, ".".join(str(part) for part in problem["loc"])]))

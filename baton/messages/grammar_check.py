@@ -1,4 +1,4 @@
-"""What a gateway and the process that tries its grammars say to each other, and how it travels through their pipes."""
+"""Messages between a gateway and the process that tests its grammars, and their framing in pipes."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,15 @@ from baton.messages.wire import Codec
 from baton.sampling import StructuredOutput
 
 HEADER_BYTES = 4
-"""In front of each message: its length, big-endian."""
+"""Each message is preceded by its length, big-endian."""
 
 CPU_LIMIT_S = 1.0
-"""For compiling one grammar. Ordinary ones take a hundredth of it at most."""
+"""Limit for compiling one grammar. Ordinary ones take at most a hundredth of it."""
 FOLLOW_LIMIT_S = 0.25
-"""For its first tokens, whose masks a worker computes between two steps. Ordinary ones take a hundredth of it, too."""
+"""Limit for a grammar's first tokens, whose masks a worker computes between two steps. Ordinary grammars take at most
+a hundredth of it."""
 MEMORY_LIMIT_BYTES = 512 * 2**20
-"""What a compiling process may map beside what it was born with."""
+"""Memory that a compiling process may map beyond what it had at its start."""
 STACK_BYTES = 32 * 2**20
 
 
@@ -27,7 +28,7 @@ class TryGrammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarTried:
-    """It compiled, or `error` says why it never will."""
+    """The grammar compiled, or `error` says why it never will."""
 
     number: int
     error: str | None
@@ -35,11 +36,11 @@ class GrammarTried:
 
 @dataclass(frozen=True, slots=True)
 class GrammarEndedProcess:
-    """The compiling process ended while it worked on the grammar, which is not tried again; another one goes on."""
+    """The compiling process died on this grammar, which is not retried; a new process takes over."""
 
     number: int
     signal: int
-    """What ended it; 0: it exited."""
+    """The signal that ended the process; 0 if it exited."""
 
 
 Message = TryGrammar | GrammarTried | GrammarEndedProcess
@@ -48,11 +49,11 @@ _CODEC = Codec[Message](TryGrammar, GrammarTried, GrammarEndedProcess, max_bytes
 
 
 def pack(message: Message) -> bytes:
-    """With its header."""
+    """One message with its header."""
     data = _CODEC.encode(message)
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 def unpack(data: bytes) -> Message:
-    """Without its header; WireError if it is none of these."""
+    """Decodes a message without its header; WireError if it is none of these."""
     return _CODEC.decode(data)

@@ -1,7 +1,7 @@
 """The request plane: every message between a gateway and a worker, as a typed value.
 
-Hello and Heartbeat begin with the version of the plane, in every version of it. So two ends that would not understand
-each other's messages can still say why: `foreign_version`. Nothing else is exchanged before both were heard.
+Hello and Heartbeat begin with the version of the plane, in every version of it. So two ends that cannot understand
+each other's messages can still say why: `foreign_version`. No other message is sent before both have arrived.
 """
 
 from dataclasses import dataclass, field
@@ -13,23 +13,24 @@ from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerStatus
 
 REQUEST_PLANE_VERSION = 3
-"""Counts up whenever a message changes. The first version named none; it counts as 1."""
+"""Increases whenever a message changes. The first version had no number; it counts as 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Gateway -> worker, first and then at a fixed pace: I am here; send me outputs and heartbeats.
+    """Gateway -> worker, first and then at a fixed pace: announces the gateway and asks for outputs and heartbeats.
 
-    A gateway silent for longer than the worker's limit is gone, and its requests are aborted.
+    A gateway silent for longer than the worker's limit counts as gone, and its requests are aborted.
     """
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     incarnation: str
-    """The life of the worker that the gateway means; another life answers with its own status and nothing else."""
+    """The worker's incarnation that the gateway means; another incarnation answers with its own status and nothing
+    else."""
     session: int | None
-    """The worker's last word on it; None before the first. See baton/messages/session.py."""
+    """The session number the worker last sent; None before the first. See baton/messages/session.py."""
     num_orders: int
-    """Orders in this session so far: if the worker has another number, some were lost."""
+    """Commands sent in this session so far; if the worker counted fewer, some were lost."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -37,7 +38,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """Gateway -> worker: one leg of a request."""
+    """Gateway -> worker: one attempt's prefill, decode or local request."""
 
     request: EngineRequest
     session: int | None
@@ -45,7 +46,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:
-    """Gateway -> worker: forget these. Unknown or finished ids are no error."""
+    """Gateway -> worker: drop these requests. Unknown or finished ids are no error."""
 
     request_ids: tuple[str, ...]
     session: int | None
@@ -53,9 +54,9 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class SubscribeKVEvents:
-    """Gateway -> worker: send me an account of your prefix cache, and from then on what changes.
+    """Gateway -> worker: asks for a full listing of the prefix cache, and from then on its changes.
 
-    Lasts as long as the session. May be repeated, after a gap in what came: then a new account begins.
+    Lasts as long as the session. May be repeated after a gap in the events; then a new listing begins.
     """
 
     session: int | None
@@ -63,21 +64,21 @@ class SubscribeKVEvents:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Worker -> gateway: what one step brought for this gateway's requests."""
+    """Worker -> gateway: what one step produced for this gateway's requests."""
 
     outputs: tuple[RequestOutput, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Worker -> gateway: alive, and this is how it stands."""
+    """Worker -> gateway: a sign of life with the worker's status."""
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     status: WorkerStatus
     session: int | None
-    """A new number whenever the worker has ended everything that it did for this gateway; None: they have none."""
+    """Changes whenever the worker has ended everything it did for this gateway; None: there is no session."""
     num_outputs: int
-    """Outputs in this session so far: if the gateway has another number, some were lost."""
+    """Outputs sent in this session so far; if the gateway counted fewer, some were lost."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -85,27 +86,27 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class KVEvents:
-    """Worker -> gateway: what changed in its prefix cache. Hashes are the first SHORT_HASH_BYTES of each, one after the
-    other; first `removed` is to be taken out, then `stored` put in. Either may name what is known already.
+    """Worker -> gateway: changes of its prefix cache. Hashes are concatenated, SHORT_HASH_BYTES of each. Apply
+    `removed` before `stored`; either may repeat what is known already.
     """
 
     number: int
-    """Counts from 0 at each account; a reader that misses one subscribes anew."""
+    """Counts from 0 at each full listing; a reader that misses a number subscribes again."""
     is_anew: bool
-    """An account begins: forget everything known so far. Its rest comes in the messages that follow."""
+    """A full listing begins: forget everything known so far. Its remainder comes in the messages that follow."""
     removed: bytes
-    """Can be hit no more."""
+    """Hashes that can no longer be hit."""
     stored: bytes
-    """Can be hit from now on."""
+    """Hashes that can be hit from now on."""
 
     def __post_init__(self) -> None:
         for name in ("removed", "stored"):
             if len(getattr(self, name)) % SHORT_HASH_BYTES:
-                raise WireError(f"{name}: {len(getattr(self, name))} bytes are no whole number of hashes")
+                raise WireError(f"{name}: {len(getattr(self, name))} bytes are not a whole number of hashes")
 
 
 Order = SubmitRequest | AbortRequests | SubscribeKVEvents
-"""What a session counts."""
+"""The messages that a session counts."""
 ToWorker = Hello | Order
 ToGateway = Outputs | Heartbeat | KVEvents
 
@@ -114,8 +115,7 @@ TO_GATEWAY: Codec[ToGateway] = Codec(Outputs, Heartbeat, KVEvents)
 
 
 def foreign_version(frame: bytes) -> int | None:
-    """The version of the request plane in a frame that could not be decoded, if it is a Hello or Heartbeat of another
-    one than ours."""
+    """The peer's version of the request plane, if this undecodable frame is a Hello or Heartbeat of another version."""
     try:
         parts = unpack(frame)
     except WireError:
@@ -128,4 +128,7 @@ def foreign_version(frame: bytes) -> int | None:
 
 def _check_version(version: int) -> None:
     if version != REQUEST_PLANE_VERSION:
-        raise WireError(f"version {version} of the request plane, ours is {REQUEST_PLANE_VERSION}")
+        raise WireError(
+            f"request plane version {version} does not match ours, {REQUEST_PLANE_VERSION}; "
+            "run the same version of Baton on both sides"
+        )

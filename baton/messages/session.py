@@ -1,9 +1,9 @@
-"""Sessions on the request plane: both ends notice when something that one of them said did not arrive; knows no socket.
+"""Sessions on the request plane: both ends notice lost messages; knows no socket.
 
-A connection may break and come back by itself, and what was on its way is gone. So each end counts what it says and the
-other compares: the gateway's Hello has the number of its orders, the worker's Heartbeat that of its outputs. A worker
-that has lost a gateway, or an order of it, ends everything it does for it, and gives it another session; a gateway that
-hears of another session, or misses outputs, waits no longer for anything that the worker had.
+A connection may break and come back by itself, and messages on their way are lost. So each end counts what it sends
+and the other compares. The gateway's Hello carries the number of its commands, the worker's Heartbeat that of its
+outputs. A worker that lost a gateway, or a command from it, ends all its work for that gateway and opens a new
+session. A gateway that sees a new session, or misses outputs, gives up everything it had at that worker.
 
     gateway                                        worker
       Hello(session None) ------------------------>  opens session 1
@@ -32,7 +32,7 @@ from baton.worker import WorkerStatus
 
 
 class GatewaySession:
-    """A gateway's end of its session with one life of a worker."""
+    """A gateway's end of its session with one incarnation of a worker."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -42,7 +42,7 @@ class GatewaySession:
 
     @property
     def number(self) -> int | None:
-        """None while the worker has opened none."""
+        """None until the worker has opened a session."""
         return self._number
 
     def hello(self) -> Hello:
@@ -58,22 +58,22 @@ class GatewaySession:
         return SubscribeKVEvents(self._number)
 
     def count_order(self) -> None:
-        """One of these is about to be sent. Even if it then cannot be, the worker should have had it."""
+        """Counts a command before it is sent, even if sending then fails, since the worker should have received it."""
         self._num_orders += 1
 
     def note_outputs(self) -> None:
-        """A message of outputs has arrived."""
+        """Counts a message of outputs that arrived."""
         self._num_outputs += 1
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
-        """Why nothing that the worker was asked for so far can be waited for, if this heartbeat says so."""
+        """If this heartbeat shows that all requests sent so far are lost: the reason."""
         num_missing = heartbeat.num_outputs - self._num_outputs
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
             return f"{num_missing} of its messages did not arrive" if num_missing else None
         is_first = self._number is None and not self._num_orders
         self._number, self._num_orders = heartbeat.session, 0
-        return None if is_first else "it had lost us, and ended what it did for us"
+        return None if is_first else "it had lost this gateway and ended its requests"
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Session:
     num_orders: int = 0
     num_outputs: int = 0
     next_kv_number: int | None = None
-    """Of its next KVEvents; None before the first account."""
+    """Number of its next KVEvents; None before the first listing."""
 
 
 class WorkerSessions:
@@ -95,9 +95,9 @@ class WorkerSessions:
         self._num_opened = 0
 
     def hear(self, peer: bytes, hello: Hello, now: float) -> str | None:
-        """Opens a session, or lets it go on. If it had to end, why; then this opens the next one."""
+        """Opens or continues a session. If the old one had to end, returns why; the caller then opens the next one."""
         if hello.incarnation != self._incarnation:
-            return None  # meant for somebody else
+            return None  # addressed to another incarnation
         reason, session = None, self._sessions.get(peer)
         if session is not None:
             reason = _gap(session, hello)
@@ -108,12 +108,15 @@ class WorkerSessions:
         return reason
 
     def take(self, peer: bytes, order: Order) -> None:
-        """Counts an order; WireError if it belongs to no session, or to one that is over."""
+        """Counts a command; WireError if it belongs to no session, or to one that has ended."""
         session = self._sessions.get(peer)
         if session is None:
             raise WireError(f"{type(order).__name__} from a gateway that has not said Hello")
         if order.session != session.number:
-            raise WireError(f"{type(order).__name__} of session {order.session} in session {session.number}")
+            raise WireError(
+                f"{type(order).__name__} belongs to session {order.session}, but the current "
+                f"session is {session.number}"
+            )
         session.num_orders += 1
 
     def count_outputs(self, peer: bytes) -> bool:
@@ -125,7 +128,7 @@ class WorkerSessions:
         return True
 
     def number_kv_events(self, peer: bytes, is_anew: bool) -> int | None:
-        """Of the message that follows; None if it is to go nowhere, since no account went before it."""
+        """Number of the next KVEvents message; None if it must not be sent, since no listing preceded it."""
         session = self._sessions.get(peer)
         if session is None:
             return None
@@ -134,21 +137,21 @@ class WorkerSessions:
         return number
 
     def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
-        """For anybody, in a session or not."""
+        """A heartbeat for any peer, in a session or not."""
         session = self._sessions.get(peer)
         return Heartbeat(status, None, 0) if session is None else _heartbeat(session, status)
 
     def end(self, peer: bytes) -> bool:
-        """The gateway is gone; False if it was not there."""
+        """Ends the gateway's session; False if there was none."""
         return self._sessions.pop(peer, None) is not None
 
     def silent_for(self, timeout_s: float, now: float) -> list[bytes]:
-        """Gateways that were not heard for longer than this."""
+        """Gateways that have been silent for longer than this."""
         return [peer for peer, session in self._sessions.items() if now - session.heard_at > timeout_s]
 
     @property
     def peers(self) -> list[bytes]:
-        """Gateways in a session."""
+        """Gateways with a session."""
         return list(self._sessions)
 
 
@@ -157,7 +160,7 @@ def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
 
 
 def _gap(session: _Session, hello: Hello) -> str | None:
-    """What did not arrive of the session that a Hello means; one that knows of no session gave no orders in it."""
+    """What a Hello shows to be lost of its session; a Hello without a session has sent no commands in it."""
     if hello.session in (session.number, None) and hello.num_orders != session.num_orders:
-        return f"of {hello.num_orders} orders, {session.num_orders} came"
+        return f"{session.num_orders} of {hello.num_orders} commands arrived"
     return None

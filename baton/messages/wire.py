@@ -1,4 +1,4 @@
-"""Typed values <-> msgpack bytes, strictly: what cannot be a message of ours raises WireError, nothing else.
+"""Typed values <-> msgpack bytes, strictly: anything that is not a valid message raises WireError, nothing else.
 
 A `Codec` knows a closed set of dataclasses. On the wire a message is the array `[kind, field, ...]` and a nested
 dataclass the array of its fields, so a field's position is its identity, which the version of its plane guards
@@ -34,7 +34,7 @@ class Codec(Generic[M]):
         self._encoders = {kind: _dataclass_encoder(kind) for kind in kinds}
         self._decoders = {self._names[kind]: _dataclass_decoder(kind) for kind in kinds}
         self.max_bytes = max_bytes
-        """Of a message."""
+        """Largest size of a message."""
 
     def encode(self, message: M) -> bytes:
         """Bytes of one message; WireError if it is larger than a peer would accept."""
@@ -51,10 +51,10 @@ class Codec(Generic[M]):
             raise WireError(f"message of {size} bytes exceeds the limit of {self.max_bytes}")
         parts = unpack(data)
         if not _is_tagged(parts):
-            raise WireError("expected an array that starts with the kind of message")
+            raise WireError("expected an array that starts with the message kind")
         decoder = self._decoders.get(parts[0])
         if decoder is None:
-            raise WireError(f"unknown kind of message {parts[0][:64]!r}")
+            raise WireError(f"unknown message kind {parts[0][:64]!r}")
         try:
             message: M = decoder(parts[1:])
         except WireError as error:
@@ -65,8 +65,9 @@ class Codec(Generic[M]):
 def unpack(data: bytes | memoryview) -> Any:
     """The plain values in `data`, in memory proportional to its size; WireError if it is not msgpack.
 
-    msgpack makes room for every array as soon as it is announced, so arrays within arrays that each announce what one
-    frame could hold would take thousands of times its size. Hence a look first whether everything is there.
+    msgpack allocates every array as soon as its length is read. Nested arrays that each announce as many items as one
+    frame could hold would take thousands of times its size. So this first checks that all announced items are
+    present.
     """
     try:
         look = msgpack.Unpacker(max_buffer_size=len(data) or 1)
@@ -188,7 +189,7 @@ def _nothing(value: Any) -> None:
 
 
 def _scalar_decoder(hint: type) -> Convert:
-    assert hint in (int, float, str, bool, bytes), f"{hint} cannot travel"
+    assert hint in (int, float, str, bool, bytes), f"{hint} cannot be encoded"
 
     def decode(value: Any) -> Any:
         if type(value) is hint:
@@ -256,7 +257,9 @@ def _alternatives(hint: Any) -> list[Any]:
     if get_origin(hint) not in (Union, types.UnionType):
         return [hint]
     kinds = [arg for arg in get_args(hint) if arg is not type(None)]
-    assert len(kinds) == 1 or all(map(is_dataclass, kinds)), f"{hint}: only dataclasses can be told apart"
+    assert len(kinds) == 1 or all(map(is_dataclass, kinds)), (
+        f"{hint}: only unions of dataclasses can be decoded"
+    )
     return kinds
 
 

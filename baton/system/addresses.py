@@ -9,19 +9,21 @@ import zmq
 from baton.errors import ConfigError
 from baton.system.hosts import WILDCARDS, in_url
 
-# Reserved for documentation (RFC 5737, RFC 3849). Nothing is sent there; the route to it begins at our own address.
+# Reserved for documentation (RFC 5737, RFC 3849). No packet is sent there; the route to it starts at our own address.
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def listen(
     listener: "zmq.Socket[Any]", bind_host: str, advertise_host: str | None, port: int = 0, key: str = ""
 ) -> str:
-    """Binds to a port of `bind_host`, an address, an interface or a local name; what others connect to.
+    """Binds to a port of `bind_host` (an address, an interface or a local name) and returns the address to connect
+    to.
 
-    Port 0 is a free one; `key` is that of any other, which a ConfigError names if the port is taken.
+    Port 0 picks a free one. For any other port, `key` is its configuration key, named by the ConfigError if it is
+    taken.
 
-    Others are told `advertise_host` or, without it, where the socket really listens: behind a wildcard, this machine's
-    own address. ConfigError if there is no such place.
+    The result is `advertise_host` or, without it, where the socket really listens; for a wildcard, this machine's own
+    address. ConfigError if there is no such address.
     """
     if ":" in bind_host:
         listener.setsockopt(zmq.IPV6, 1)
@@ -36,18 +38,18 @@ def listen(
                 f"{key}: cannot listen on port {port} of '{bind_host}' ({error.strerror}); 0 picks a free port"
             ) from error
         raise ConfigError(
-            f"network.bind_host: cannot listen on '{bind_host}' ({error.strerror}); use an address or an interface of "
-            "this machine, or '0.0.0.0' for all of them"
+            f"network.bind_host: cannot listen on '{bind_host}' ({error.strerror}); use an address or "
+            "interface of this machine, or '0.0.0.0' for all of them"
         ) from error
     return f"tcp://{in_url(advertise_host or _host_of(listener, bind_host))}:{port}"
 
 
 def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) -> tuple[socket.socket, str]:
-    """The same for a plain TCP socket: it, and the `HOST:PORT` that others connect to. Port 0 is a free one.
+    """The same for a plain TCP socket; returns it and the `HOST:PORT` to connect to. Port 0 picks a free one.
 
-    ConfigError, which names `key`, if the port is taken.
+    If the port is taken, the ConfigError names `key`.
     """
-    with zmq.Context() as context, context.socket(zmq.REP) as probe:  # it knows interfaces by name
+    with zmq.Context() as context, context.socket(zmq.REP) as probe:  # resolves names of interfaces
         advertised = listen(probe, bind_host, advertise_host).removeprefix("tcp://").rpartition(":")[0]
         host = _bound_host(probe)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -61,7 +63,7 @@ def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) 
 
 
 def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
-    """Connects to an address that `listen` gave, of either family."""
+    """Connects to an address that `listen` returned, of either family."""
     if "[" in address:
         dialler.setsockopt(zmq.IPV6, 1)
     dialler.connect(address)
@@ -76,8 +78,8 @@ def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:
         if own := _own_address(family):
             return own
     raise ConfigError(
-        f"network.bind_host: '{bind_host}' listens everywhere, but this machine has no route to others, and so no "
-        "address to tell them; set network.advertise_host"
+        f"network.bind_host: '{bind_host}' listens on all interfaces, but this machine has no route "
+        "to others, so its address is unknown; set network.advertise_host"
     )
 
 
@@ -89,7 +91,7 @@ def _bound_host(listener: "zmq.Socket[Any]") -> str:
 
 
 def _own_address(family: socket.AddressFamily) -> str | None:
-    """Where this machine's packets to others come from, as its routes have it."""
+    """The source address of this machine's packets to others, according to its routes."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE[family], 9))

@@ -1,4 +1,4 @@
-"""Timeouts of an event loop that do not count time in which the loop itself stood still."""
+"""Timeouts of an event loop that do not count time during which the loop itself stood still."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +10,7 @@ _LOOKS_PER_PACE = 2
 
 
 class AwakeTimer:
-    """Calls back once after so many seconds in which the event loop ran, unless it is cancelled before."""
+    """Calls back once, after the event loop has run for this many seconds, unless cancelled before."""
 
     def __init__(self, seconds: float, on_end: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -44,8 +44,8 @@ class AwakeTimer:
 
 @asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[AwakeTimer]:
-    """As asyncio.timeout: TimeoutError for the block that takes longer. What the block waited for may have come while
-    the loop stood still, and then it has some time to be read."""
+    """Like asyncio.timeout: raises TimeoutError if the block takes longer. After a standstill of the loop, input that
+    arrived meanwhile still has some time to be read."""
     async with asyncio.timeout(None) as scope:
         timer = AwakeTimer(seconds, lambda: scope.reschedule(asyncio.get_running_loop().time()))
         try:

@@ -1,8 +1,8 @@
-"""CURVE on the ZeroMQ planes: whoever knows the cluster's secret may talk, and nobody else can listen or alter a byte.
+"""CURVE on the ZeroMQ planes: only processes that know the cluster's secret can connect, listen in or alter a byte.
 
 Every key is derived from one ClusterSecret, so that no key has to be distributed. A plane has one key pair for its
-servers and one for their clients, and its servers admit that one client key (ZAP, ZeroMQ RFC 27). Knows neither files
-nor the environment, nor what is said on a plane.
+servers and one for their clients. Its servers admit only that client key (ZAP, ZeroMQ RFC 27). Knows neither files
+nor the environment, nor the messages of a plane.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MIN_SECRET_CHARACTERS = 16
 
 MESSAGE_OVERHEAD_BYTES = 33
-"""What a frame grows by (RFC 26, MESSAGE): command name, nonce, authenticator and flags. MAXMSGSIZE counts them."""
+"""How much a frame grows (RFC 26, MESSAGE): command name, nonce, authenticator and flags. MAXMSGSIZE counts them."""
 
 FAILED_HANDSHAKES: int = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -30,7 +30,7 @@ FAILED_HANDSHAKES: int = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27 gives the name; there is one in each zmq.Context
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by RFC 27; one for each zmq.Context
 _ZAP_VERSION = b"1.0"
 
 _PREFIX_KEY_WITHOUT_SECRET = b"baton: a cluster without secret"
@@ -48,20 +48,20 @@ class PlaneKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """What a process needs to talk on either plane; nobody can compute the secret from it. None: in the clear."""
+    """What a process needs to talk on either plane; the secret cannot be computed from it. None: unencrypted."""
 
     request: PlaneKeys | None
     kv: PlaneKeys | None
     prefix: bytes = field(repr=False)
-    """Keys the hashes of KV blocks, so that workers and gateways of one cluster call a prefix the same, and nobody
-    outside can tell what one stands for."""
+    """Keys the hashes of KV blocks: all workers and gateways of a cluster hash a prefix alike, and outsiders cannot
+    tell what a hash stands for."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterSecret:
-    """Text that every process of a cluster shares and nobody else knows; it is part of no representation.
+    """Text shared by every process of a cluster and known to no other; no representation contains it.
 
-    ConfigError if it is too short. Its strength is all there is, so let it be random: `openssl rand -hex 32`.
+    ConfigError if it is too short. Security rests on it alone, so it should be random: `openssl rand -hex 32`.
     """
 
     text: str
@@ -69,13 +69,13 @@ class ClusterSecret:
     def __post_init__(self) -> None:
         if len(self.text) < MIN_SECRET_CHARACTERS:
             raise ConfigError(
-                f"a cluster secret has at least {MIN_SECRET_CHARACTERS} characters, this one has {len(self.text)}; "
-                "make one with `openssl rand -hex 32`"
+                f"a cluster secret needs at least {MIN_SECRET_CHARACTERS} characters, this one has "
+                f"{len(self.text)}; make one with `openssl rand -hex 32`"
             )
 
 
 def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
-    """The same keys for the same secret, in every process; no keys for no secret."""
+    """The same secret gives the same keys in every process; no secret, no keys."""
     if secret is None:
         return ClusterKeys(request=None, kv=None, prefix=_PREFIX_KEY_WITHOUT_SECRET)
     _check_curve()
@@ -95,7 +95,9 @@ def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
-    """Lets a socket connect to servers of this plane and to nobody else. Before `connect`, and after MAXMSGSIZE."""
+    """Lets a socket connect to servers of this plane and to no others. Call before `connect`, and after setting
+    MAXMSGSIZE.
+    """
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
@@ -104,17 +106,18 @@ def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
 
 
 class PeerAuthenticator:
-    """Admits this plane's clients to a server socket, and counts whom it turned away; without keys, nobody is.
+    """Admits this plane's clients to a server socket, and counts refused ones; without keys, every client is
+    admitted.
 
-    Made before `bind` and after MAXMSGSIZE, in a zmq.Context without another one. It belongs to the thread that polls
-    the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
+    Create it before `bind`, after setting MAXMSGSIZE, and at most once per zmq.Context. It belongs to the thread that
+    polls the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
     """
 
     def __init__(self, name: str, socket: "zmq.Socket[bytes]", keys: PlaneKeys | None) -> None:
         self.num_denied = 0
-        """Connections that ended before they had proved to know the secret; a port scan counts too."""
+        """Connections that ended before proving knowledge of the secret; a port scan counts too."""
         self.num_disconnections = 0
-        """Connections that ended, whoever ended them: libzmq does it to one that brings a frame over MAXMSGSIZE."""
+        """Connections ended by either side; libzmq ends one that sends a frame over MAXMSGSIZE."""
         self._name = name
         self._socket = socket
         self._client_key = b""
@@ -131,19 +134,19 @@ class PeerAuthenticator:
             self._secure_server(keys)
 
     def register(self, poller: zmq.Poller) -> None:
-        """`poller` wakes when somebody is at the door."""
+        """Makes `poller` wake for handshakes."""
         for socket in self._sockets:
             poller.register(socket, zmq.POLLIN)
 
     def attend(self, ready: Container[object]) -> None:
-        """Answers whoever is at the door, if `ready` (what the poller found) says that somebody is."""
+        """Answers pending handshakes, if `ready` (what the poller found) has any."""
         if self._zap is not None and self._zap in ready:
             self._answer_all(self._zap)
         if self._monitor in ready:
             self._count_all()
 
     def close(self) -> None:
-        """Before the socket itself is closed."""
+        """Call before closing the socket itself."""
         self._socket.disable_monitor()
         for socket in self._sockets:
             socket.close()
@@ -151,7 +154,8 @@ class PeerAuthenticator:
     def _secure_server(self, keys: PlaneKeys) -> None:
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
-        # With an enforced domain, libzmq refuses everybody if nobody answers at the ZAP endpoint, not nobody.
+        # With an enforced domain, libzmq refuses every client while the ZAP endpoint does not answer; otherwise it
+        # would admit every client.
         self._socket.setsockopt(zmq.ZAP_DOMAIN, b"baton")
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         _make_room_for_overhead(self._socket)
@@ -170,10 +174,10 @@ class PeerAuthenticator:
                 self.num_disconnections += 1
                 continue
             self.num_denied += 1
-            if self.num_denied.bit_count() == 1:  # 1, 2, 4, 8, ...: who tries for ever must not fill the log
+            if self.num_denied.bit_count() == 1:  # 1, 2, 4, 8, ...: endless retries must not fill the log
                 logger.warning(
-                    "%s denied %d connection(s) so far, the last with %s: whoever connects must have this cluster's "
-                    "secret, and network.security 'curve'",
+                    "%s denied %d connection(s) so far, the last with %s; clients need this cluster's "
+                    "secret and network.security 'curve'",
                     self._name,
                     self.num_denied,
                     zmq.Event(event).name,
@@ -183,8 +187,8 @@ class PeerAuthenticator:
 def _check_curve() -> None:
     if not zmq.has("curve"):
         raise ConfigError(
-            f"network.security: got 'curve', which libzmq {zmq.zmq_version()} was built without; install pyzmq "
-            "from its wheel, or use 'none' on loopback"
+            f"network.security is 'curve', but libzmq {zmq.zmq_version()} was built without it; install "
+            "pyzmq from its wheel, or use 'none' on loopback"
         )
 
 
@@ -199,7 +203,7 @@ def _secret_key(secret: ClusterSecret, purpose: str) -> bytes:
 
 
 def _derive(secret: ClusterSecret, purpose: str) -> bytes:
-    """32 bytes of keyed BLAKE2b, others for every purpose."""
+    """32 bytes of keyed BLAKE2b, different for every purpose."""
     text = secret.text.encode("utf-8", "surrogateescape")  # the environment may hold any bytes
     key = hashlib.blake2b(text, person=b"baton-secret").digest()
     return hashlib.blake2b(purpose.encode(), key=key, digest_size=32, person=b"baton-curve-1").digest()

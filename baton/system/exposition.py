@@ -1,4 +1,4 @@
-"""Our plain counts as Prometheus' metric families, and a registry of them as text; knows not what is counted."""
+"""Our plain counts as Prometheus metric families, and a registry of them as text; does not know what is counted."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,11 +13,11 @@ from baton.system.histogram import HistogramCounts
 PREFIX = "baton_"
 
 Values = Mapping[tuple[str, ...], float]
-"""By the values of the labels."""
+"""Values by their labels' values."""
 
 
 class CollectedOnDemand(Collector):
-    """What `collect` yields is read when somebody asks, and costs nothing before."""
+    """Calls `collect` only when the metrics are read, so it costs nothing before."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
@@ -54,6 +54,6 @@ def histogram(
 
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """All of it, and its content type: the text format, or OpenMetrics if the reader accepts that."""
+    """All metrics and their content type: the text format, or OpenMetrics if the reader accepts it."""
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type

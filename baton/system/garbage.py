@@ -1,16 +1,16 @@
-"""Python's garbage collector, where a process is to answer within milliseconds."""
+"""Python's garbage collector in a process that must answer within milliseconds."""
 
 import atexit
 import gc
 
 
 def settle() -> None:
-    """To be called once all that stays for the process' life is loaded, and before it serves.
+    """Call once, after everything that lives as long as the process is loaded, and before it serves.
 
-    A full collection looks at every object that there is. PyTorch and its like make four hundred thousand: a quarter of
-    a second each time, several times a second under load, and nothing else happens meanwhile. From here on only what
-    comes later is looked at.
+    A full collection visits every object. PyTorch and its dependencies create four hundred thousand: a quarter of a
+    second each time, several times a second under load, and the process does nothing else meanwhile. After this call
+    only later objects are visited.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # what an extension module finds alive at the very end, it complains about
+    atexit.register(gc.unfreeze)  # else extension modules complain about objects alive at the end

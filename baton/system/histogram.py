@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """A reading. `num_in` has one number for each bound, and one for all that lay beyond the last."""
+    """A reading. `num_in` has one number for each bound, and one for all values beyond the last."""
 
     bounds: tuple[float, ...]
     num_in: tuple[int, ...]
@@ -40,7 +40,7 @@ class Histogram:
         self._total += value
 
     def add_all(self, values: Iterable[float]) -> None:
-        """Costs less than as many calls of `add`: it searches once for each bound, not for each value."""
+        """Cheaper than repeated calls of `add`: it searches once for each bound, not for each value."""
         rising = sorted(values)
         num_before = 0
         for number, bound in enumerate(self._bounds):

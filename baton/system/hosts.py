@@ -7,7 +7,7 @@ WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def is_host(host: str) -> bool:
-    """Whether it may be one; only a connection shows whether it is."""
+    """Whether the syntax is valid; only a connection shows whether the host exists."""
     if ":" not in host:
         return not set(host) & set("[]/ ")
     try:
@@ -17,7 +17,7 @@ def is_host(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect; a name of any other kind may mean anything, so no."""
+    """Whether only this machine can connect; false for names other than `localhost`, which may resolve to anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,12 +25,12 @@ def is_loopback(host: str) -> bool:
 
 
 def in_url(host: str) -> str:
-    """As it stands before a port: IPv6 addresses in brackets."""
+    """The form that precedes a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT, with a host as `is_host` has it; an IPv6 address stands in brackets."""
+    """Whether it is HOST:PORT, with a host as in `is_host`; an IPv6 address needs brackets."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65_535:
         return False

@@ -1,4 +1,4 @@
-"""A value that takes seconds to load, made beside other work on a thread that can be cut off; knows not what."""
+"""Loads a value that takes seconds on an interruptible thread, beside other work; does not know what it loads."""
 
 import ctypes
 import threading
@@ -12,18 +12,18 @@ _CUT_EVERY_S = 0.1
 
 
 class _CutOff(BaseException):
-    """Raised in the thread whose result nobody wants any more; no `except Exception` below it catches it."""
+    """Raised in the thread whose result is no longer needed; no `except Exception` below it catches it."""
 
 
 class Loading(Generic[T]):
-    """Calls `make` on a thread of its own. `result` gets its value, or what it raised.
+    """Calls `make` on a thread of its own. `result` receives its value or exception.
 
-    Where a KeyboardInterrupt may come between any two steps, register the exit first, and then `begin`.
+    Where a KeyboardInterrupt may come between any two steps, register the exit first, and then call `begin`.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.result: Future[T] = Future()
-        self.result.set_running_or_notify_cancel()  # who stops waiting for it does not cancel it
+        self.result.set_running_or_notify_cancel()  # a waiter that stops waiting does not cancel it
         self._is_cut_off = False
         self._thread = threading.Thread(target=self._run, args=(make,), name="loading")
 
@@ -35,15 +35,15 @@ class Loading(Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Returns once the thread is gone, and does not wait for `make`: that ends before its next line of Python.
+        """Interrupts `make` before its next line of Python, and returns once the thread has ended.
 
-        An import of thousands of modules would otherwise hold up the end of the process: Python waits for threads,
-        and a daemon thread that is inside an extension module when the interpreter goes may abort the process.
+        Otherwise, an import of thousands of modules would delay the end of the process, since Python waits for
+        threads. A daemon thread inside an extension module may abort the process while the interpreter shuts down.
         """
-        self._is_cut_off = True  # for a thread that was begun and has not come to its first line yet
+        self._is_cut_off = True  # for a thread that was started but has not reached its first line
         while self._thread.is_alive():
-            # Again and again, since code that is being imported may catch everything. See PyThreadState_SetAsyncExc
-            # in https://docs.python.org/3/c-api/init.html: the thread raises it when it next runs bytecode.
+            # Repeated, since code that is being imported may catch everything. See PyThreadState_SetAsyncExc in
+            # https://docs.python.org/3/c-api/init.html: the thread raises it when it next runs bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_CutOff)
             )
@@ -57,5 +57,5 @@ class Loading(Generic[T]):
             except BaseException as error:
                 if not self.result.done():
                     self.result.set_exception(error)
-        except _CutOff:  # came as the result was being set
+        except _CutOff:  # arrived while the result was being set
             pass

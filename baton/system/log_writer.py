@@ -1,7 +1,7 @@
-"""LogWriter: writes a process's log on a thread of its own, so that nobody who logs waits for whoever reads it.
+"""LogWriter: writes a process's log on a thread of its own, so that logging never waits for the log's reader.
 
-A pipe that nobody empties, or a disk that is full, costs lines, and never a request. With a RepeatLimit, a line that
-is repeated without end does not fill a disk.
+An unread pipe or a full disk loses lines but never delays a request. With a RepeatLimit, an endlessly repeated line
+does not fill the disk.
 """
 
 import logging
@@ -13,14 +13,14 @@ from baton.clock import Clock, SystemClock
 from baton.system.repeat_limit import RepeatLimit
 
 MAX_WAITING_CHARACTERS = 8 * 2**20
-"""Of lines that wait to be written; more are dropped, and counted."""
+"""Limit for lines that wait to be written; further lines are dropped and counted."""
 
 FLUSH_TIMEOUT_S = 1.0
-"""What the end of the process waits for the last lines."""
+"""How long the end of the process waits for the last lines."""
 
 
 class LogWriter(logging.Handler):
-    """Lines come out in the order in which they were logged."""
+    """Lines are written in the order in which they were logged."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class LogWriter(logging.Handler):
         self._clock = clock or SystemClock()
         self._max_waiting_characters = max_waiting_characters
         self._changed = threading.Condition()
-        """Guards all that follows."""
+        """Guards all fields below."""
         self._limit = limit
         self._waiting: deque[str] = deque()
-        """The line that is being written is still among them."""
+        """Includes the line that is being written."""
         self._num_characters = 0
         self._num_dropped = 0
         self._is_closed = False
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Waits for nobody."""
+        """Never blocks."""
         if not self._admits(record):
             return
         try:
@@ -63,7 +63,7 @@ class LogWriter(logging.Handler):
             self._changed.wait_for(lambda: not self._waiting, FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """The same; then the thread ends, unless the stream holds it up."""
+        """Flushes; then the thread ends, unless the stream blocks it."""
         with self._changed:
             if self._limit is not None:
                 self._append_summaries(self._limit.close(self._clock.now()))
@@ -101,12 +101,12 @@ class LogWriter(logging.Handler):
             try:
                 self._stream.write(line + "\n")
                 self._stream.flush()
-            except (OSError, ValueError):  # a full disk, a reader that left, a stream that was closed
+            except (OSError, ValueError):  # a full disk, a reader that left, a closed stream
                 pass
             self._note_written(line)
 
     def _next(self) -> str | None:
-        """The line that is first, as soon as there is one; None once the writer is closed."""
+        """The first waiting line, as soon as there is one; None once the writer is closed."""
         with self._changed:
             while not (self._waiting or self._is_closed):
                 self._changed.wait(self._time_to_summary())
@@ -115,7 +115,7 @@ class LogWriter(logging.Handler):
             return self._waiting[0] if self._waiting else None
 
     def _time_to_summary(self) -> float | None:
-        """None: there is none to come."""
+        """None: no summary is due."""
         if self._limit is None or self._limit.next_end is None:
             return None
         return max(0.0, self._limit.next_end - self._clock.now())
@@ -130,6 +130,6 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def _words_on_dropped(self) -> str:
-        words = "%d lines were dropped here, since nobody read the log"
+        words = "%d lines were dropped here because the log was not read"
         number = self._num_dropped
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, words, (number,), None))

@@ -1,8 +1,9 @@
-"""How a process writes its log: lines for people, or a JSON object a line for programs; knows nobody who reads it.
+"""How a process writes its log: lines for people, or one JSON object per line for programs; does not know its
+readers.
 
-Whoever logs gives what a program may look for as `extra`: it becomes keys of the object. They are `request_id` for a
-client's request, `engine_request_id` for one attempt at it, which begins with the former, and whatever else
-docs/observability.md lists.
+Fields that a program may search for are passed as `extra` and become keys of the object. These are `request_id` for a
+client's request, `engine_request_id` for one attempt at it (which begins with the former), and the others in
+docs/observability.md.
 """
 
 import json
@@ -29,12 +30,12 @@ PACKAGES = (
     "scheduler",
     "worker",
 )
-"""Ours. Others may tell at DEBUG what they carry, and that is what users wrote."""
+"""Baton's own loggers. At DEBUG, other libraries may log what they carry: text that users wrote."""
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time (UTC, ISO 8601), level, logger, message, what names the process, what the record adds, and
-    `exception` if there is one. What JSON does not know is written as text."""
+    """One object per line: time (UTC, ISO 8601), level, logger, message, the names of the process, the record's extra
+    fields, and `exception` if there is one. Values that JSON cannot represent are written as text."""
 
     def __init__(self, process: dict[str, str]) -> None:
         super().__init__()
@@ -56,8 +57,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def write_logs(config: LoggingConfig, stream: TextIO | None = None, **process: str) -> None:
-    """From now on the whole process logs so, to `stream` (None: stderr), on a thread of its own; what was set up before
-    is replaced. A warning or error that is repeated without end, whichever library's, is written a few times a minute.
+    """Sets up logging for the whole process, to `stream` (None: stderr), on a thread of its own; replaces any earlier
+    set-up. A warning or error that is repeated without end, by whichever library, is written a few times a minute.
 
     `process` names it on every line: `component` is what it is, `fleet` and `worker` which one, `rank` which part.
     """
@@ -71,13 +72,13 @@ def write_logs(config: LoggingConfig, stream: TextIO | None = None, **process: s
 
 @lru_cache(1)
 def _usual_keys(factory: Callable[..., logging.LogRecord]) -> frozenset[str]:
-    """What every record has, whoever logs it; libraries that put in a factory of their own, as Ray does, add to it."""
+    """Attributes that every record has; libraries with a record factory of their own, such as Ray, add some."""
     plain = factory("", logging.INFO, "", 0, "", (), None)
     return frozenset({*plain.__dict__, "message", "asctime", "taskName"})
 
 
 def _for_people(process: dict[str, str]) -> logging.Formatter:
-    """Workers share a screen with others, so each line says whose it is."""
+    """Workers share a screen with others, so each line names its process."""
     keys = [key for key in ("worker", "rank") if key in process]
     names = [process[key] if key == "worker" else f"{key} {process[key]}" for key in keys]
     if not names:

@@ -1,4 +1,4 @@
-"""RepeatLimit: which lines of a log are written where one is repeated without end; knows no stream and no thread."""
+"""RepeatLimit: which lines of a log are written when one is repeated without end; knows no stream and no thread."""
 
 import re
 from collections import OrderedDict
@@ -7,11 +7,11 @@ from logging import WARNING, LogRecord
 
 WINDOW_S = 60.0
 MAX_PER_WINDOW = 30
-"""Of one kind: a logger, a level, and the first line of the message before its values are put in, whatever numbers it
-has."""
+"""Per kind: a logger, a level, and the first line of the message before its values are filled in, with all numbers
+equal."""
 
 MAX_KINDS = 1000
-"""That are watched at once; beyond, the window that began first ends early."""
+"""Kinds watched at once; beyond this, the oldest window ends early."""
 
 _MAX_CHARACTERS = 200
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -27,8 +27,8 @@ class _Window:
 
 
 class RepeatLimit:
-    """Of warnings and errors of one kind, MAX_PER_WINDOW are written in WINDOW_S, and then a summary of the rest. Less
-    than a warning is always written.
+    """Of each kind of warning or error, MAX_PER_WINDOW are written in WINDOW_S, followed by a summary of the rest.
+    Lower levels are always written.
 
     Not safe across threads. `now` never decreases.
     """
@@ -37,16 +37,16 @@ class RepeatLimit:
         self._windows: OrderedDict[_Kind, _Window] = OrderedDict()
         """In the order in which they began."""
         self._summaries: list[LogRecord] = []
-        """Of windows that are over."""
+        """Summaries of windows that have ended."""
 
     @property
     def next_end(self) -> float | None:
-        """When `summaries` has something new to say at the earliest."""
+        """When `summaries` may next have something new."""
         first = next(iter(self._windows.values()), None)
         return None if first is None else first.began_at + WINDOW_S
 
     def admits(self, record: LogRecord, now: float) -> bool:
-        """Whether the record is to be written; it counts from now on."""
+        """Whether to write the record; counts it."""
         if record.levelno < WARNING:
             return True
         self._end_windows(now)
@@ -64,13 +64,13 @@ class RepeatLimit:
         return is_admitted
 
     def summaries(self, now: float) -> list[LogRecord]:
-        """Those that are due: of each window that is over, what was left out. Each comes once."""
+        """Due summaries: what was left out of each window that has ended. Each is returned once."""
         self._end_windows(now)
         due, self._summaries = self._summaries, []
         return due
 
     def close(self, now: float) -> list[LogRecord]:
-        """The same, of every window."""
+        """The summaries of all windows."""
         while self._windows:
             self._end_first_window(now)
         return self.summaries(now)

@@ -1,4 +1,4 @@
-"""Where a cluster's secret comes from: the environment, else a file, which the first `baton serve` makes."""
+"""Where a cluster's secret comes from: the environment, else a file, which the first `baton serve` creates."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ def load_secret(
 ) -> ClusterSecret | None:
     """The secret of the cluster that this process starts or belongs to; None if `network.security` needs none.
 
-    BATON_CLUSTER_SECRET wins over the file. ConfigError if either cannot be used, with what to do.
+    BATON_CLUSTER_SECRET overrides the file. If neither is usable, the ConfigError says what to do.
     """
     if network.security == "none":
         return None
@@ -41,8 +41,8 @@ def load_secret(
         return _checked(_read(path), f"network.secret_file {path}")
     except FileNotFoundError:
         raise ConfigError(
-            f"network.secret_file: there is no {path}; copy it from where `baton serve` made it (mode 0600), or set "
-            f"{SECRET_VARIABLE}"
+            f"network.secret_file: {path} does not exist; copy it from where `baton serve` created it "
+            f"(mode 0600), or set {SECRET_VARIABLE}"
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -51,18 +51,18 @@ def load_secret(
 
 
 def _create(path: Path) -> None:
-    """Whole or not at all, and once: of two processes that do this at the same time, both go on with the same file."""
+    """Creates the file atomically and only once: of two concurrent processes, both use the same file."""
     for folder in [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()][::-1]:
         folder.mkdir(mode=0o700, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask is
+            os.fchmod(descriptor, 0o600)  # regardless of the umask
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
             os.fsync(descriptor)
-        with suppress(FileExistsError):  # another process was faster: its file is the one
+        with suppress(FileExistsError):  # another process was faster: use its file
             os.link(draft, path)
     finally:
         draft.unlink()
@@ -70,23 +70,24 @@ def _create(path: Path) -> None:
 
 def _read(path: Path) -> str:
     with path.open("rb") as file:
-        status = os.fstat(file.fileno())  # of what was opened, not of what the path names by now
+        status = os.fstat(file.fileno())  # of the opened file, not of the path, which may change
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid():
             raise ConfigError(
-                f"network.secret_file: {path} (mode {mode:04o}) belongs to user {status.st_uid}, not to "
-                f"{os.geteuid()} who runs this; make it your own with `chown`, or set {SECRET_VARIABLE}"
+                f"network.secret_file: {path} (mode {mode:04o}) belongs to user {status.st_uid}, but this "
+                f"process runs as {os.geteuid()}; change its owner with `chown`, or set {SECRET_VARIABLE}"
             )
         if mode & 0o077:
             raise ConfigError(
-                f"network.secret_file: {path} has mode {mode:04o}, so others can use it; run `chmod 600 {path}`, and "
-                "if they may have read it, delete it and restart the cluster, which makes a new one"
+                f"network.secret_file: {path} has mode {mode:04o}, so other users can access it; run "
+                f"`chmod 600 {path}`. If they may have read it, delete it and restart the cluster, which "
+                "creates a new one"
             )
         content = file.read(_MAX_FILE_BYTES + 1)
     if len(content) > _MAX_FILE_BYTES:
         raise ConfigError(
-            f"network.secret_file: {path} (mode {mode:04o}) holds more than {_MAX_FILE_BYTES} bytes; name the file "
-            "that `baton serve` made"
+            f"network.secret_file: {path} (mode {mode:04o}) holds more than {_MAX_FILE_BYTES} bytes; use "
+            "the file that `baton serve` created"
         )
     return content.decode("utf-8", "surrogateescape")
 

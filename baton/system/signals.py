@@ -1,4 +1,4 @@
-"""Ctrl-C, politely: the first asks to stop, the second to hurry, the third kills; knows nothing of what stops."""
+"""Graceful Ctrl-C: the first asks to stop, the second to hurry, the third kills; does not know what stops."""
 
 import asyncio
 import signal
@@ -9,10 +9,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Ctrl-C from the start of a program's work to its end: KeyboardInterrupt outside `run`, events inside.
+    """Handles Ctrl-C from start to end of a program: KeyboardInterrupt outside `run`, events inside.
 
-    No SIGINT of the time before is lost. Python drops a KeyboardInterrupt that is raised where nobody could catch it,
-    as in a destructor or in a callback of an extension module; so it is noted too, and `run` begins with `stop` set.
+    No earlier SIGINT is lost. Python drops a KeyboardInterrupt raised where it cannot be caught, such as in a
+    destructor or in a callback of an extension module. So it is also recorded, and `run` then begins with `stop` set.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,9 @@ class StopSignals:
         signal.signal(signal.SIGINT, self._former)
 
     def run(self, work: Coroutine[object, object, None]) -> None:
-        """`asyncio.run`, in which SIGINT and SIGTERM raise nothing but set `stop`, then `hurry`."""
-        # A KeyboardInterrupt while the loop is being made would leave half a loop, and its complaints, behind.
+        """`asyncio.run` in which SIGINT and SIGTERM set `stop`, then `hurry`, instead of raising."""
+        # A KeyboardInterrupt while the loop is being created would leave half a loop, with its error messages,
+        # behind.
         signal.signal(signal.SIGINT, lambda *_: self._on_signal())
         asyncio.run(self._with_handlers(work))
 
@@ -57,7 +58,7 @@ class StopSignals:
 
 
 async def unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Runs `work` to its end, or cancels it once `event` is set; whether it came to its end. Its errors are raised."""
+    """Runs `work` to its end, or cancels it once `event` is set. Returns whether it completed; raises its errors."""
     working = asyncio.ensure_future(work)
     interrupted = asyncio.ensure_future(event.wait())
     either: set[asyncio.Future[object]] = {working, interrupted}  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import socket
 class WakeUp:
     """A level-triggered flag with a file descriptor, for poll loops that also watch sockets.
 
-    `set` is safe from every thread and signal handler; `fileno` goes into a poller; `clear` is the owner's, before
-    it looks at whatever it was woken for, so that no news can slip between the two.
+    `set` is safe from every thread and signal handler; `fileno` goes into a poller. The owner calls `clear` before it
+    looks for the news it was woken for, so that none can slip in between.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class WakeUp:
         except BlockingIOError:
             return  # full, so readable already
         except OSError:
-            return  # closed: nobody is left to wake
+            return  # closed: no thread waits any more
 
     def clear(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Watched: what files hold, read again once they have changed; knows nothing of what they hold."""
+"""Watched: the content of files, read again once they have changed; does not know what they hold."""
 
 import logging
 import os
@@ -20,10 +20,10 @@ _Seen = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched(Generic[Content]):
-    """The files are looked at when somebody asks, at most once a second. Any thread may ask.
+    """The files are checked when the content is requested, at most once a second. Any thread may request it.
 
-    A change that cannot be used is logged once, and what was read before stays: a certificate and its key, say, may be
-    replaced one after the other.
+    A change that cannot be used is logged once, and the previous content stays. For example, a certificate and its
+    key may be replaced one after the other.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content], clock: Clock) -> None:
@@ -53,12 +53,12 @@ class Watched(Generic[Content]):
         try:
             self._content = self._read()
         except ConfigError as error:
-            logger.error("%s changed and cannot be used, so what was read before stays: %s", names, error)
+            logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
-            logger.warning("%s changed and was read again", names)
+            logger.warning("reloaded %s, which changed", names)
 
     def _look(self) -> _Seen:
-        """What tells one version of the files from another; looked at before they are read, never after."""
+        """Identifies a version of the files; taken before they are read, never after."""
         return tuple(map(_stamp, self._paths))
 
 

@@ -1,1 +1,1 @@
-"""What the `baton` command's subcommands do, a module each; `cli/main.py` imports the one that is asked for."""
+"""The subcommands of `baton`, a module each; `cli/main.py` imports only the one that runs."""

@@ -16,7 +16,7 @@ _BAR_WIDTH = 40
 
 
 def run(config: BatonConfig, prompt: str) -> int:
-    """Starts, asks, shows, stops; the answer streams to the terminal as it is generated."""
+    """Starts the cluster, asks, shows the timeline and stops; the answer streams to the terminal as it is generated."""
     console = Console()
     screen = Screen(console)
     question = Question(prompt=prompt, max_tokens=128, temperature=0.0, mode="disaggregated")
@@ -34,7 +34,7 @@ def run(config: BatonConfig, prompt: str) -> int:
 
 
 def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
-    """Where the time of one answer went, stage by stage, and who did the work."""
+    """Where the time of one answer went, stage by stage, and on which workers."""
     timing, usage, placement = (
         answer.completion.timing,
         answer.completion.usage,

@@ -1,4 +1,4 @@
-"""`baton fleet`: workers and their controller without a gateway, which answers gateways elsewhere, until Ctrl-C."""
+"""`baton fleet`: workers and their controller without a gateway; serves gateways elsewhere until Ctrl-C."""
 
 import asyncio
 import json
@@ -13,9 +13,9 @@ from cluster.serve.screen import Screen
 
 
 def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
-    """Serves until SIGINT or SIGTERM. Progress goes to stderr; stdout gets one JSON line when ready, if asked for.
+    """Serves until SIGINT or SIGTERM. Progress goes to stderr; with `as_json`, stdout gets one JSON line when ready.
 
-    `reread` gives the configuration as it is by then.
+    `reread` returns the current content of the configuration.
     """
     write_logs(config.logging, component="fleet", fleet=config.cluster.name)
     screen = Screen(Console(stderr=True))
@@ -28,7 +28,7 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
         await asyncio.Event().wait()  # until a signal cancels it
 
     run_fleet(config, screen, while_open, reread)
-    screen.line("stopped", "everything it started is gone")
+    screen.line("stopped", "all processes of this fleet have ended")
     return 0
 
 

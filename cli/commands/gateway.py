@@ -1,4 +1,4 @@
-"""`baton gateway`: one more gateway to a fleet that runs; it stays until Ctrl-C, and leaves the fleet alone."""
+"""`baton gateway`: one more gateway for a running fleet, until Ctrl-C; the fleet outlives it."""
 
 from rich.console import Console
 
@@ -10,7 +10,7 @@ from cluster.serve.screen import Screen
 
 
 def run(config: BatonConfig, as_json: bool) -> int:
-    """Serves until SIGINT or SIGTERM. Progress goes to stderr; stdout gets one JSON line when ready, if asked for."""
+    """Serves until SIGINT or SIGTERM. Progress goes to stderr; with `as_json`, stdout gets one JSON line when ready."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(Console(stderr=True))
     run_gateway(config, screen, serving(screen, as_json))

@@ -14,18 +14,18 @@ from gateway.client import GenerationEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What to ask, and how to answer."""
+    """A prompt, and how to answer it."""
 
     prompt: str
     max_tokens: int
     temperature: float
     seed: int | None = None
     is_raw: bool = False
-    """The text as it is, instead of a chat with one turn of the user's."""
+    """Send the text as it is, instead of as a chat with one user turn."""
     ignore_eos: bool = False
     mode: Literal["disaggregated", "local"] | None = None
     json_schema: str | None = None
-    """What the answer must match, as JSON."""
+    """JSON schema that the answer must match, as JSON."""
     regex: str | None = None
 
 
@@ -39,7 +39,7 @@ class GeneratedAnswer:
 
 
 def run(target: Target, options: argparse.Namespace) -> int:
-    """Streams, or prints one object. GatewayError says why there is no answer."""
+    """Streams the answer, or prints it as one object. GatewayError says why there is none."""
     question = Question(
         prompt=options.prompt,
         max_tokens=options.max_tokens,

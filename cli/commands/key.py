@@ -1,4 +1,4 @@
-"""`baton key`: makes an API key, and the entry that lets whoever has it in; keeps neither."""
+"""`baton key`: makes an API key and its configuration entry; stores neither."""
 
 import json
 import sys
@@ -22,6 +22,6 @@ def run(name: str, scopes: Sequence[str], as_json: bool) -> int:
     if as_json:
         print(json.dumps({"key": key, "entry": entry}))
         return 0
-    print(f"the key of {name}, which is shown this once: {key}", file=sys.stderr)
+    print(f"API key of {name} (shown only once): {key}", file=sys.stderr)
     print(f"- name: {name}\n  sha256: {entry['sha256']}\n  scopes: [{', '.join(scopes)}]")
     return 0

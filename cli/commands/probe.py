@@ -1,4 +1,4 @@
-"""`baton probe`: whether a process of a cluster is well, for a health check that has no other program at hand."""
+"""`baton probe`: checks the health of one process of a cluster, for images without other tools."""
 
 import asyncio
 import http.client
@@ -22,7 +22,9 @@ _MAX_BODY_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """For https. Without an authority the other end's certificate is not checked: it is about health, not trust."""
+    """TLS settings for https. Without a CA, the server's certificate is not checked: a probe is about health, not
+    trust.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -30,13 +32,15 @@ class TlsFiles:
 
 
 def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> int:
-    """Returns if it is well; ClusterError says what is wrong, ConfigError that nothing can be asked there.
+    """Returns if the process is healthy; ClusterError says what is wrong, ConfigError that the URL cannot be probed.
 
-    `timeout_s` is for each step. A `fleet` is asked with the cluster's secret, as `network` has it.
+    `timeout_s` applies to each step. A `fleet` URL is probed with the cluster's secret, as `network` configures it.
     """
     parts = _parts_of(url)
     if parts.scheme != "https" and tls != TlsFiles():
-        raise ConfigError(f"--tls-ca, --tls-cert and --tls-key are for https, and this is {parts.scheme}")
+        raise ConfigError(
+            f"--tls-ca, --tls-cert and --tls-key need an https URL, but this one is {parts.scheme}"
+        )
     if parts.scheme == "fleet":
         asyncio.run(_ask_control_server(parts.netloc, timeout_s, network))
         return 0
@@ -57,7 +61,7 @@ def _parts_of(url: str) -> SplitResult:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https", "tcp", "fleet") or not is_address(parts.netloc):
         raise ConfigError(
-            f"URL: got '{url}'; SCHEME://HOST:PORT, with http, https, tcp or fleet as the scheme"
+            f"URL: got '{url}'; use SCHEME://HOST:PORT, where the scheme is http, https, tcp or fleet"
         )
     return parts
 
@@ -87,7 +91,7 @@ def _context(tls: TlsFiles) -> ssl.SSLContext:
         if tls.cert is not None:
             context.load_cert_chain(tls.cert, tls.key)
     except OSError as error:
-        raise ConfigError(f"--tls-ca, --tls-cert or --tls-key cannot be used: {error}") from error
+        raise ConfigError(f"cannot use --tls-ca, --tls-cert or --tls-key: {error}") from error
     return context
 
 

@@ -1,4 +1,4 @@
-"""`baton serve`: a deployment that stays until Ctrl-C, and says how to talk to it."""
+"""`baton serve`: a deployment that runs until Ctrl-C, and shows how to use it."""
 
 from rich.console import Console
 
@@ -10,10 +10,10 @@ from cluster.serve.screen import Screen
 
 
 def run(config: BatonConfig, as_json: bool) -> int:
-    """Serves until SIGINT or SIGTERM. Progress goes to stderr; stdout gets one JSON line when ready, if asked for."""
+    """Serves until SIGINT or SIGTERM. Progress goes to stderr; with `as_json`, stdout gets one JSON line when ready."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(Console(stderr=True))
 
     run_deployment(config, screen, serving(screen, as_json))
-    screen.line("stopped", "everything it started is gone")
+    screen.line("stopped", "all processes of this deployment have ended")
     return 0

@@ -1,4 +1,4 @@
-"""`baton trace`: draws what workers wrote down of their schedulers' steps, for the terminal and as SVG."""
+"""`baton trace`: draws the traces of workers' scheduler steps, for the terminal and as SVG."""
 
 import argparse
 import re
@@ -13,21 +13,21 @@ from cli.trace_chart.text import text_of
 from worker.step_trace import Trace, read_trace
 
 _WIDTH_OF_FILES = 160
-"""Columns when nobody's terminal says how wide the picture may be."""
+"""Width of the picture, in columns, if stdout is no terminal."""
 
 _CHARACTERS_PER_STEP = 6
-"""About what a step takes; whether equal steps are folded depends on it, and nothing else."""
+"""Approximate width of a step; only decides whether equal steps are folded."""
 
 _COLUMNS_OF_SVG = 24
-"""Where equal steps are folded, more than this are rarely needed, and make a picture wider than a page."""
+"""If equal steps are folded, more columns are rarely needed, and would make the picture wider than a page."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the picture, and writes it where asked. TraceError says what is wrong with a file, OSError that it cannot
-    be read or written, ConfigError what is wrong with a flag.
+    """Prints the picture, and writes it as SVG if asked. Raises TraceError for a bad trace file, OSError if a file
+    cannot be read or written, and ConfigError for a bad flag.
     """
     if options.max_columns < 1:
-        raise ConfigError(f"--max-columns: got {options.max_columns}; a picture has at least one")
+        raise ConfigError(f"--max-columns: got {options.max_columns}; must be at least 1")
     steps = parse_steps(options.steps)
     requests = tuple(filter(None, (options.requests or "").split(",")))
     traces = [read_trace(path) for path in options.files]
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if not chart.columns:
         raise TraceError(f"{options.files[0]}: nothing to draw; {_what_there_is(traces[0])}")
     if requests and not any(panel.rows for panel in chart.panels):
-        raise TraceError(f"no request in these steps begins with {' or '.join(map(repr, requests))}")
+        raise TraceError(f"no request id in these steps starts with {' or '.join(map(repr, requests))}")
     console.print(text_of(chart, width), soft_wrap=True, highlight=False)
     if options.svg is not None:
         drawn = make_chart(traces, steps, requests, _COLUMNS_OF_SVG, options.max_columns)
@@ -46,16 +46,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parse_steps(text: str | None) -> StepRange:
-    """`A:B` with both ends included, `A:`, `:B`, or one step alone; None is everything."""
+    """Reads `A:B` with both ends included, `A:`, `:B`, or a single step; None means all steps."""
     if text is None:
         return StepRange()
     match = re.fullmatch(r"(\d+)|(\d*):(\d*)", text)
     if match is None:
-        raise ConfigError(f"--steps: got {text!r}; give two numbers of steps, as in 10:20, 10: or :20")
+        raise ConfigError(f"--steps: got {text!r}; use a range of step numbers, such as 10:20, 10: or :20")
     alone, first, last = match.groups()
     steps = StepRange(*[int(number) if number else None for number in (alone or first, alone or last)])
     if steps.first is not None and steps.last is not None and steps.first > steps.last:
-        raise ConfigError(f"--steps: got {text!r}, which ends before it begins")
+        raise ConfigError(f"--steps: got {text!r}; the last step must not be before the first")
     return steps
 
 

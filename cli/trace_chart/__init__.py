@@ -1,1 +1,1 @@
-"""Draws what workers' schedulers did, step by step, from their traces; knows no cluster."""
+"""Draws the scheduler steps of workers from their traces; knows no cluster."""

@@ -1,7 +1,7 @@
-"""Columns of a step chart: the steps of one or several workers in one order of time, equal neighbours folded.
+"""Columns of a step chart: the steps of one or several workers ordered by time, with equal neighbours folded.
 
-A column begins where any worker begins to compute a step. So what happens at the same time on two workers stands in the
-same place, and a long step of one worker stretches over the columns of the other's short ones.
+A column begins where any worker begins to compute a step. So simultaneous events on two workers share a column, and a
+long step of one worker spans several short ones of the other.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Column:
     """One step of one worker, or several equal ones in a row. Times are seconds since the earliest trace began."""
 
     owner: int
-    """Which of the traces."""
+    """Index of the trace."""
     steps: tuple[StepTrace, ...]
     begin_s: float
     end_s: float
@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class StepRange:
-    """Steps by number, both ends included; None: as far as there are any."""
+    """A range of step numbers, both ends included; None leaves an end open."""
 
     first: int | None = None
     last: int | None = None
@@ -40,9 +40,10 @@ EVERYTHING = StepRange()
 
 
 def columns_of(traces: Sequence[Trace], steps: StepRange, fold_above: int) -> list[Column]:
-    """Columns in order of time. `steps` counts the first trace's; of the others it takes what they did meanwhile.
+    """Columns ordered by time. `steps` counts the first trace's; the other traces contribute their steps of the same
+    period.
 
-    Equal steps are folded if there would be more columns than `fold_above`.
+    Equal steps are folded if there would otherwise be more columns than `fold_above`.
     """
     columns = [
         column for owner, trace in enumerate(traces) for column in _single(owner, trace, _zero(traces))
@@ -52,7 +53,7 @@ def columns_of(traces: Sequence[Trace], steps: StepRange, fold_above: int) -> li
 
 
 def prompt_lengths(trace: Trace) -> dict[str, int]:
-    """Of every request that the worker computed."""
+    """Prompt lengths of every request that the worker computed."""
     return {
         request_id: num_tokens
         for step in trace.steps
@@ -61,7 +62,7 @@ def prompt_lengths(trace: Trace) -> dict[str, int]:
 
 
 def is_decode(num_tokens: int, num_computed_tokens: int, num_prompt_tokens: int | None) -> bool:
-    """One token, and it is no prompt's; where the prompt's length is not known, one token is taken for an output."""
+    """One token that belongs to no prompt; if the prompt's length is unknown, a single token counts as output."""
     return num_tokens == 1 and num_computed_tokens >= (num_prompt_tokens or 0)
 
 
@@ -70,7 +71,9 @@ def _zero(traces: Sequence[Trace]) -> float:
 
 
 def _single(owner: int, trace: Trace, zero_unix_s: float) -> list[Column]:
-    """With asynchronous scheduling a step is planned while the one before it is computed: it begins when that ends."""
+    """With asynchronous scheduling, a step is planned while the previous one computes, and begins when that one does
+    end.
+    """
     columns = []
     offset_s, previous_end_s = trace.header.began_unix_s - zero_unix_s, 0.0
     for step in trace.steps:
@@ -114,7 +117,7 @@ def _fold(columns: list[Column], traces: Sequence[Trace]) -> list[Column]:
 
 
 def _look(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ...]:
-    """What the picture shows of a step; a step that must stand alone looks like no other."""
+    """What the picture shows of a step; steps that must not be folded are unequal to all others."""
     step = column.steps[0]
     is_alone = (
         step.num_prompt_tokens

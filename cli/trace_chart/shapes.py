@@ -1,20 +1,20 @@
 """The shapes of a step chart in SVG and their colours; knows no chart.
 
-Fills and outlines are the colour-blind safe ones of Okabe and Ito, and shapes differ too, so nothing is lost in black
-and white. Everything is styled by class, for pages that are light or dark.
+Colours are the colour-blind safe ones of Okabe and Ito, and shapes differ too, so nothing is lost in black and white.
+Everything is styled by class, for light and dark pages.
 """
 
 from collections.abc import Callable
 from xml.etree.ElementTree import Element, SubElement
 
 HEIGHT = 22.0
-"""Of every piece."""
+"""Height of every piece."""
 ICON = 18.0
-"""What a cross or an arrow takes."""
+"""Width of a cross or an arrow."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 Shape = Callable[[Element, float, float], None]
-"""Draws itself into an element, with its left edge and its middle line at a place."""
+"""Draws itself into an element, given its left edge and its middle line."""
 
 COLOURS = {
     "light": {
@@ -48,7 +48,7 @@ COLOURS = {
         "blocks": "#3d4752",
     },
 }
-"""By the page they are for."""
+"""By the kind of page."""
 
 _SHAPES = """\
 .baton-steps text { font: 12px ui-sans-serif, system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
@@ -101,7 +101,7 @@ STYLE = (
 
 
 def add(parent: Element, tag: str, text: str = "", /, **attributes: str | float) -> Element:
-    """A child; `class_` is spelled so because `class` is taken, and `_` within a name stands for `-`."""
+    """Adds a child; `class_` is spelled so because `class` is a keyword, and `_` within a name stands for `-`."""
     values = {
         name.rstrip("_").replace("_", "-"): value
         if isinstance(value, str)
@@ -157,14 +157,14 @@ def in_vain(parent: Element, x: float, y: float, width: float, text: str) -> Non
 
 
 def lead(parent: Element, x: float, y: float, width: float, text: str, pattern: str) -> None:
-    """A hatched box for what need not be computed."""
+    """A hatched box for tokens that need not be computed."""
     box = add(parent, "rect", x=x, y=y - HEIGHT / 2, width=width, height=HEIGHT, rx=2.5, class_="lead")
     box.set("fill", f"url(#baton-{pattern})")
     write(parent, x + width / 2, y, text, "middle strong haloed")
 
 
 def waiting(parent: Element, x: float, y: float, width: float) -> None:
-    """Dots."""
+    """A dotted line."""
     add(parent, "line", x1=x + 4, y1=y, x2=x + width - 4, y2=y, class_="waiting")
 
 
@@ -180,7 +180,7 @@ def cross(parent: Element, x: float, y: float) -> None:
 
 
 def turn(parent: Element, x: float, y: float) -> None:
-    """An arrow that comes back."""
+    """An arrow that turns back."""
     add(
         parent,
         "path",
@@ -190,7 +190,7 @@ def turn(parent: Element, x: float, y: float) -> None:
 
 
 def end(parent: Element, x: float, y: float, words: str, is_handed_over: bool) -> None:
-    """A full stop, or an arrow that leads on, and why."""
+    """A full stop, or an arrow if the request was handed over, and the reason."""
     if is_handed_over:
         add(parent, "path", d=f"M{x + 4:g} {y:g}h11m-4 -4l4 4l-4 4", class_="icon end-icon")
     else:

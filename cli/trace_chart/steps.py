@@ -1,7 +1,7 @@
-"""A step chart: what to draw where, from the traces of one or several workers; knows neither terminal nor SVG.
+"""A step chart: the layout of traces of one or several workers; knows neither terminal nor SVG.
 
 One panel for each worker, one row for each request in the order of arrival, one column for each step. Pieces lie in
-rows and stretch over columns. Panels share their columns (cli/trace_chart/columns.py).
+rows and span columns. Panels share their columns (cli/trace_chart/columns.py).
 """
 
 from bisect import bisect_left
@@ -15,19 +15,19 @@ from worker.step_trace import StepTrace, Trace, TraceEnd, TraceHeader
 
 _MIN_LABEL = 4
 _MAX_WHOLE_LABEL = 8
-"""Ids that are this short are not shortened."""
+"""Ids of this length or less are not shortened."""
 
 
 class PieceKind(Enum):
     """What a request did."""
 
     PREFILL = auto()
-    """Several tokens, or one that is not the first output's predecessor: a prompt, or what a preemption lost."""
+    """Several tokens, or one that does not precede the first output: a prompt, or tokens lost to a preemption."""
     DECODE = auto()
     LOADING = auto()
-    """It waited for KV from another worker."""
+    """The request waited for KV from another worker."""
     WAITING = auto()
-    """It stood in the queue."""
+    """The request was in the queue."""
 
     @property
     def is_computed(self) -> bool:
@@ -45,18 +45,18 @@ class Piece:
     """The first of `num_steps` equal ones."""
     num_steps: int = 1
     num_tokens: int = 0
-    """Computed in each step."""
+    """Tokens computed in each step."""
     num_computed_tokens: int = 0
-    """Before the first of them."""
+    """Tokens computed before the first of these steps."""
     num_cached_tokens: int = 0
-    """Of these, found in the prefix cache just now."""
+    """Of those, tokens just found in the prefix cache."""
     num_swapped_in_tokens: int = 0
-    """Of these, copied back from host memory just now."""
+    """Of those, tokens just copied back from host memory."""
     num_received_tokens: int = 0
-    """Of these, sent by another worker."""
+    """Of those, tokens sent by another worker."""
     is_resumed: bool = False
     is_in_vain: bool = False
-    """The request had ended already, and nobody knew yet when the step was planned."""
+    """The request had already ended, but the scheduler did not know when it planned the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +68,18 @@ class Row:
     num_prompt_tokens: int | None
     pieces: tuple[Piece, ...]
     preempted: tuple[int, ...]
-    """Columns in which it lost its blocks."""
+    """Columns in which the request lost its blocks."""
     end: tuple[int, FinishReason] | None
-    """Where the word about its end goes: at the beginning of this column, which may be one past the last."""
+    """Where the reason for its end is drawn: at the beginning of this column, which may be one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """A step of a panel's worker as a whole; the last one of several that were folded."""
+    """A whole step of a panel's worker; the last one of several that were folded."""
 
     column: int
     last: int
-    """The column with whose end the step is done."""
+    """The column at whose end the step is done."""
     num_prefill_tokens: int
     num_decode_tokens: int
     num_free_blocks: int
@@ -106,11 +106,11 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A whole picture. Names in it are printable, whatever the files hold; headers are as they were read."""
+    """A whole picture. Names in it are printable, whatever the files hold; headers are unchanged."""
 
     columns: tuple[Column, ...]
     num_left_out: int
-    """Steps that there was no room for, at the end."""
+    """Later steps that did not fit."""
     panels: tuple[Panel, ...]
 
 
@@ -121,13 +121,13 @@ def make_chart(
     fold_above: int = 40,
     max_columns: int = 200,
 ) -> Chart:
-    """`requests` are beginnings of ids, none for all. Equal steps are folded where more than `fold_above` columns would
-    be; at most `max_columns` are drawn.
+    """`requests` are prefixes of ids; none selects all. Equal steps are folded if there would otherwise be more
+    columns than `fold_above`; at most `max_columns` are drawn.
     """
     found = columns_of(traces, steps, fold_above)
     columns = tuple(found[:max_columns])
     plots = [_Plot(owner, trace, columns) for owner, trace in enumerate(traces)]
-    beginnings = tuple(requests) or ""  # every id begins with nothing
+    beginnings = tuple(requests) or ""  # every id starts with the empty prefix
     shown = [
         [life for life in plot.lives if life.is_visible and life.request_id.startswith(beginnings)]
         for plot in plots
@@ -165,7 +165,7 @@ class _Life:
     def to_row(self, label_of: Callable[[str], str]) -> Row:
         label = label_of(self.request_id) + "'" * self.number
         end = self.end
-        if end is not None:  # after whatever was computed in vain
+        if end is not None:  # after tokens computed in vain
             end = (max([end[0], *(piece.last + 1 for piece in self.pieces)]), end[1])
         return Row(
             _printable(self.request_id),
@@ -177,7 +177,7 @@ class _Life:
         )
 
     def extend(self, kind: PieceKind, first: int, last: int, step: int) -> None:
-        """It waits, perhaps as it did before."""
+        """The request waits, perhaps as it did before."""
         previous = self.pieces[-1] if self.pieces else None
         if previous is not None and previous.kind is kind and previous.last == first - 1:
             first, step = previous.first, previous.step
@@ -186,7 +186,7 @@ class _Life:
 
 
 class _Plot:
-    """Reads one trace from its beginning, and draws what falls into the columns."""
+    """Reads one trace from its beginning, and draws everything within the columns."""
 
     def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
         self.lives: list[_Life] = []
@@ -218,7 +218,7 @@ class _Plot:
             self.usage.append(self._usage(index))
 
     def _life(self, request_id: str, step: StepTrace) -> _Life:
-        """The request of this id. A step that was planned before it was known to have ended still means the old one."""
+        """The request of this id. A step planned before its end was known still means the old request."""
         life = self._current.get(request_id)
         if life is None or (life.ended_s is not None and step.planned_s >= life.ended_s):
             life = _Life(request_id, 0 if life is None else life.number + 1)
@@ -287,13 +287,13 @@ class _Plot:
         return self._own[position] if position < len(self._own) else len(self._columns)
 
     def _end_of_work(self, index: int) -> int:
-        """The column that begins when this one's step is done, or later."""
+        """The first column that begins when this one's step is done, or later."""
         end_s, next_own = self._columns[index].end_s, self._next_own(index)
         return next((i for i in range(index + 1, next_own) if self._columns[i].begin_s >= end_s), next_own)
 
 
 def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
-    """Ids are long: as many characters of their beginnings as tell them apart, or of their ends if fewer do."""
+    """Shortens ids to as many leading characters as tell them apart, or to trailing ones if fewer suffice."""
     printable = {request_id: _printable(request_id) for request_id in request_ids}
     longest = max(map(len, request_ids), default=0)
     for size in range(_MIN_LABEL, longest) if longest > _MAX_WHOLE_LABEL else ():
@@ -309,5 +309,5 @@ def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
 
 
 def _printable(name: str) -> str:
-    """What would move a cursor, or is not allowed in XML, is not shown."""
+    """Replaces characters that would move a cursor, or are not allowed in XML."""
     return "".join(character if character.isprintable() else "?" for character in name)

@@ -1,7 +1,7 @@
 """A step chart as SVG: one file without scripts or fonts of its own, for light and dark pages and for printers.
 
-What a piece is can be told by its shape alone: prompts are blocks, outputs are pills, what is hatched was computed
-before, what is dotted waits. Whoever points at a piece is told all about it.
+Shapes alone identify a piece: prompts are blocks, outputs are pills, hatched tokens were computed before, and dotted
+lines wait. The tooltip of a piece tells all about it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ from cli.trace_chart.words import (
 _MARGIN = 24.0
 _ROW = 30.0
 _GAP = 2.0
-"""Between a piece and the edges of its columns."""
+"""Gap between a piece and the edges of its columns."""
 _CHARACTER = 7.6
-"""What a character of 12 pixels takes at most in a usual font, where it is one among many."""
+"""Width of a character of 12 pixels in a usual font, at most, as one among many."""
 _MIN_COLUMN = 38.0
 _BARS = 36.0
 _PROMPT_WIDTH = 62.0
@@ -47,7 +47,7 @@ def svg_of(chart: Chart) -> str:
 
 
 class _Drawing:
-    """Columns are laid out first; then it draws from top to bottom, and `_y` is how far it has come."""
+    """Columns are laid out first; drawing then proceeds from top to bottom, with `_y` as its position."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
@@ -90,7 +90,7 @@ class _Drawing:
         self._y += 26
 
     def legend(self) -> None:
-        """The signs that occur, and what was left out."""
+        """The signs that occur, and the number of steps left out."""
         group, x = add(self._root, "g", class_="legend"), _MARGIN
         for sign in signs_of(self._chart):
             sample, width = _SAMPLES[sign]
@@ -114,7 +114,7 @@ class _Drawing:
         return tostring(self._root, encoding="unicode") + "\n"
 
     def _axis(self, group: Element, panel: Panel) -> None:
-        """Which step, and when it began."""
+        """Number and start time of each step."""
         write(group, _MARGIN, self._y, "request", "muted")
         write(group, self._left - 48, self._y, "prompt", "muted right")
         write(group, self._left - 10, self._y, "step", "muted right")
@@ -209,7 +209,7 @@ class _Drawing:
         return part
 
     def _counts(self, group: Element, panel: Panel) -> None:
-        """What is worth a line only where it happens."""
+        """Counts that get a line only if they occur."""
         counts: tuple[tuple[str, Callable[[StepUsage], str]], ...] = (
             ("in the queue", lambda usage: str(usage.num_waiting or "")),
             ("swapped out", lambda usage: str(usage.num_swapped_out or "")),
@@ -225,18 +225,18 @@ class _Drawing:
                 self._y += 20
 
     def _middle_of(self, usage: StepUsage) -> float:
-        """Of all columns that a step takes."""
+        """The middle of all columns that a step spans."""
         return (self._edges[usage.column] + self._edges[usage.last + 1]) / 2
 
     def _end_of(self, row: Row) -> float:
-        """How far to the right a row goes, with the word about its end."""
+        """The right end of a row, including the reason for its end."""
         if row.end is None:
             return self._edges[-1]
         return max(self._edges[-1], self._edges[row.end[0]] + ICON + len(END_WORDS[row.end[1]]) * _CHARACTER)
 
 
 def _edges(chart: Chart, rows: Sequence[Row], unit: tuple[str, float], left: float) -> list[float]:
-    """Where each column begins, and the last one ends: as narrow as what stands in them allows."""
+    """The left edge of each column, and the right edge of the last; columns are as narrow as their content allows."""
     widths = [
         max(
             _MIN_COLUMN,
@@ -278,4 +278,4 @@ _SAMPLES: dict[Sign, tuple[shapes.Shape, float]] = {
     Sign.PREEMPTED: (shapes.cross, ICON),
     Sign.RESUMED: (shapes.turn, ICON),
 }
-"""A small example of each sign, and how wide it is."""
+"""A small example of each sign, and its width."""

@@ -1,4 +1,4 @@
-"""A step chart for terminals: readable without colours, as wide as there is room, and in several bands if need be."""
+"""A step chart for terminals: readable without colours, as wide as fits, and in several bands if necessary."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _MIN_WIDTH = 3
 
 
 def text_of(chart: Chart, width: int) -> Text:
-    """The whole picture in lines of at most `width` characters, as far as headings and single columns fit into that."""
+    """The whole picture in lines of at most `width` characters, unless headings or single columns are wider."""
     if not chart.columns:
         return Text("no steps\n")
     layout = _Layout(chart)
@@ -50,7 +50,7 @@ def text_of(chart: Chart, width: int) -> Text:
 
 
 class _Layout:
-    """How wide everything is."""
+    """The width of each part."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
@@ -72,11 +72,11 @@ class _Layout:
 
     @property
     def left(self) -> int:
-        """Where the first column begins: behind request, prompt and the names of the axes."""
+        """Where the first column begins: to the right of request, prompt and the names of the axes."""
         return self.label_width + len("  prompt  step  ")
 
     def width(self, first: int, stop: int) -> int:
-        """Of some columns, with the gaps between them."""
+        """Width of some columns, with the gaps between them."""
         return sum(self.widths[first:stop]) + max(0, stop - first - 1)
 
     def bands(self, width: int) -> Iterator[tuple[int, int]]:
@@ -101,7 +101,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Line:
-    """Texts at their places, from left to right."""
+    """Texts at their positions, from left to right."""
 
     text: Text = field(default_factory=Text)
 
@@ -112,7 +112,7 @@ class _Line:
 
 
 class _Band:
-    """Some columns, side by side, with everything that stands in them."""
+    """Some columns, side by side, with all their content."""
 
     def __init__(self, chart: Chart, layout: _Layout, first: int, stop: int) -> None:
         self._chart = chart
@@ -121,7 +121,7 @@ class _Band:
         self._stop = stop
 
     def lines_of(self, number: int, panel: Panel) -> list[Text]:
-        """One worker's part, if it has any here."""
+        """One worker's part of this band, if it has any."""
         rows = [row for row in panel.rows if self._has(row)]
         usage = self._usage(panel)
         if not rows and not usage:
@@ -145,11 +145,11 @@ class _Band:
         return self._first <= column < self._stop
 
     def _ends(self, column: int) -> bool:
-        """Words about an end before the first column of a band stand behind the last one of the band above."""
+        """A reason that ends before the first column of a band is drawn behind the last column of the band above."""
         return self._first < column <= self._stop or column == self._first == 0
 
     def _axis(self, number: int) -> list[Text]:
-        """Which step, and when it began."""
+        """Number and start time of each step."""
         head = f"{'request':<{self._layout.label_width}}  prompt"
         steps = _Line().put(self._layout.left - len("step  "), "step", "dim")
         times = _Line().put(0, f"{head}  {self._layout.unit[0]:>4}", "dim")
@@ -220,7 +220,7 @@ def _heading(panel: Panel) -> Text:
 
 
 def _cell(piece: Piece) -> tuple[str, str, str]:
-    """What comes before the tokens, the tokens, and how many steps alike."""
+    """The text before the tokens, the tokens, and the number of equal steps."""
     lead = _RESUMED if piece.is_resumed else ""
     if piece.num_cached_tokens:
         lead += f"{piece.num_cached_tokens}+"
@@ -233,7 +233,7 @@ def _cell(piece: Piece) -> tuple[str, str, str]:
 
 
 def _usage_names(panel: Panel) -> dict[str, str]:
-    """The lines below the requests; those that would only say nothing are left out."""
+    """The lines below the requests; lines without any value are left out."""
     names = {"tokens": f"tokens of {panel.header.max_num_batched_tokens}", "free": "free blocks"}
     if any(usage.num_waiting for usage in panel.usage):
         names["queue"] = "queue"
@@ -260,7 +260,7 @@ def _end_text(reason: FinishReason) -> str:
 
 
 def _legend(chart: Chart, width: int) -> list[Text]:
-    """What the signs mean that occur."""
+    """Explains the signs that occur."""
     lines = [Text()]
     for sign in signs_of(chart):
         entry = Text.assemble((_SAMPLES[sign], "bold"), f" {sign.value}   ")

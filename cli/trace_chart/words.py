@@ -1,4 +1,4 @@
-"""What step charts say in words, whatever they are drawn with."""
+"""The wording of step charts, for every renderer."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -19,13 +19,13 @@ END_WORDS = {
 TRACE_ENDS = {
     TraceEnd.CLOSED: "",
     TraceEnd.FULL: "the file reached its limit; the worker went on",
-    TraceEnd.OPEN: "no last word: the worker still runs, or was killed",
-    TraceEnd.CUT: "the last line is cut: the worker was killed, or just writes it",
+    TraceEnd.OPEN: "the trace has no end: the worker still runs, or was killed",
+    TraceEnd.CUT: "the last line is incomplete: the worker was killed, or is writing it",
 }
 
 
 class Sign(Enum):
-    """What occurs in a chart and wants to be explained; the value is the explanation."""
+    """A sign that occurs in a chart; the value explains it."""
 
     PREFILL = "prompt tokens"
     DECODE = "output token"
@@ -60,7 +60,7 @@ def signs_of(chart: Chart) -> list[Sign]:
 
 
 def heading_of(panel: Panel) -> str:
-    """What the worker is, and what it has to share."""
+    """The worker's role, and the resources it shares out."""
     header = panel.header
     return (
         f"{header.role.value} worker, {header.max_num_batched_tokens} tokens a step, "
@@ -69,7 +69,7 @@ def heading_of(panel: Panel) -> str:
 
 
 def left_out(chart: Chart) -> str:
-    """What there was no room for; empty if everything is there."""
+    """How many steps did not fit; empty if all did."""
     if chart.num_left_out == 1:
         return "1 later step is left out"
     return f"{chart.num_left_out} later steps are left out" if chart.num_left_out else ""
@@ -82,12 +82,12 @@ def step_text(column: Column) -> str:
 
 
 def time_unit(columns: Sequence[Column]) -> tuple[str, float]:
-    """Name and seconds of the unit in which the times of a chart are short."""
+    """Name and seconds of the unit that makes a chart's times short."""
     return ("s", 1.0) if columns and columns[-1].begin_s >= 100 else ("ms", 1e-3)
 
 
 def time_text(seconds: float, unit: tuple[str, float]) -> str:
-    """As short as it can be said in the unit."""
+    """As short as the unit allows."""
     value = seconds / unit[1]
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 

@@ -1,1 +1,1 @@
-"""What an operator sees of a fleet, drawn from the gateway's description of it; asks nobody, and knows no clock."""
+"""An operator's view of a fleet, drawn from the gateway's description of it; makes no calls, and knows no clock."""

@@ -1,4 +1,4 @@
-"""What happened between two descriptions of a fleet: differences of its workers' counters; pure."""
+"""What changed between two descriptions of a fleet: differences of its workers' counters; pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PairTransfers:
-    """KV on its way from one worker to another. Rates are None at first sight: nothing to compare with."""
+    """KV moving from one worker to another. Rates are None without an earlier description to compare with."""
 
     producer: str
     consumer: str
     transports: tuple[str, ...]
     num_bytes: int
-    """Since the consumer's start, as are the next two."""
+    """Counted since the consumer's start, as are the next two fields."""
     done: int
     failed: int
     bytes_per_s: float | None
@@ -31,7 +31,7 @@ class _Counts:
 def transfers(
     previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
 ) -> list[PairTransfers]:
-    """Every pair that ever handed over, the busiest first; counted where KV arrives."""
+    """Every pair with any hand-over, the busiest first; counted where KV arrives."""
     known = {worker["name"]: worker for worker in previous["workers"]} if previous else {}
     found = []
     for worker in current["workers"]:
@@ -66,7 +66,9 @@ def path_rates(
 
 
 def hit_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
-    """The share of asked-for tokens that its prefix cache had, lately or, if nobody asked lately, since its start."""
+    """The share of requested tokens found in the worker's prefix cache, recently or, without recent requests, since
+    its start.
+    """
     now = worker["counters"]
     former = {}
     for known in previous["workers"] if previous else ():
@@ -82,7 +84,7 @@ def hit_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> float |
 
 
 def _before(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
-    """What to subtract: nothing from the counts of another life, which began at zero."""
+    """The counts to subtract; none if the worker restarted, since its counts then began at zero."""
     if former is None or former["incarnation"] != worker["incarnation"]:
         return {}
     return _by_producer(former)

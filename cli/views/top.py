@@ -13,24 +13,24 @@ from cli.views import rates, words
 _BAR_STYLES = (("referenced", "█", "green"), ("leased", "▓", "cyan"), ("quarantined", "░", "magenta"))
 _FREE = "·"
 _NUM_LINES = 5
-"""Of each section, where there is room."""
+"""Lines of each section, if there is room."""
 _FEW = 2
-"""Of each section, where there is little."""
+"""Lines of each section, if there is little room."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """`previous` was seen `elapsed_s` before `current`; without it there are no rates."""
+    """`previous` was taken `elapsed_s` before `current`; without it there are no rates."""
 
     target: str
     previous: dict[str, Any] | None
     current: dict[str, Any]
     elapsed_s: float
     height: int | None = None
-    """Lines of the screen; None where everything may be shown."""
+    """Lines of the screen; None shows everything."""
     notice: str = ""
-    """Why there is nothing newer."""
+    """Why there is no newer description."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, is_wide = options.max_width, options.max_width >= words.WIDE
@@ -71,7 +71,7 @@ class TopView:
         outcomes = Text(words.outcomes_text(gateway["counters"]))
         lines = [name, state, paths, outcomes]
         if self.notice:
-            lines.append(Text(f"what follows is old: {self.notice}", "bold red"))
+            lines.append(Text(f"the data below is old: {self.notice}", "bold red"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return [*lines, Text("")]
@@ -95,7 +95,7 @@ class TopView:
         ]
         if is_wide:
             head.append(Text(words.node_of(worker)))
-        if not blocks["total"]:  # nothing is known of it but how often it was started
+        if not blocks["total"]:  # nothing is known of it but its starts
             return [*head, *[""] * 11, words.starts_of(worker)] if is_wide else head
         used = 1 - blocks["free"] / blocks["total"]
         step_ms, prefill_rate = load["decode_step_s"] * 1e3, load["prefill_tokens_per_s"]
@@ -132,9 +132,9 @@ class TopView:
 
 
 def fit(room: int, num_workers: int, sizes: list[int]) -> tuple[int, list[int]]:
-    """How many workers, and lines of each section, go into `room` lines: the longest sections give way first.
+    """How many workers, and lines of each section, fit into `room` lines: the longest sections shrink first.
 
-    A section that has lines has a title and a gap, too. At least one worker is shown.
+    A section with lines also has a title and a gap. At least one worker is shown.
     """
     sizes = list(sizes)
 
@@ -148,7 +148,7 @@ def fit(room: int, num_workers: int, sizes: list[int]) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _BlocksBar:
-    """As wide as its column: each kind of block in proportion, but what there is at all gets a cell."""
+    """As wide as its column: each kind of block in proportion, but at least one cell for each kind that occurs."""
 
     blocks: dict[str, int]
 
@@ -189,7 +189,7 @@ def _transfers(pairs: Sequence[rates.PairTransfers], is_wide: bool) -> Table:
             f"{bytes_per_s / _MIB:.1f} MiB/s",
             Text(f"{'━' * filled:<{cells}}", "cyan"),
             f"{done_per_s:.1f}/s",
-            f"{pair.num_bytes / _MIB:.0f} MiB in all",
+            f"{pair.num_bytes / _MIB:.0f} MiB in total",
             Text(f"{pair.failed} failed", "red") if pair.failed else "",
         )
     return table

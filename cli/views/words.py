@@ -1,4 +1,4 @@
-"""How a worker, a node or a controller stands, in a few words and a colour; `status` and `top` share them."""
+"""The state of a worker, a node or a controller, in a few words and a colour; `status` and `top` share them."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 120
-"""Columns of a terminal from which on there is room for more of each worker."""
+"""From this width on, a terminal has room for more columns per worker."""
 
 _STYLES = {
     "ready": "green",
@@ -22,7 +22,7 @@ _STYLES = {
 
 
 def plain_table(*headings: str, **options: Any) -> Table:
-    """No lines, and one space between columns."""
+    """A table without lines, and with one space between columns."""
     table = Table(
         box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold", **options
     )
@@ -32,7 +32,7 @@ def plain_table(*headings: str, **options: Any) -> Table:
 
 
 def state_text(worker: dict[str, Any]) -> Text:
-    """Its state, and when it is started again if it backs off."""
+    """The worker's state, and when it restarts if it backs off."""
     state = worker["state"]
     words = state.replace("_", " ")
     slot = worker["slot"]
@@ -42,7 +42,7 @@ def state_text(worker: dict[str, Any]) -> Text:
 
 
 def role_text(worker: dict[str, Any], is_wide: bool) -> str:
-    """Its role; while it changes that, from which to which, or only to which."""
+    """The worker's role; during a change, from which to which, or only to which."""
     role, slot = worker["role"], worker["slot"]
     if slot is None or slot["role"] == role:
         return str(role)
@@ -50,7 +50,7 @@ def role_text(worker: dict[str, Any], is_wide: bool) -> str:
 
 
 def node_of(worker: dict[str, Any]) -> str:
-    """By the name that the controller's list of nodes has, if it is there; else by the worker's own word."""
+    """The node's name from the controller's list of nodes, if it has one; else as the worker reports it."""
     return str((worker["slot"] or {}).get("node") or worker["node"] or "-")
 
 
@@ -59,7 +59,7 @@ def starts_of(worker: dict[str, Any]) -> str:
 
 
 def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """(worker, what went wrong last) in one line each, of those where something did."""
+    """(worker, its last failure) in one line each, for workers that have one."""
     found = []
     for worker in description["workers"]:
         what = worker["failure"] or (worker["slot"] or {}).get("last_failure")
@@ -69,7 +69,9 @@ def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def one_line(text: str) -> str:
-    """Without line ends, colours and what else would move a terminal's cursor: it may be any program's last words."""
+    """Removes line ends, colours and whatever else would move a terminal's cursor: the text may come from any
+    program.
+    """
     plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text)
     return " ".join("".join(c if c.isprintable() else " " for c in plain).split())
 
@@ -85,12 +87,12 @@ def controller_text(controller: dict[str, Any]) -> Text:
 
 
 def paths_text(paths: dict[str, int]) -> str:
-    """By which path finished requests went: `12 disaggregated, 1 local, 0 fallback`."""
+    """Finished requests by path: `12 disaggregated, 1 local, 0 fallback`."""
     return ", ".join(f"{count} {path}" for path, count in paths.items()) or "none"
 
 
 def outcomes_text(counters: dict[str, int]) -> str:
-    """What became of requests beside those that finished: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
+    """Requests that did not simply finish: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
     text = ", ".join(f"{counters.get(what, 0)} {what}" for what in ("failed", "rejected", "aborted"))
     moves = {key.removeprefix("migrated_"): n for key, n in counters.items() if key.startswith("migrated_")}
     if total := sum(moves.values()):

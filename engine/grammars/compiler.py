@@ -1,7 +1,7 @@
-"""Structured output: grammars are compiled on a thread of their own, then each guides one request token by token.
+"""Structured output: grammars are compiled on a thread of their own; then each guides one request token by token.
 
-A gateway compiles every grammar in a process of its own before a worker sees it (`gateway/grammars/`), within less
-time, memory and stack than there is here. Knows no scheduler and no logits.
+A gateway compiles every grammar in a process of its own before a worker sees it (`gateway/grammars/`), with less
+time, memory and stack than here. Knows no scheduler and no logits.
 """
 
 import logging
@@ -21,9 +21,9 @@ from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_sta
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 256
-"""Compiled grammars that are kept beside those in use, the latest used: clients tend to repeat theirs."""
+"""Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs."""
 STACK_BYTES = 256 * 2**20
-"""Of the thread that compiles, eight times what a gateway allows. The system provides what is touched of it."""
+"""Stack of the compiling thread, eight times a gateway's limit. The system only provides the touched part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """One request's way through its grammar. A defect of the library fails this request, not the worker."""
+    """One request's state in its grammar. A defect of the library fails this request, not the worker."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -44,7 +44,7 @@ class Matcher:
         self._defect: str | None = None
 
     def consume(self, token_id: int) -> str | None:
-        """Moves on by one sampled token; why that is not possible, or None if it was."""
+        """Advances by one sampled token; returns why that is impossible, or None."""
         self._num_consumed += 1
         if self._defect is None:
             try:
@@ -60,7 +60,7 @@ class Matcher:
         return np.pad(allowed, (0, self._vocab_size - len(allowed)))
 
     def allowed_words(self) -> npt.NDArray[np.int32]:
-        """The same as bits: bit b of word w is token 32 w + b. What lies behind the vocabulary means nothing."""
+        """The same as bits: bit b of word w is token 32 w + b. Bits beyond the vocabulary have no meaning."""
         mask = np.frombuffer(self._mask(), np.uint8)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         num_bytes = min(len(mask), words.nbytes)
@@ -68,17 +68,17 @@ class Matcher:
         return words
 
     def rewind(self, num_tokens: int) -> None:
-        """Back to where it was after the first `num_tokens` tokens: the others are to be sampled again."""
+        """Returns to the state after the first `num_tokens` tokens; the others will be sampled again."""
         if self._num_consumed > num_tokens:
             self._matcher.rollback(self._num_consumed - num_tokens)
             self._num_consumed = num_tokens
 
     def _mask(self) -> bytes:
-        """All tokens after a defect: the next one fails the request."""
+        """Allows all tokens after a defect: the next one fails the request."""
         if self._defect is None:
             try:
                 return bytes(self._matcher.compute_bitmask())
-            except BaseException as error:  # as above
+            except BaseException as error:  # a panic, too
                 self._note(error)
         return b"\xff" * -(-self._vocab_size // 8)
 
@@ -95,8 +95,8 @@ class Matcher:
 class GrammarCompiler:
     """Compiles grammars, each once however many requests share it; knows no request.
 
-    The engine's thread orders them and learns of them, a thread of its own compiles, the device's thread asks for
-    matchers and never compiles.
+    The engine's thread orders grammars and learns of their end. A thread of its own compiles; the device's thread
+    asks for matchers and never compiles.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class GrammarCompiler:
         eos_token_ids: tuple[int, ...],
         on_news: Callable[[], None],
     ) -> None:
-        """Thread and tokenizer wait for the first grammar; `on_news` is called from the compiler's thread."""
+        """Thread and tokenizer start with the first grammar; `on_news` is called from the compiler's thread."""
         self.vocab_size = vocab_size
-        """Of the model."""
+        """The model's vocabulary."""
         self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
         self._on_news = on_news
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
@@ -116,13 +116,13 @@ class GrammarCompiler:
         self._wanted: frozenset[StructuredOutput] = frozenset()
         self._is_closing = False
         self._lock = threading.Lock()
-        """Guards the next one."""
+        """Guards the next field."""
         self._compiled: dict[StructuredOutput, Any] = {}
-        """The latest used comes last."""
+        """Most recently used last."""
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """Ends the thread after the grammar it is at."""
+        """Ends the thread after its current grammar."""
         self._is_closing = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -136,11 +136,11 @@ class GrammarCompiler:
         self._jobs.put(output)
 
     def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
-        """No request waits for any other grammar any more: the others are not compiled."""
+        """Skips all other waiting grammars, since no request needs them."""
         self._wanted = wanted
 
     def take_news(self) -> list[CompiledGrammar]:
-        """What ended since the last call."""
+        """Grammars that ended since the last call."""
         news = []
         while not self._done.empty():
             news.append(self._done.get())
@@ -150,18 +150,18 @@ class GrammarCompiler:
 
     @property
     def is_full(self) -> bool:
-        """Whether more grammars are kept than MAX_GRAMMARS, until `evict` is called."""
+        """Whether more than MAX_GRAMMARS are kept, until `evict` is called."""
         return len(self._compiled) > MAX_GRAMMARS
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
-        """Keeps the grammars that unfinished requests use, and of the others the latest MAX_GRAMMARS."""
+        """Keeps the grammars that unfinished requests use, and the MAX_GRAMMARS most recently used others."""
         with self._lock:
             unused = [output for output in self._compiled if output not in in_use]
             for output in unused[: max(0, len(unused) - MAX_GRAMMARS)]:
                 del self._compiled[output]
 
     def matcher(self, output: StructuredOutput) -> Matcher | None:
-        """At the start of a grammar that was named as compiled; None once all requests that use it have ended."""
+        """A matcher at the start of a grammar reported as compiled; None once all requests that use it have ended."""
         compiled = self._find(output)
         return None if compiled is None else Matcher(compiled.deep_copy(), self.vocab_size)
 
@@ -189,7 +189,7 @@ class GrammarCompiler:
                 self._compiled[output] = compiled
 
     def _find(self, output: StructuredOutput) -> Any:
-        """A matcher that is only ever copied, or None; it is the latest used from now on."""
+        """A matcher that is only ever copied, or None; marks it as most recently used."""
         with self._lock:
             compiled = self._compiled.pop(output, None)
             if compiled is not None:

@@ -1,8 +1,8 @@
 """GrammarLibrary: a model's tokenizer and a grammar become a matcher; the only user of llguidance.
 
-A hostile grammar may end the process that compiles it: the library recurses once for each link from rule to rule, and
-the end of the stack is the end of the process. So gateways try each grammar in a process that costs nothing. It is
-imported with the first grammar: a machine that serves none need not have it.
+A hostile grammar may end the process that compiles it: the library recurses once per link from rule to rule, and a
+stack overflow ends the process. So gateways test each grammar in an expendable process. The library is imported with
+the first grammar, so machines that serve none need not have it.
 """
 
 import json
@@ -27,14 +27,14 @@ class GrammarLibrary:
         self._tokenizer: Any = None
 
     def load_tokenizer(self) -> Any:
-        """llguidance's own, made once. Raises ValueError where this model cannot have structured outputs."""
+        """llguidance's own tokenizer, made once. Raises ValueError if this model cannot have structured outputs."""
         if self._tokenizer is None:
             if not self._eos_token_ids:
-                raise ValueError("this model has no end-of-sequence token, which ends a structured output")
+                raise ValueError("this model has no end-of-sequence token, which structured outputs need")
             try:
                 tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
             except OSError as error:
-                raise ValueError(f"this model's tokenizer cannot be read: {error}") from error
+                raise ValueError(f"cannot read this model's tokenizer: {error}") from error
             import llguidance
 
             self._tokenizer = llguidance.LLTokenizer(
@@ -53,7 +53,7 @@ class GrammarLibrary:
 
 
 def thread_with_stack(stack_bytes: int, run: Callable[[], None], name: str) -> threading.Thread:
-    """A running daemon thread. Threads that start elsewhere at this very moment may have such a stack, too."""
+    """A running daemon thread. Threads started elsewhere at the same moment may get such a stack, too."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     former = threading.stack_size(stack_bytes)
     try:
@@ -64,12 +64,12 @@ def thread_with_stack(stack_bytes: int, run: Callable[[], None], name: str) -> t
 
 
 def in_one_line(message: str) -> str:
-    """The library's complaints draw pictures over several lines."""
+    """Joins the lines of the library's errors, which contain drawings."""
     return " ".join(message.split())[:MAX_COMPLAINT_CHARACTERS]
 
 
 def _to_grammar(output: StructuredOutput) -> str:
-    """llguidance's own serialisation; ValueError for JSON that is none."""
+    """llguidance's own serialisation; ValueError for invalid JSON."""
     from llguidance import LLMatcher
 
     match output.kind:
@@ -77,9 +77,9 @@ def _to_grammar(output: StructuredOutput) -> str:
             try:
                 schema = json.loads(output.source)
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"the schema is not JSON: {error}") from error
+                raise ValueError(f"the schema is not valid JSON: {error}") from error
             if not isinstance(schema, dict):
-                raise ValueError(f"a schema is a JSON object, got {type(schema).__name__}")
+                raise ValueError(f"a schema must be a JSON object, got {type(schema).__name__}")
             return str(LLMatcher.grammar_from_json_schema(schema))
         case GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(output.source))

@@ -2,12 +2,12 @@
 
     python -m engine.grammars.process TOKENIZER_FILE VOCAB_SIZE EOS_TOKEN_ID[,...]
 
-    parent    loads the tokenizer once, forks, waits, says which grammar ended a child, forks again
+    parent    loads the tokenizer once, forks, waits, reports which grammar ended a child, forks again
     child     reads grammars from stdin, one at a time, and answers on stdout; its time, memory and stack are limited
 
-A fork has the tokenizer already, so a child that ended is replaced within milliseconds. A child also follows the
-grammar for a few tokens, under the same limits: some compile quickly and then take seconds and a gigabyte for a
-token. Knows no gateway; both end when stdin does.
+A fork has the tokenizer already, so a child is replaced within milliseconds. A child also matches a few tokens under
+the same limits: some grammars compile quickly and then take seconds and a gigabyte for a token. Knows no gateway;
+parent and child end when stdin does.
 """
 
 import contextlib
@@ -42,9 +42,10 @@ from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_sta
 NUM_FOLLOWED_TOKENS = 8
 ORDINARY_CHARACTERS = 4_000
 ORDINARY_CPU_S = 0.01
-"""To compile. What is smaller and quicker is cheap to match, so that its answer need not wait for the proof."""
+"""Compile time of an ordinary grammar. Small ones that compile faster are cheap to match, so their answer need not
+wait for the proof."""
 MAX_GRAMMARS_PER_CHILD = 1_000
-"""Then another one takes its place, with the memory that the parent has."""
+"""A child that reaches this is replaced, to return to the parent's memory size."""
 
 PR_SET_PDEATHSIG = 1
 EXIT_NO_MORE_GRAMMARS = 0
@@ -52,13 +53,13 @@ EXIT_REPLACE = 75
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     file, vocab_size, eos_token_ids = arguments
     library = GrammarLibrary(
         Path(file), int(vocab_size), tuple(map(int, filter(None, eos_token_ids.split(","))))
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end is ours
-    with contextlib.suppress(ValueError):  # every grammar will be told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end ends us
+    with contextlib.suppress(ValueError):  # each grammar reports the error
         library.load_tokenizer()
     under_way = NumberUnderWay()
     while True:
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> int:
 
 
 class NumberUnderWay:
-    """Which grammar a child works on, where its parent can read it after the child's end; 0: none."""
+    """The grammar a child works on, in memory that its parent can read after the child's end; 0: none."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -91,7 +92,7 @@ class NumberUnderWay:
 
 
 def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
-    """A child's whole life; does not return."""
+    """A child's whole run; does not return."""
     code = 1
 
     def run() -> None:
@@ -100,9 +101,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
 
     try:
         end_with_parent()
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # clients must not fill a log with what a library says at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # library output at its end must not fill a log
         set_limits()
         thread_with_stack(STACK_BYTES, run, "grammar").join()
     finally:
@@ -116,7 +115,7 @@ def end_with_parent() -> None:
 
 
 def set_limits() -> None:
-    """No core dumps, and on Linux a bound to memory: an allocation beyond it ends this process."""
+    """No core dumps, and on Linux a memory limit: an allocation beyond it ends this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return
@@ -128,7 +127,7 @@ def set_limits() -> None:
 
 
 def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
-    """The exit code, once stdin ends or it has answered enough."""
+    """Returns the exit code, once stdin ends or it has answered enough."""
     for _ in range(MAX_GRAMMARS_PER_CHILD):
         job = read_grammar()
         if job is None:
@@ -149,7 +148,7 @@ def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
 
 
 def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> tuple[Any, str | None]:
-    """A matcher, or why there is none. SIGPROF ends the process where it takes longer than its limit."""
+    """A matcher, or why there is none. SIGPROF ends the process if it exceeds its time limit."""
     limit_cpu_time()
     try:
         return library.compile(output), None
@@ -162,12 +161,11 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
 
 
 def follow(matcher: Any) -> None:
-    """Matches a few tokens, each the last that is allowed: the first may be the end. Beyond the limits it does not
-    return."""
+    """Matches a few tokens, each the last allowed one: the first may be the end. Does not return beyond the limits."""
     limit_cpu_time(FOLLOW_LIMIT_S)
     with contextlib.suppress(
         Exception
-    ):  # a panic is none: it ends this process, and with it the grammar's chances
+    ):  # a panic is no Exception: it ends this process, and the grammar is refused
         for _ in range(NUM_FOLLOWED_TOKENS):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
@@ -177,12 +175,12 @@ def follow(matcher: Any) -> None:
 
 
 def limit_cpu_time(limit_s: float = CPU_LIMIT_S) -> None:
-    """Of this process from now on; 0: none. The system ends it with SIGPROF, whatever code it is in."""
+    """Limits this process from now on; 0: no limit. The system ends it with SIGPROF, whatever code it is in."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
 def read_grammar() -> TryGrammar | None:
-    """The next one; None once stdin has ended."""
+    """The next grammar; None once stdin has ended."""
     header = read(HEADER_BYTES)
     data = read(int.from_bytes(header, "big")) if header else b""
     if not data:
@@ -193,7 +191,9 @@ def read_grammar() -> TryGrammar | None:
 
 
 def read(num_bytes: int) -> bytes:
-    """Exactly so many from stdin, without a buffer that would end with this process; fewer once it has ended."""
+    """Exactly this many bytes from stdin, without a buffer that would be lost with this process; fewer once stdin has
+    ended.
+    """
     data = b""
     while len(data) < num_bytes and (part := os.read(0, num_bytes - len(data))):
         data += part
@@ -201,7 +201,7 @@ def read(num_bytes: int) -> bytes:
 
 
 def write(data: bytes) -> None:
-    """To stdout, all of it."""
+    """Writes all of it to stdout."""
     while data:
         data = data[os.write(1, data) :]
 

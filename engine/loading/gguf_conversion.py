@@ -1,8 +1,8 @@
-"""GGUF -> Hugging Face folder, as a command of its own so that nobody else pays for importing transformers.
+"""GGUF -> Hugging Face folder, as a command of its own, so that no other process pays for importing transformers.
 
     python -m engine.loading.gguf_conversion MODEL.gguf FOLDER
 
-Prints one line per step. Weights are dequantised to bf16; tokenizer and chat template come out of the GGUF too.
+Prints one line per step. Weights are dequantised to bf16; tokenizer and chat template come from the GGUF, too.
 """
 
 import os
@@ -23,7 +23,7 @@ def main(gguf: Path, folder: Path) -> None:
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.bfloat16,
-        # Without this transformers keeps the packed GGUF tensors, which cannot be saved.
+        # Otherwise transformers keeps the packed GGUF tensors, which cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
     )
     print("writing the folder")

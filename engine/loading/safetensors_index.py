@@ -1,4 +1,4 @@
-"""CheckpointIndex: which tensors a folder's safetensors files hold, and at which bytes; reads headers only.
+"""CheckpointIndex: the tensors in a folder's safetensors files, and their byte ranges; reads headers only.
 
 The format: 8 bytes of header length (little-endian), a JSON object from names to dtype, shape and the range of bytes
 counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
@@ -18,19 +18,19 @@ from engine.model_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What can be served. Integers and 8-bit floats mean nothing without scales that other tensors hold."""
+"""Supported types. Integers and 8-bit floats are useless without scales that other tensors hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies."""
+    """Where one tensor is stored."""
 
     file: Path
     dtype_name: str
-    """As the format calls it, e.g. `BF16`."""
+    """The format's name for it, e.g. `BF16`."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte, from the file's beginning."""
+    """Position of its first byte in the file."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,17 +46,18 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Of a model folder; ModelError names a file that is missing or damaged."""
+        """Reads the index of a model folder; ModelError names a file that is missing or damaged."""
         return cls(path, {name: stored for file in weight_files(path) for name, stored in _tensors_of(file)})
 
     def find(self, name: str, shape: Sequence[int]) -> StoredTensor:
-        """ModelError if there is no such tensor, or one of another shape, or one stored in a format not served."""
+        """ModelError if the tensor is missing, has another shape, or is stored in an unsupported format."""
         stored = self._tensors.get(name)
         if stored is None:
             raise ModelError(f"{self._path}: tensor {name} (shape {list(shape)}) is missing")
         if stored.shape != tuple(shape):
             raise ModelError(
-                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, config.json says {list(shape)}"
+                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json implies "
+                f"{list(shape)}"
             )
         if stored.dtype_name not in DTYPES:
             raise ModelError(
@@ -65,12 +66,13 @@ class CheckpointIndex:
         return stored
 
     def check_all_taken(self, taken: Collection[str], *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if there are tensors that nobody asked for, except those ending in one of `allowed`."""
+        """ModelError if some tensors were not taken, except those ending in one of `allowed`."""
         unexpected = sorted(n for n in self._tensors if n not in taken and not n.endswith(allowed))
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             raise ModelError(
-                f"{self._path}: {len(unexpected)} tensors that the architecture in config.json does not have: {shown}"
+                f"{self._path}: {len(unexpected)} tensors do not belong to the architecture in "
+                f"config.json: {shown}"
             )
 
 
@@ -90,7 +92,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """Entered; the library checks the header against itself and the file's size. ModelError if it is damaged."""
+    """Returns an open file; the library checks the header and the file's size. ModelError if it is damaged."""
     try:
         handle: safe_open = safe_open(file, framework="pt", device="cpu").__enter__()
     except (SafetensorError, OSError) as error:

@@ -17,7 +17,7 @@ from engine.loading.weights import OnProgress, Shard, Take
 class StreamedWeights:
     """Satisfies WeightSource for a model that asks for exactly `takes`, in that order (see TakeRecorder).
 
-    Only what is asked for is read. Bytes cross to the device as they are stored, and become `dtype` there. A context
+    Only requested tensors are read. Bytes reach the device as stored, and are converted to `dtype` there. A context
     manager; leave it through `check_all_taken`.
     """
 
@@ -49,7 +49,7 @@ class StreamedWeights:
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         take, stored = self._takes.popleft()
-        assert take == Take(name, shape, shard), f"the model was to ask for {take}, not for {name}"
+        assert take == Take(name, shape, shard), f"the model should have asked for {take}, not for {name}"
         flat = self._stream.take()
         self._loaded_bytes += flat.numel()
         if self._on_progress is not None:
@@ -57,13 +57,15 @@ class StreamedWeights:
         return flat.view(stored.dtype).view(take.part_shape).to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold tensors that nobody asks for, except those ending in one of `allowed`."""
+        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
         self._index.check_all_taken(self._names, allowed=allowed)
 
 
 def part_of(take: Take, stored: StoredTensor) -> FilePart:
-    """The bytes of a slice: one run if it is of the first dimension, else one for each index of those before."""
+    """The bytes of a slice: one run if it cuts the first dimension, else one for each index of the
+    dimensions before.
+    """
     shape, itemsize = take.shape, stored.dtype.itemsize
     if take.shard is None:
         return FilePart(stored.file, stored.offset, prod(shape) * itemsize)

@@ -1,9 +1,9 @@
-"""WeightStream: parts of files, read ahead in the order in which they will be wanted, onto a device; knows no model.
+"""WeightStream: parts of files, read ahead to a device in the order of their use; knows no model.
 
     file --preadv, several threads--> pinned buffers, two a thread --copies on a stream of their own--> device
 
-A thread fills one of its buffers while the copy out of the other is under way, so that disk, host memory and PCIe are
-busy at once. Python does a few calls per buffer of 32 MiB, nothing per byte.
+A thread fills one of its buffers while the other one is being copied, so that disk, host memory and PCIe are busy at
+once. Python makes a few calls per buffer of 32 MiB, and does nothing per byte.
 """
 
 import itertools
@@ -23,23 +23,24 @@ import torch
 from baton.errors import ModelError
 
 NUM_READERS = 4
-"""Threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), a GPU takes up to 50 over
-PCIe 5; benchmarks/weight_loading.py tells what more of them bring."""
+"""Number of threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), and a GPU takes up
+to 50 over PCIe 5; benchmarks/weight_loading.py measures what more threads bring."""
 BUFFER_BYTES = 32 * 2**20
-"""A copy of this size takes 0.6 ms on PCIe 5: setting it up costs nothing beside it. 256 MiB are pinned in all."""
+"""A copy of this size takes 0.6 ms on PCIe 5, so its set-up costs nothing in comparison. 256 MiB are
+pinned in total."""
 AHEAD_BYTES = 2 * 2**30
-"""Device memory that may be filled before it is asked for; a layer of a 70B model takes 1.7 GiB."""
+"""Device memory that may be filled ahead of its use; a layer of a 70B model takes 1.7 GiB."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """`num_runs` runs of `run_bytes`, each `stride_bytes` after the one before: a slice of a row-major tensor."""
+    """`num_runs` runs of `run_bytes`, each `stride_bytes` after the previous one: a slice of a row-major tensor."""
 
     file: Path
     offset: int
-    """Of the first run, from the file's beginning."""
+    """Position of the first run in the file."""
     run_bytes: int
     num_runs: int = 1
     stride_bytes: int = 0
@@ -49,7 +50,7 @@ class FilePart:
         return self.run_bytes * self.num_runs
 
     def pieces(self, max_bytes: int) -> Iterator[tuple["FilePart", int]]:
-        """The same bytes in parts of at most so many, each with where it begins among this part's bytes."""
+        """The same bytes in parts of limited size, each with its position among this part's bytes."""
         if self.num_runs > 1 and self.run_bytes <= max_bytes:
             runs_each = max_bytes // self.run_bytes
             for first in range(0, self.num_runs, runs_each):
@@ -67,7 +68,7 @@ class FilePart:
 
 
 class Copied(Protocol):
-    """When a copy is over."""
+    """Tells when a copy is done."""
 
     def synchronize(self) -> None:
         """Waits for it."""
@@ -75,7 +76,7 @@ class Copied(Protocol):
 
 
 class Copies(Protocol):
-    """How bytes get from a buffer in host memory to where they are wanted."""
+    """How bytes get from a buffer in host memory to their target."""
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         """Host memory to copy from."""
@@ -86,16 +87,16 @@ class Copies(Protocol):
         ...
 
     def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
-        """Begins a copy. The source may be written again when it is over; None: it is."""
+        """Begins a copy. The source may be overwritten once it is done; None: it is done already."""
         ...
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """What the calling thread does with the tensor from now on comes after all copies that were started."""
+        """Makes the calling thread's later work on the tensor wait for all copies that were started."""
         ...
 
 
 class HostCopies:
-    """Within host memory."""
+    """Copies within host memory."""
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -107,19 +108,19 @@ class HostCopies:
         to.copy_(source)
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """Copies are over when they are started."""
+        """Copies are done when `start` returns."""
 
 
 class CudaCopies:
-    """To a GPU, on a stream of their own, so that they overlap with what the model does with earlier weights."""
+    """Copies to a GPU on a stream of their own, which overlap with the model's work on earlier weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned: from other memory the driver would copy twice, and the call would not return before."""
-        with torch.cuda.device(self._device):  # a new thread's is device 0, which may be another rank's
+        """Pinned: from other memory the driver would copy twice, and the call would block."""
+        with torch.cuda.device(self._device):  # a new thread's device is 0, which may be another rank's
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -129,22 +130,22 @@ class CudaCopies:
     def start(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
-            over = torch.cuda.Event(blocking=True)  # whoever waits sleeps: the readers need the cores
+            over = torch.cuda.Event(blocking=True)  # waiting threads sleep: the readers need the cores
             over.record(self._stream)
         return over
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        # The allocator counts it as the copying stream's: without this, freeing it would let the next copy overwrite it
-        # while kernels of the current stream still read it.
+        # Otherwise the allocator would attribute it to the copying stream, and freeing it would let the next copy
+        # overwrite it while kernels of the current stream still read it.
         tensor.record_stream(current)
 
 
 class WeightStream:
-    """Begins to read at once. Call `take` once per part, in their order, then `close`; `close` alone ends it early.
+    """Begins to read at once. Call `take` once per part, in order, then `close`; `close` alone ends it early.
 
-    Waits have no deadline of their own: how long a disk may take is for whoever starts the worker to say.
+    Waits have no deadline of their own: the starter of the worker decides how long a disk may take.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class WeightStream:
             tensor = self._arrived.pop(index, None)
             self._num_taken += 1
             self._changed.notify_all()
-        if tensor is None:  # a part of no bytes has no pieces
+        if tensor is None:  # an empty part has no pieces
             tensor = self._copies.allocate(0)
         self._copies.hand_over(tensor)
         return tensor
@@ -203,7 +204,7 @@ class WeightStream:
             file.close()
 
     def _read(self) -> None:
-        """One reader: fill a buffer, start its copy, go on with the other one."""
+        """One reader: fills a buffer, starts its copy, and continues with the other buffer."""
         try:
             buffers = [_Buffer(self._copies, self._buffer_bytes) for _ in range(2)]
             for buffer in itertools.cycle(buffers):
@@ -224,7 +225,7 @@ class WeightStream:
                 self._changed.notify_all()
 
     def _next_piece(self) -> tuple[int, FilePart, int, torch.Tensor] | None:
-        """What to read next, and the memory of the whole part that it belongs to; None when there is nothing left."""
+        """What to read next, and the memory of its whole part; None when nothing is left."""
         with self._changed:
             self._changed.wait_for(self._may_go_on)
             if self._is_over:
@@ -239,7 +240,7 @@ class WeightStream:
         return self._is_closed or self._failure is not None or not self._pieces
 
     def _may_go_on(self) -> bool:
-        """The part that is asked for next may always be read, however large it is."""
+        """The part that is asked for next may always be read, whatever its size."""
         if self._is_over:
             return True
         next_index = self._pieces[0][0]
@@ -248,7 +249,7 @@ class WeightStream:
 
 
 class _Buffer:
-    """Host memory whose last copy may be under way."""
+    """Host memory whose last copy may still be running."""
 
     def __init__(self, copies: Copies, num_bytes: int) -> None:
         self._copies = copies
@@ -257,7 +258,7 @@ class _Buffer:
         self.bytes: Bytes = self._tensor.numpy()
 
     def wait(self) -> None:
-        """Until it may be written."""
+        """Waits until it may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -274,7 +275,7 @@ def _open(path: Path) -> "_OpenFile":
 
 
 class _OpenFile:
-    """Reads from any thread."""
+    """A file that any thread may read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -282,8 +283,8 @@ class _OpenFile:
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read_into(self, part: FilePart, target: Bytes) -> None:
-        """One run by preadv, which needs no page table entries. Many short ones through the map: for each a system call
-        would cost more than the copy. Neither holds the interpreter's lock."""
+        """Reads one run with preadv, which needs no page table entries, and many short ones through the map, where a
+        system call each would cost more than the copy. Neither holds the interpreter's lock."""
         if part.num_runs > 1:
             shape, strides = (part.num_runs, part.run_bytes), (part.stride_bytes, 1)
             runs = np.ndarray(shape, np.uint8, self._map, part.offset, strides)
@@ -294,7 +295,7 @@ class _OpenFile:
             while num_read < len(target):
                 n = os.preadv(self._file.fileno(), [target[num_read:].data], part.offset + num_read)
                 if n == 0:
-                    raise ModelError(f"{self._path} ends early: at byte {part.offset + num_read}")
+                    raise ModelError(f"{self._path} ends early, at byte {part.offset + num_read}")
                 num_read += n
         except OSError as error:
             raise ModelError(f"cannot read {self._path}: {error}") from error

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: a folder's safetensors files, or thin air; knows no architecture."""
+"""Sources of a model's tensors: a folder's safetensors files, or random numbers; knows no architecture."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096
 
 OnProgress = Callable[[int, int], None]
-"""Told bytes loaded and bytes in all, on the thread that builds the model, after each tensor."""
+"""Called with loaded and total bytes, on the thread that builds the model, after each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +31,31 @@ class Shard:
     num_ranks: int
 
     def slice_of(self, name: str, shape: Sequence[int]) -> slice:
-        """Of dimension `dim` of a tensor of `shape`; ModelError if that cannot be cut into equal slices."""
+        """The slice of dimension `dim` of a tensor of `shape`; ModelError if it cannot be divided equally."""
         assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
         size, rest = divmod(shape[self.dim], self.num_ranks)
         if rest:
             raise ModelError(
-                f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {shape[self.dim]} cannot be divided "
-                f"among {self.num_ranks} ranks"
+                f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {shape[self.dim]} cannot "
+                f"be divided among {self.num_ranks} ranks"
             )
         return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class WeightSource(Protocol):
-    """Hands out tensors by their Hugging Face names."""
+    """Provides tensors by their Hugging Face names."""
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        """The tensor, or only its `shard`, in the dtype to serve, on the source's device.
+        """The tensor, or only its `shard`, in the target dtype, on the source's device.
 
-        `shape` is the whole tensor's. ModelError if there is none of that name and shape, or if it cannot be so
-        divided.
+        `shape` is the whole tensor's. ModelError if there is no such tensor, or it cannot be divided so.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one call of `WeightSource.take` asked for."""
+    """The arguments of one call of `WeightSource.take`."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +63,7 @@ class Take:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of what is handed out."""
+        """Shape of the returned tensor."""
         if self.shard is None:
             return self.shape
         part = self.shard.slice_of(self.name, self.shape)
@@ -74,9 +73,9 @@ class Take:
 
 @dataclass(slots=True)
 class TakeRecorder:
-    """Satisfies WeightSource without weights: a model built of it on the meta device shows what it will ask for.
+    """Satisfies WeightSource without weights: a model built from it on the meta device shows what it will ask for.
 
-    That makes known, before a byte is read, in which order to read ahead and how much there is to load.
+    So the order and amount of reading ahead are known before a byte is read.
     """
 
     dtype: torch.dtype | None = None
@@ -101,7 +100,7 @@ class CheckpointWeights:
         takes: Sequence[Take] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`takes`: what will be asked for, which only `on_progress` needs to know."""
+        """`takes`: what will be asked for; only `on_progress` needs it."""
         self._dtype = dtype
         self._index = CheckpointIndex.read(path)
         self._handles = {file: open_safetensors(file) for file in weight_files(path)}
@@ -136,16 +135,16 @@ class CheckpointWeights:
         return tensor.to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold tensors that nobody asked for, except those ending in one of `allowed`."""
+        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
         self._index.check_all_taken(self._taken, allowed=allowed)
 
 
 class DummyWeights:
-    """Random tensors of any name and shape; the same ones in every process that uses the same kind of device.
+    """Random tensors of any name and shape, the same in every process on the same kind of device.
 
-    Made on the device, since on the host 8 billion numbers take minutes. A device's random numbers are its own, which
-    is why the digest of such a model names the kind (see `model_digest`). Every rank makes the whole tensor and keeps
-    its slice, so that shards fit together.
+    Made on the device, since 8 billion numbers take minutes on the host. Each kind of device has its own random
+    numbers, so the digest of such a model names the kind (see `model_digest`). Every rank makes the whole tensor and
+    keeps its slice, so that shards fit together.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -170,11 +169,11 @@ def model_digest(
 ) -> str:
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model.
 
-    `dummy_device`: where dummy weights are made, for a model that has no others. GPUs of different names draw different
+    `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
     numbers. `quantization`: of the linear layers' weights; it changes the keys and values, so it changes the digest.
 
-    SHA-256 over config.json, and of each weight file its name, size, tensor index and 64 windows of 4 KiB spread evenly
-    over the content; hashing everything would read the whole model at every start.
+    SHA-256 over config.json and, for each weight file, its name, size, tensor index and 64 windows of 4 KiB spread
+    evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     suffix = "" if quantization is None else f"-{quantization}"
@@ -188,12 +187,12 @@ def model_digest(
 
 
 def _kind_of(device: torch.device) -> str:
-    """Nothing for CPUs, which all draw the same numbers; of GPUs the name, since the number of processors counts."""
+    """Empty for CPUs, which all draw the same numbers; the name of a GPU, since its number of processors matters."""
     return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 
 def _windows(file: Path) -> Iterator[bytes]:
-    """The safetensors header, then evenly spread windows of what follows."""
+    """The safetensors header, then evenly spread windows of the rest."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = min(8 + int.from_bytes(stream.read(8), "little"), size)

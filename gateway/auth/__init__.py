@@ -1,1 +1,1 @@
-"""Who may come in, and how much each may ask for; knows neither gRPC nor HTTP."""
+"""Authentication, rights and per-caller limits; knows neither gRPC nor HTTP."""

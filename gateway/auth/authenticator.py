@@ -1,4 +1,4 @@
-"""Authenticator: on whose behalf a call is made, and whether they may; every door asks it first."""
+"""Authenticator: identifies the caller of each call and checks its rights, for gRPC and HTTP alike."""
 
 import os
 import stat
@@ -18,13 +18,13 @@ from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import RequestRates
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""In C if there is one: everybody waits while the file is read, and thousands of keys take Python seconds."""
+"""In C if available: reading the file blocks the event loop, and thousands of keys take Python seconds."""
 _MAX_FILE_BYTES = 16 * 2**20
-_HOW = "send the header `Authorization: Bearer KEY`, in gRPC as metadata"
+_HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata)"
 
 
 class Authenticator:
-    """One instance stands at all doors of a gateway. Neither its errors nor its logs hold a key."""
+    """One instance serves both frontends of a gateway. Neither its errors nor its logs contain a key."""
 
     def __init__(self, config: GatewayConfig, clock: Clock) -> None:
         """ConfigError if the keys cannot be used."""
@@ -39,37 +39,38 @@ class Authenticator:
             self._key_store = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:
-        """`right` is what the call needs, None if any caller will do. PermissionDenied and RateLimited say what is
-        missing; only what sends requests counts against a rate."""
+        """Checks that the caller has `right`; None admits every caller. Raises PermissionDenied or RateLimited. Only
+        calls that send requests count against a rate."""
         if right is not None and not caller.may(right):
             raise _denied(caller, right)
         if right is Right.GENERATE:
             self._rates.count(caller, self._clock.now())
 
     def caller_of(self, authorizations: Sequence[str]) -> Caller:
-        """Who asks, by the values of their `Authorization` headers, of which there should be one; or
-        Unauthenticated."""
+        """The caller, by the values of its `Authorization` headers, of which there should be one; or
+        Unauthenticated.
+        """
         if not self._asks_for_keys and self._anonymous is not None:
-            return self._anonymous  # whatever they show: clients of OpenAI's insist on sending a key
+            return self._anonymous  # whatever the header holds: OpenAI's clients always send a key
         if not authorizations and self._anonymous is not None:
             return self._anonymous
         if not authorizations:
-            raise Unauthenticated(f"this gateway asks for an API key; {_HOW}")
+            raise Unauthenticated(f"this gateway needs an API key; {_HOW}")
         scheme, _, key = authorizations[0].strip().partition(" ")
         key = key.strip()
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
-            raise Unauthenticated(f"the header `Authorization` does not hold one API key; {_HOW}")
+            raise Unauthenticated(f"the header `Authorization` does not contain exactly one API key; {_HOW}")
         key_store = self._key_store.current() if self._key_store else self._fixed
         caller = key_store.caller(key)
         if caller is None:
             raise Unauthenticated(
-                "this API key is not known here, or no longer; ask whoever runs this gateway"
+                "unknown or revoked API key; ask the operator of this gateway for a valid one"
             )
         return caller
 
 
 def _anonymous(config: GatewayConfig) -> Caller | None:
-    """Whom those are taken for who show no key; None: they are sent away."""
+    """The caller that requests without a key count as; None: they are refused."""
     if config.has_keys and not config.allow_anonymous:
         return None
     if config.is_open_to_its_machine:
@@ -79,8 +80,10 @@ def _anonymous(config: GatewayConfig) -> Caller | None:
 
 def _denied(caller: Caller, right: Right) -> PermissionDenied:
     if caller.name == ANONYMOUS:
-        return PermissionDenied(f"this needs an API key with the scope '{right.value}'; {_HOW}")
-    return PermissionDenied(f"the key of '{caller.name}' lacks the scope '{right.value}', which this needs")
+        return PermissionDenied(f"this call needs an API key with the scope '{right.value}'; {_HOW}")
+    return PermissionDenied(
+        f"this call needs the scope '{right.value}', which the key of '{caller.name}' lacks"
+    )
 
 
 class _KeyFile(Section):
@@ -94,15 +97,13 @@ def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1)
         if stat.S_IMODE(mode) & stat.S_IWOTH:
-            raise ConfigError(
-                f"{source}: others may write it, and so let themselves in; run `chmod o-w {path}`"
-            )
+            raise ConfigError(f"{source}: other users may write it, and so add keys; run `chmod o-w {path}`")
         if len(content) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{source}: holds more than {_MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{source}: is larger than {_MAX_FILE_BYTES} bytes")
         keys = yaml.load(content, _LOADER)
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError):  # whose messages quote the file
+    except (UnicodeDecodeError, yaml.YAMLError):  # these errors quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:
         return KeyStore(

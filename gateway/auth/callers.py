@@ -1,4 +1,4 @@
-"""Caller: on whose behalf a call is made, and what it may ask for."""
+"""Caller: the identity behind a call, and its rights."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ class Right(Enum):
     GENERATE = "generate"
     """Send requests."""
     OBSERVE = "observe"
-    """Metrics, and how the fleet stands, without addresses."""
+    """Read metrics and the state of the fleet, without addresses."""
     ADMINISTER = "administer"
     """Drain workers, change roles, restart them, and see addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. Callers share a gateway fairly by name; who they are is proven at the door."""
+    """The identity behind a call. Callers share a gateway fairly by name; the authenticator proves the name."""
 
     name: str
     may_administer: bool = False
     may_observe: bool = False
     may_generate: bool = True
     requests_per_minute: int | None = None
-    """At this gateway; None: as many as it has room for."""
+    """Limit at this gateway; None: no limit of its own."""
     max_concurrent: int | None = None
-    """Likewise."""
+    """Limit at this gateway; None: no limit of its own."""
     best_priority: int | None = None
-    """What its requests may ask for, and what they get at best; None: whatever they ask for."""
+    """The best priority its requests can have; None: whatever they ask for."""
 
     def may(self, right: Right) -> bool:
         match right:
@@ -44,13 +44,13 @@ class Caller:
 
 
 MAX_WATCH_S = 3600.0
-"""A call that lasts for as long as its client likes ends then, and may be made again by whoever still may."""
+"""An open-ended call ends after this time. Its client may repeat it if it still has the right to."""
 
 ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
-"""Everyone who can connect to a gateway on loopback that asks nobody for a key."""
+"""Everyone who can connect to a gateway on loopback without API keys."""
 
 NOBODY = Caller(ANONYMOUS, may_generate=False)
-"""Whoever asks for what is open to everybody."""
+"""The caller of methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")
-"""Of the gRPC call that this task serves; the door sets it before the call begins."""
+"""The caller of the gRPC call that this task serves; set by the interceptor before the call begins."""

@@ -1,4 +1,4 @@
-"""Certificates: what TLS needs at both doors, read from files and held against each other."""
+"""Certificates: the TLS files for gRPC and HTTP, read and checked against each other."""
 
 import ssl
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from baton.system.watched import Watched
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """One version of the files, of which each belongs to the other."""
+    """One consistent version of the files."""
 
     cert_pem: bytes
     key_pem: bytes
     client_ca_pem: bytes | None
     context: ssl.SSLContext
-    """The same for Python's TLS; for connections that begin while this version is the current one.
+    """The same as a context for Python's TLS, for connections that begin while this version is current.
 
-    Sessions are kept in it, and the keys of tickets. So a session of an earlier version, whose client was verified by
-    an authority that may be gone, cannot be resumed here.
+    Each version has its own context, which holds its sessions and ticket keys. So a session of an earlier version,
+    whose client was verified by a CA that may have been removed, cannot be resumed.
     """
 
 
 def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
-    """ConfigError if the files cannot be used; later, what could be used last is used on."""
+    """ConfigError if the files cannot be used; later, the last usable version stays in use."""
     names = (tls.cert_file, tls.key_file, tls.client_ca_file)
     paths = [Path(name).expanduser() for name in names if name is not None]
     return Watched(paths, partial(_read_all, tls), clock)
@@ -38,8 +38,8 @@ def _read_all(tls: Tls) -> Certificates:
     key_pem = _read("key_file", tls.key_file, b"PRIVATE KEY-----")
     if b"ENCRYPTED" in key_pem:
         raise ConfigError(
-            f"gateway.tls.key_file {tls.key_file}: is encrypted, and nobody is there to type its passphrase; decrypt "
-            "it with `openssl pkey`, and let nobody but the gateway read it"
+            f"gateway.tls.key_file {tls.key_file}: is encrypted, and its passphrase cannot be entered "
+            "here; decrypt it with `openssl pkey`, and let only the gateway read the result"
         )
     client_ca_pem = None
     if tls.client_ca_file is not None:
@@ -53,7 +53,9 @@ def _read(field: str, name: str, mark: bytes) -> bytes:
     except OSError as error:
         raise ConfigError(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
     if mark not in content:
-        raise ConfigError(f"gateway.tls.{field} {name}: holds no {mark.decode().rstrip('-').lower()} in PEM")
+        raise ConfigError(
+            f"gateway.tls.{field} {name}: contains no {mark.decode().rstrip('-').lower()} in PEM"
+        )
     return content
 
 
@@ -81,7 +83,7 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
 def _why(error: OSError, tls: Tls) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return (
-            f"the key of key_file {tls.key_file} is not that of the certificate in cert_file {tls.cert_file}"
+            f"the key in key_file {tls.key_file} does not match the certificate in cert_file {tls.cert_file}"
         )
     reason = getattr(error, "reason", None) or error.strerror or str(error)
-    return f"cert_file {tls.cert_file} and key_file {tls.key_file} cannot be used: {reason}"
+    return f"cannot use cert_file {tls.cert_file} and key_file {tls.key_file}: {reason}"

@@ -1,4 +1,4 @@
-"""KeyStore: whose key is this? Knows hashes only."""
+"""KeyStore: finds the owner of an API key; knows hashes only."""
 
 import hashlib
 import hmac
@@ -10,22 +10,22 @@ from baton.errors import ConfigError
 from gateway.auth.callers import Caller
 
 PREFIX = "baton-"
-"""By which people and scanners recognise a key that lies where it should not."""
+"""Lets people and scanners recognise a leaked key."""
 
 
 def new_key() -> str:
-    """256 random bits, in characters that a header may hold."""
+    """256 random bits, in characters that a header may contain."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """What is kept of a key."""
+    """The hash under which a key is stored."""
     return _digest(key).hex()
 
 
 class KeyStore:
-    """Finds a key's owner. How long that takes tells nothing about the keys there are: what is looked up was hashed
-    together with a secret of this process, so nobody outside can choose by how much it resembles another one."""
+    """Finds a key's owner. The time this takes reveals nothing about other keys. Lookups hash the key with a secret
+    of this process, so an outsider cannot choose how much it resembles another key."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         """ConfigError if two of them contradict each other."""
@@ -36,7 +36,7 @@ class KeyStore:
         self._callers = {self._blind(bytes.fromhex(key.sha256)): _caller(key) for key in keys}
 
     def caller(self, key: str) -> Caller | None:
-        """None if nobody has this key."""
+        """None if the key is unknown."""
         return self._callers.get(self._blind(_digest(key)))
 
     def _blind(self, digest: bytes) -> bytes:

@@ -1,14 +1,14 @@
-"""What each caller's key grants at most: how often, and how many at once; pure, time is an argument."""
+"""Limits of each caller's key: how often, and how many at once; pure, time is an argument."""
 
 from baton.errors import RateLimited
 from gateway.auth.callers import Caller
 
 CONCURRENCY_RETRY_S = 1.0
-"""Nobody knows when one of a caller's own requests will end."""
+"""A guess: when one of a caller's own requests will end is unknown."""
 
 
 class TokenBucket:
-    """Holds up to `capacity` tokens, gets `rate_per_s` of them, and begins full (the leaky bucket as a meter, ITU-T
+    """Holds up to `capacity` tokens, gains `rate_per_s` of them, and starts full (the leaky bucket as a meter, ITU-T
     I.371)."""
 
     def __init__(self, rate_per_s: float, capacity: float, now: float) -> None:
@@ -20,23 +20,25 @@ class TokenBucket:
         self._at = now
 
     def take(self, now: float) -> float:
-        """Takes one: 0. If there is none, takes nothing, and says in how many seconds there will be one."""
+        """Takes one token and returns 0. If there is none, takes nothing, and returns the seconds until there will be
+        one.
+        """
         self._level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
         self._at = now
-        if self._level >= 1.0 - 1e-9:  # or the wait that was asked for could end a rounding error too early
+        if self._level >= 1.0 - 1e-9:  # tolerance: a wait as long as this returned must suffice
             self._level = max(0.0, self._level - 1.0)
             return 0.0
         return (1.0 - self._level) / self._rate_per_s
 
 
 class RequestRates:
-    """Every caller's bucket; a caller whose rate is changed begins with a full one."""
+    """Every caller's bucket; a caller whose rate changes starts with a full one."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, tuple[int, TokenBucket]] = {}
 
     def count(self, caller: Caller, now: float) -> None:
-        """One more request of this caller; RateLimited says when it would not have been too many."""
+        """Counts one more request of this caller; RateLimited says when it would be admitted."""
         per_minute = caller.requests_per_minute
         if per_minute is None:
             return
@@ -46,14 +48,14 @@ class RequestRates:
         wait_s = known[1].take(now)
         if wait_s > 0.0:
             raise RateLimited(
-                f"the key of '{caller.name}' grants {per_minute} requests a minute, and these are used up; try again "
-                f"in {wait_s:.1f} s",
+                f"the key of '{caller.name}' allows {per_minute} requests per minute, which are used up; "
+                f"try again in {wait_s:.1f} s",
                 wait_s,
             )
 
 
 class Concurrency:
-    """Requests of each caller that are not over yet."""
+    """Unfinished requests of each caller."""
 
     def __init__(self) -> None:
         self._running: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Clients' grammars, tried before a worker sees them: how deep they go, and in another process whether they compile."""
+"""Clients' grammars, checked before a worker sees them: their depth, and in another process whether they compile."""
 
 from gateway.grammars.check import GrammarCheck
 from gateway.grammars.process import CompileProcess, process_arguments

@@ -1,4 +1,4 @@
-"""GrammarCheck: no grammar reaches a worker that did not compile here first, in a process that costs nothing to lose.
+"""GrammarCheck: every grammar must compile here, in an expendable process, before it reaches a worker.
 
     known text         its former verdict, at once
     too deep           refused before it is compiled
@@ -39,14 +39,14 @@ VERDICTS = ("compiled", "invalid", "killed", "known")
 MAX_VERDICTS = 8_192
 MAX_WAITING = 256
 MAX_INLINE_CHARACTERS = 5_000
-"""How deep a longer text goes is found out on a thread."""
+"""The depth of a longer text is determined on a thread."""
 MAX_WAIT_S = 30.0
 TRY_TIMEOUT_S = 30.0
-"""For one grammar, whose process has CPU_LIMIT_S of CPU time and may have to share a busy machine."""
+"""Limit for one grammar. Its process has CPU_LIMIT_S of CPU time and may share a busy machine."""
 RETRY_AFTER_S = 1.0
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
-"""No limit of the compiling process ends it so: the system or an operator did."""
+"""The compiling process's own limits do not use these signals: they come from the system or an operator."""
 
 Digest = bytes
 
@@ -59,7 +59,7 @@ class GrammarTrial:
     caller: str
     output: StructuredOutput
     verdict: "asyncio.Future[RequestError | None]"
-    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be found out."""
+    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be determined."""
     digest: Digest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,17 +75,17 @@ class GrammarCheck:
         clock: Clock,
         on_verdict: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_verdict` hears one of VERDICTS for every grammar that was checked; `killed` may follow `compiled`."""
+        """`on_verdict` receives one of VERDICTS for every grammar that was checked; `killed` may follow `compiled`."""
         self._make_process = make_process
         self._clock = clock
         self._on_verdict = on_verdict
         self._process: CompileProcess | None = None
         self._verdicts: dict[Digest, str | None] = {}
-        """Why a text is refused, or None; the latest used comes last."""
+        """Why a text is refused, or None; most recently used last."""
         self._queue = CompileQueue[GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
-        """The last ones that the process was given: it may end with one after it has said that it compiles."""
+        """The last ones that the process received: one may still end it after it has reported success."""
         self._running: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._is_stopped = False
@@ -93,7 +93,7 @@ class GrammarCheck:
     async def check(self, output: StructuredOutput, caller: str, timeout_s: float | None) -> None:
         """Returns if it compiles. InvalidRequest says why it does not; Overloaded if too many grammars wait.
 
-        `timeout_s` is what the request has left; DeadlinePassed if that is not enough.
+        `timeout_s` is the request's remaining time; DeadlinePassed if that does not suffice.
         """
         error: RequestError | None
         if (digest := digest_of(output)) in self._verdicts:
@@ -109,13 +109,13 @@ class GrammarCheck:
             raise error
 
     async def warm_up(self) -> None:
-        """Starts the process, so that the first grammar does not wait for that; one that cannot start is tried again
-        with that grammar."""
+        """Starts the process, so that the first grammar need not wait for it; a failed start is retried with that
+        grammar."""
         with contextlib.suppress(OSError):
             await self._running_process()
 
     async def stop(self) -> None:
-        """What waits is refused."""
+        """Refuses all waiting grammars."""
         self._is_stopped = True
         if self._running is not None:
             self._running.cancel()
@@ -139,14 +139,15 @@ class GrammarCheck:
                     "the request's deadline passed before its grammar was compiled"
                 ) from None
             raise Overloaded(
-                f"{len(self._queue)} grammars wait to be compiled, for more than {MAX_WAIT_S:g} s",
+                f"{len(self._queue)} grammars have been waiting to be compiled for more than "
+                f"{MAX_WAIT_S:g} s",
                 RETRY_AFTER_S,
             ) from None
         finally:
             self._queue.discard(trial)
 
     def _add(self, output: StructuredOutput, caller: str) -> GrammarTrial:
-        """The caller with most of them waiting is refused where there is no room."""
+        """If there is no room, the caller with the most waiting grammars is refused."""
         if self._is_stopped:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1
@@ -155,15 +156,15 @@ class GrammarCheck:
         self._queue.add(trial)
         if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
             self._queue.discard(last)
-            self._give_up(last, f"{MAX_WAITING} grammars wait to be compiled, which is the limit")
+            self._give_up(last, f"{MAX_WAITING} grammars are waiting to be compiled, which is the limit")
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
         return trial
 
     async def _run(self) -> None:
-        """Takes the next one, tries it, tells: until no grammar waits."""
+        """Takes the next grammar, checks it and reports, until none waits."""
         while (trial := self._queue.take()) is not None:
-            if trial.digest in self._verdicts:  # another one had the same text
+            if trial.digest in self._verdicts:  # another grammar had the same text
                 trial.verdict.set_result(self._known_verdict(trial.digest))
                 continue
             began = self._clock.now()
@@ -174,16 +175,16 @@ class GrammarCheck:
         try:
             process = await self._running_process()
         except OSError as error:
-            logger.error("the process that compiles grammars cannot be started: %s", error)
+            logger.error("cannot start the process that compiles grammars: %s", error)
             self._give_up(trial, "grammars cannot be compiled at present")
             return
         self._sent.append(trial)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TRY_TIMEOUT_S):  # a process that does not run does not read, either
+            async with asyncio.timeout(TRY_TIMEOUT_S):  # a stopped process does not read, either
                 await process.send(TryGrammar(trial.number, trial.output))
                 await asyncio.wait([trial.verdict])
         if not trial.verdict.done():
-            self._give_up(trial, f"its grammar could not be compiled within {TRY_TIMEOUT_S:g} s")
+            self._give_up(trial, f"the grammar could not be compiled within {TRY_TIMEOUT_S:g} s")
             process.kill()
 
     async def _running_process(self) -> CompileProcess:
@@ -196,16 +197,16 @@ class GrammarCheck:
     def _heard(self, message: Message) -> None:
         trial = next((trial for trial in self._sent if trial.number == message.number), None)
         if trial is None:
-            return  # of one that was given up long ago
+            return  # its grammar was given up long ago
         match message:
             case GrammarTried(error=error):
                 self._conclude(trial, error, "compiled" if error is None else "invalid")
             case GrammarEndedProcess(signal=number) if number in FROM_OUTSIDE:
-                self._give_up(trial, "the process that compiled its grammar was killed; try again")
+                self._give_up(trial, "the process that compiled the grammar was killed; try again")
             case GrammarEndedProcess(signal=number):
                 logger.warning(
-                    "a grammar of caller '%s' with %d characters ended its compiler with signal %d: it is refused from "
-                    "now on",
+                    "a grammar of caller '%s' with %d characters ended its compiler with signal %d; "
+                    "refusing it from now on",
                     trial.caller,
                     len(trial.output.source),
                     number,
@@ -213,7 +214,7 @@ class GrammarCheck:
                 self._conclude(trial, _reason(number), "killed")
 
     def _conclude(self, trial: GrammarTrial, error: str | None, result: str) -> None:
-        """A process that ended after its answer takes that back: others will not get it."""
+        """A process that ended after its answer revokes it: others will not get it."""
         self._verdicts.pop(trial.digest, None)
         self._verdicts[trial.digest] = error
         if len(self._verdicts) > MAX_VERDICTS:
@@ -223,11 +224,11 @@ class GrammarCheck:
             trial.verdict.set_result(self._known_verdict(trial.digest))
 
     def _ended(self) -> None:
-        """The process as a whole, which no grammar does."""
+        """The process itself ended, which no grammar can cause."""
         for trial in self._sent:
             self._give_up(trial, "the process that compiles grammars ended; try again")
         if not self._is_stopped:
-            logger.error("the process that compiles grammars ended; the next grammar starts another one")
+            logger.error("the process that compiles grammars ended; the next grammar restarts it")
 
     def _give_up(self, trial: GrammarTrial, reason: str) -> None:
         if not trial.verdict.done():
@@ -235,12 +236,12 @@ class GrammarCheck:
 
     def _known_verdict(self, digest: Digest) -> InvalidRequest | None:
         error = self._verdicts.pop(digest)
-        self._verdicts[digest] = error  # the latest used
+        self._verdicts[digest] = error  # most recently used
         return None if error is None else InvalidRequest("structured_output", error)
 
 
 def digest_of(output: StructuredOutput) -> Digest:
-    """By which a text is known again."""
+    """The key under which a text's verdict is kept."""
     return blake2b(
         f"{output.kind.value}\n{output.source}".encode(errors="surrogatepass"), digest_size=16
     ).digest()
@@ -249,10 +250,10 @@ def digest_of(output: StructuredOutput) -> Digest:
 def _reason(number: int) -> str:
     if number == signal.SIGPROF:
         return (
-            f"it is too complex: compiling it takes more than {CPU_LIMIT_S:g} s, or matching its first tokens more "
-            f"than {FOLLOW_LIMIT_S:g} s"
+            f"the grammar is too complex: compiling it takes more than {CPU_LIMIT_S:g} s, or matching its "
+            f"first tokens more than {FOLLOW_LIMIT_S:g} s"
         )
     return (
-        f"it is too complex: compiling it takes more than {STACK_BYTES >> 20} MiB of stack or "
-        f"{MEMORY_LIMIT_BYTES >> 20} MiB of memory"
+        f"the grammar is too complex: compiling it takes more than {STACK_BYTES >> 20} MiB of stack "
+        f"or {MEMORY_LIMIT_BYTES >> 20} MiB of memory"
     )

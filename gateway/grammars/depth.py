@@ -1,7 +1,7 @@
-"""How deep a grammar goes: brackets within brackets, and rules that refer to rules.
+"""The depth of a grammar: nested brackets, and rules that refer to rules.
 
-The library that compiles grammars recurses once a level. A bound turns most of the texts that would end it into an
-error that says what to change; what passes nevertheless meets `gateway/grammars/check.py`.
+The library that compiles grammars recurses once per level. A bound turns most texts that would crash it into an error
+that says what to change; `gateway/grammars/check.py` catches the rest.
 """
 
 import json
@@ -16,7 +16,7 @@ MAX_DEPTH = 500
 
 T = TypeVar("T")
 
-# None of these goes back over what it has read, so each takes time in proportion to the text.
+# None of these patterns backtracks, so each takes time in proportion to the text.
 _LARK_TOKEN = re.compile(
     r"""
       "(?:\\[\s\S]|[^"\\])*+"?                # a string
@@ -35,7 +35,7 @@ _JSON_TOKEN = re.compile(r'"(?:\\[\s\S]|[^"\\])*+"?|(?P<open>[\[{])|(?P<close>[\
 
 
 def check_depth(output: StructuredOutput) -> None:
-    """InvalidRequest if a grammar is more than MAX_DEPTH levels deep. What is no grammar at all passes."""
+    """InvalidRequest if a grammar is more than MAX_DEPTH levels deep. Invalid grammars pass."""
     match output.kind:
         case GrammarKind.JSON_SCHEMA:
             depth, what = _schema_depth(output.source), "its schemas nest and refer to each other"
@@ -70,7 +70,7 @@ def _schema_depth(source: str) -> int:
 
 
 def _resolved(schema: Any, reference: object) -> Any:
-    """What a reference within the document means; None if it means nothing here."""
+    """The target of a reference within the document; None if it has none here."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     value = schema
@@ -102,7 +102,7 @@ def _lark_depth(source: str) -> int:
 
 
 def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
-    """Brackets that are open at once, at most."""
+    """The most brackets open at once."""
     depth = deepest = 0
     for token in tokens:
         if token["open"]:
@@ -114,7 +114,7 @@ def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
 
 
 def _longest_way(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
-    """Nodes on the longest way down that a search through the graph takes which enters each node once, in order."""
+    """Nodes on the longest path of a depth-first search that enters each node once, in order."""
     entered = {key(start)}
     way: list[Iterator[T]] = [iter(below(start))]
     deepest = 1

@@ -1,4 +1,4 @@
-"""CompileProcess: the gateway's end of the process that compiles grammars, which is engine/grammars/process.py."""
+"""CompileProcess: the gateway's end of the process that compiles grammars (engine/grammars/process.py)."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ class CompileProcess:
         on_end: Callable[[], None],
         module: str = "engine.grammars.process",
     ) -> None:
-        """`on_message` is called with everything that the process says, `on_end` once when it has ended."""
+        """`on_message` receives every message of the process; `on_end` is called once, when it has ended."""
         self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._on_message = on_message
         self._on_end = on_end
@@ -41,7 +41,7 @@ class CompileProcess:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """OSError if it cannot be."""
+        """OSError if it cannot start."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -56,21 +56,21 @@ class CompileProcess:
         return self._reading is not None and not self._reading.done()
 
     async def send(self, message: TryGrammar) -> None:
-        """Returns once it is on its way; a process that has ended hears nothing, and `on_end` is called."""
-        assert self._process is not None, "it was not started"
+        """Returns once the message is written; if the process has ended, `on_end` is called."""
+        assert self._process is not None, "the process was not started"
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(pack(message))
             await self._process.stdin.drain()
 
     def kill(self) -> None:
-        """With its forks, whatever they do."""
+        """Kills the process and its forks, in any state."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends it, and waits for that. `on_end` is called as ever."""
+        """Ends the process, and waits for that. `on_end` is called as always."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -93,17 +93,17 @@ class CompileProcess:
                 data = await self._process.stdout.readexactly(int.from_bytes(header, "big"))
                 self._on_message(unpack(data))
         except (asyncio.IncompleteReadError, WireError):
-            self.kill()  # its pipe is at its end, or it writes what it should not
+            self.kill()  # end of its pipe, or invalid output
         finally:
             self._on_end()
 
 
 def _kept(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an interpreter may need to start; secrets stay here."""
+    """What an interpreter may need to start; secrets are left out."""
     return {name: environment[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in environment}
 
 
 def process_arguments(model_folder: Path, model: ServedModel) -> list[str]:
-    """Of its command, for a model's own tokenizer."""
+    """Arguments of its command, for a model's own tokenizer."""
     eos_token_ids = ",".join(map(str, model.eos_token_ids))
     return [str(model_folder / "tokenizer.json"), str(model.vocab_size), eos_token_ids]

@@ -1,7 +1,7 @@
-"""CompileQueue: grammars that wait, in the order in which they are to be tried; pure, and knows no process.
+"""CompileQueue: waiting grammars in the order of compilation; pure, and knows no process.
 
-The caller comes first whose grammars took least time since the queue was last empty; a caller's own come in turn. So
-what a hostile text costs puts back its caller alone, and each other caller waits for one grammar at most.
+The first caller is the one whose grammars took the least time since the queue was last empty; a caller's own grammars
+come in turn. So a hostile text delays its own caller alone, and other callers wait for one grammar at most.
 """
 
 from collections import defaultdict
@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class QueuedGrammar(Protocol):
-    """What stands in the queue. `number` grows with each that comes."""
+    """An entry of the queue. `number` grows with each entry."""
 
     @property
     def number(self) -> int: ...
@@ -21,11 +21,11 @@ T = TypeVar("T", bound=QueuedGrammar)
 
 
 class CompileQueue(Generic[T]):
-    """One is taken at a time, and charged when its cost is known."""
+    """Entries are taken one at a time, and charged when their cost is known."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, dict[T, None]] = defaultdict(dict)
-        """By caller, as they came."""
+        """By caller, in order of arrival."""
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def __len__(self) -> int:
@@ -35,14 +35,14 @@ class CompileQueue(Generic[T]):
         self._waiting[entry.caller][entry] = None
 
     def discard(self, entry: T) -> None:
-        """One that was taken already is not there any more."""
+        """Removes an entry, unless it was taken already."""
         own = self._waiting.get(entry.caller, {})
         own.pop(entry, None)
         if not own:
             self._waiting.pop(entry.caller, None)
 
     def take(self) -> T | None:
-        """The next one; None if none waits, and then all callers are even again."""
+        """The next entry; None if none waits, and then all callers are even again."""
         if not self._waiting:
             self._spent_s.clear()
             return None
@@ -52,10 +52,10 @@ class CompileQueue(Generic[T]):
         return first
 
     def charge(self, caller: str, took_s: float) -> None:
-        """What a grammar of this caller cost."""
+        """Adds the cost of a grammar of this caller."""
         self._spent_s[caller] += took_s
 
     def last_of_largest(self) -> T | None:
-        """The latest of the caller that has most of them waiting; among equals, the one that came last."""
+        """The latest entry of the caller with the most entries; among equals, the latest of all."""
         lasts = [(len(own), next(reversed(own))) for own in self._waiting.values()]
         return max(lasts, key=lambda each: (each[0], each[1].number))[1] if lasts else None

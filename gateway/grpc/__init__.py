@@ -1,1 +1,1 @@
-"""The gRPC door: protobuf in, protobuf out. The only room that knows messages of protos/."""
+"""The gRPC frontend: protobuf in, protobuf out. The only package that knows the messages of protos/."""

@@ -1,4 +1,4 @@
-"""GrpcAuthentication: who may call which gRPC method; asked before the first message is read."""
+"""GrpcAuthentication: which caller may call which gRPC method; runs before the first message is read."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NOBODY, Right, current_caller
 
 OPEN = frozenset({"grpc.health.v1.Health"})
-"""Services for everybody who can connect."""
+"""Services open to everyone who can connect."""
 
 RIGHTS: dict[str, Right | None] = {
     "/baton.v1.ClusterService/DescribeCluster": Right.OBSERVE,
@@ -27,24 +27,24 @@ RIGHTS: dict[str, Right | None] = {
     "/grpc.reflection.v1alpha.ServerReflection": None,
     "/grpc.reflection.v1.ServerReflection": None,
 }
-"""What a method needs, else its service; None: any key will do. All others need the right to generate."""
+"""The right that a method needs, else its service; None: any key. All others need the right to generate."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-"""None where there is no such method."""
+"""None if there is no such method."""
 
 
 def right_for(method: str) -> Right | None:
-    """What `/package.Service/Method` needs, if its service is not open."""
+    """The right that `/package.Service/Method` needs, if its service is not open."""
     return RIGHTS.get(method, RIGHTS.get(f"/{_service_of(method)}", Right.GENERATE))
 
 
 def _service_of(method: str) -> str:
-    """A client may name anything."""
+    """A client may send any name."""
     return method.rpartition("/")[0].removeprefix("/")
 
 
 class GrpcAuthentication(grpc.aio.ServerInterceptor):
-    """Sets `current_caller` for the call, or ends it with a status that says what is missing."""
+    """Sets `current_caller` for the call, or ends the call with a status that says what is missing."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -71,7 +71,7 @@ class GrpcAuthentication(grpc.aio.ServerInterceptor):
 
 
 def _refusing(error: RequestError) -> Handler:
-    """As if the call had streams both ways: then no message is read before it is refused."""
+    """Handles the call as if it had streams both ways, so that no message is read before the refusal."""
 
     async def refuse(_requests: Any, _context: object) -> None:
         raise error

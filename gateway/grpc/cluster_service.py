@@ -27,12 +27,12 @@ from gateway.requests.driver import RequestDriver
 from gateway.workers.appearance import in_order
 
 DESCRIBE_TIMEOUT_S = 1.0
-"""A controller that takes longer is away, and what the gateway itself knows is the answer."""
+"""If the controller takes longer, the answer has only what the gateway itself knows."""
 
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
-"""A look costs a question to the controller, and the fleet's description is some kilobytes."""
+"""Each look asks the controller, and the fleet's description is some kilobytes."""
 
 DRAIN_NODE_S, MAX_DRAIN_NODE_S = 60.0, 3600.0
 
@@ -66,7 +66,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[pb.WatchClusterResponse]:
         interval_s = _interval_from(request)
         if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(f"{MAX_WATCHES} calls watch already, which is the limit", retry_after_s=10.0)
+            raise Overloaded(
+                f"{MAX_WATCHES} calls are watching already, which is the limit", retry_after_s=10.0
+            )
         self._num_watches += 1
         try:
             async with aclosing(self._changes(interval_s)) as changes:
@@ -76,7 +78,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             self._num_watches -= 1
 
     def end_watches(self) -> None:
-        """They would last for as long as their clients like, and hold up whoever waits for running calls to end."""
+        """Ends watches, which could last for ever, before the server waits for running calls."""
         self._is_closing.set()
 
     async def DrainWorker(  # noqa: N802
@@ -135,11 +137,11 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
                 yield current
                 told = current
             if now() >= ends_at:
-                raise ClusterError(f"a watch lasts {callers.MAX_WATCH_S:g} s at most; watch again")
+                raise ClusterError(f"a watch lasts at most {callers.MAX_WATCH_S:g} s; start another one")
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._is_closing.wait()
-        raise ClusterError("this gateway is shutting down; watch another one")
+        raise ClusterError("this gateway is shutting down; use another one")
 
     async def _description(self) -> pb.DescribeClusterResponse:
         controller, fleet = await self._controller()
@@ -165,7 +167,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
                 fleet = await self._control.call(DescribeFleet())
         except TimeoutError:
-            reason = f"it did not answer within {DESCRIBE_TIMEOUT_S:g} s"
+            reason = f"no answer within {DESCRIBE_TIMEOUT_S:g} s"
             return pb.Controller(state="away", failure=reason), None
         except (FleetError, ClusterError) as error:
             return pb.Controller(state="away", failure=str(error)), None
@@ -180,7 +182,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         there = f"there are {', '.join(names)}" if names else "there is none"
         for worker in workers:
             if worker not in names:
-                return UnknownWorker(f"no worker is called {worker!r}; {there}")
+                return UnknownWorker(f"there is no worker {worker!r}; {there}")
         return error
 
     def _controller_api(self) -> ControlApi:
@@ -197,13 +199,15 @@ def _role_from(text: str) -> WorkerRole:
         return WorkerRole(text)
     except ValueError:
         roles = " or ".join(role.value for role in WorkerRole)
-        raise InvalidRequest("role", f"got {text!r}; a worker's role is {roles}") from None
+        raise InvalidRequest("role", f"got {text!r}; must be {roles}") from None
 
 
 def _drain_time_from(request: pb.DrainNodeRequest) -> float:
     timeout_s = request.timeout_s if request.HasField("timeout_s") else DRAIN_NODE_S
     if not 0.0 < timeout_s <= MAX_DRAIN_NODE_S:
-        raise InvalidRequest("timeout_s", f"got {timeout_s:g}; more than 0, at most {MAX_DRAIN_NODE_S:g}")
+        raise InvalidRequest(
+            "timeout_s", f"got {timeout_s:g}; must be more than 0 and at most {MAX_DRAIN_NODE_S:g}"
+        )
     return timeout_s
 
 

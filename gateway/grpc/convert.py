@@ -1,4 +1,4 @@
-"""Protobuf <-> our own values, for requests; `fleet_messages` does so for the fleet. No other module sees both."""
+"""Protobuf <-> our own values, for requests; `fleet_messages` does the same for the fleet."""
 
 import math
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ FINISH_REASONS = {
 MAX_MESSAGES = 4096
 
 MAX_ABORTED = 4096
-"""Ids in one call of Abort."""
+"""Most ids in one call of Abort."""
 
 _MOST = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 
 
 def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
-    """What is to be continued; exactly one of three."""
+    """The prompt; exactly one of three fields."""
     match message.WhichOneof("prompt"):
         case "text":
             return message.text
@@ -53,7 +53,8 @@ def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
             if not 1 <= len(message.chat.messages) <= MAX_MESSAGES:
                 raise InvalidRequest(
                     "chat",
-                    f"a conversation has 1 to {MAX_MESSAGES} messages, got {len(message.chat.messages)}",
+                    f"a conversation must have 1 to {MAX_MESSAGES} messages, got "
+                    f"{len(message.chat.messages)}",
                 )
             return [ChatMessage(turn.role, turn.content) for turn in message.chat.messages]
         case _:
@@ -93,16 +94,20 @@ def sampling_params_from(message: sampling_pb.SamplingParams, room: int) -> Samp
 
 
 def check_counts(message: Any) -> None:
-    """Before anything is made of what a message repeats: millions fit into it, and all others would have to wait."""
+    """Checks repeated fields before they are converted: a message can hold millions of entries, and would block all
+    others.
+    """
     for name, most in _MOST.items():
         if (count := len(getattr(message, name))) > most:
             raise InvalidRequest(name, f"must have at most {most} entries, got {count}")
 
 
 def ids_to_abort(request_ids: Sequence[str]) -> list[str]:
-    """InvalidRequest if they are too many."""
+    """InvalidRequest if there are too many ids."""
     if len(request_ids) > MAX_ABORTED:
-        raise InvalidRequest("request_ids", f"one call ends at most {MAX_ABORTED}, got {len(request_ids)}")
+        raise InvalidRequest(
+            "request_ids", f"one call can end at most {MAX_ABORTED} requests, got {len(request_ids)}"
+        )
     return list(request_ids)
 
 
@@ -199,5 +204,5 @@ def _logprobs_to_message(logprobs: TokenLogprobs) -> sampling_pb.TokenLogprobs:
 
 
 def exact(value: float) -> float:
-    """The shortest decimal that a float32 stands for: 0.8 and not 0.800000011920929."""
+    """The shortest decimal that rounds to this float32: 0.8 and not 0.800000011920929."""
     return float(f"{value:.7g}") if math.isfinite(value) else value

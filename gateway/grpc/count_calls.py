@@ -1,4 +1,4 @@
-"""CountCalls: tells somebody the status of every gRPC call, by its method."""
+"""CountCalls: reports the status of every gRPC call, by its method."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -16,11 +16,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 OTHER = "(other)"
-"""Stands for methods that there are not: clients choose them, and could choose any number."""
+"""Stands for unknown methods, since clients could name any number of them."""
 
 
 class CountCalls(grpc.aio.ServerInterceptor):
-    """The outermost one, so that those are counted that another one refuses, and those that nobody else answers."""
+    """The outermost interceptor, so that it counts calls that another one refuses, and unknown methods."""
 
     def __init__(self, services: Iterable[str], on_call_ended: OnCallEnded) -> None:
         """`services` by full name; they must be in protobuf's default pool."""
@@ -71,14 +71,14 @@ class CountCalls(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _watch(self, method: str, context: Any) -> "_Watch":  # its stub takes no function for a callback
+    def _watch(self, method: str, context: Any) -> "_Watch":  # its stub accepts no function as callback
         watch = _Watch()
         context.add_done_callback(lambda ended: self._on_call_ended(method, watch.code(ended)))
         return watch
 
 
 async def _refuse(_messages: Any, context: Context) -> None:
-    """As gRPC does by itself, where nobody would count it."""
+    """Refuses unknown methods, as gRPC itself does, but counted."""
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
@@ -86,7 +86,7 @@ _UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class _Watch:
-    """What a call's context does not know."""
+    """Records what a call's context does not know."""
 
     def __init__(self) -> None:
         self.has_raised = False
@@ -94,7 +94,7 @@ class _Watch:
     def code(
         self, context: Any
     ) -> str:  # its stub knows neither calls without a code nor those without a deadline
-        """Of a call that is over, by name."""
+        """The name of an ended call's status code."""
         if (code := context.code()) is not None:
             return str(code.name)
         if self.has_raised:

@@ -1,4 +1,4 @@
-"""Our own values -> protobuf, for the fleet: what workers say of themselves, joined with what their controller says."""
+"""Our own values -> protobuf, for the fleet: workers' statuses, joined with their controller's description."""
 
 from collections.abc import Iterable
 
@@ -52,8 +52,8 @@ def gateway_to_message(num_in_flight: int, num_queued: int, tally: Tally) -> pb.
 
 
 def hide_inside(description: pb.DescribeClusterResponse) -> None:
-    """Takes out what is for administrators alone: machines, which may be called by their addresses, processes, paths,
-    and failures, whose words may name any of these."""
+    """Removes what only administrators may see: machines (whose names may be addresses), processes, paths, and
+    failures, whose text may name any of these."""
     description.ClearField("model_path")
     description.ClearField("nodes")
     description.controller.ClearField("failure")

@@ -1,4 +1,4 @@
-"""Guard: what every gRPC call has, whichever service it is for: a name, proper statuses, reads and writes that end."""
+"""Guard: what every gRPC call gets, for any service: an id, proper statuses, and reads and writes that end."""
 
 import asyncio
 import inspect
@@ -21,34 +21,34 @@ from gateway.telemetry.call_error import INTERNAL_ERROR, CallError, OnCallError
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 60.0
-"""For a call's message to arrive, as for a body over HTTP."""
+"""Limit for a call's message to arrive, as for a body over HTTP."""
 
 ABORT_TIMEOUT_S = 1.0
-"""A status goes out behind what the client has not read yet. gRPC keeps it for a client that reads on later."""
+"""A status is sent after everything the client has not read yet. gRPC keeps it for a client that reads on later."""
 
 MAX_COMPRESSED_BYTES = 256 * 1024
-"""Of one response; a larger one goes out as it is. gRPC compresses in the event loop: a MiB takes 30 ms."""
+"""Largest response that is compressed. gRPC compresses in the event loop: a MiB takes 30 ms."""
 
 ENCODING = "baton-response-encoding"
-"""The header by which a client asks for compressed answers. gRPC keeps to itself which ones a client understands, and
-breaks calls of those that understand none."""
+"""The header with which a client asks for compressed answers. gRPC hides which encodings a client understands, and
+breaks calls of clients that understand none."""
 
 RpcMethod = Callable[[Any, Context], Any]
 Read = Callable[[bytes], Any]
 Receive = Callable[[Context], Awaitable[Any]]
-"""Gets from a call what its method takes: a message, or all of them."""
+"""Reads from a call what its method takes: one message, or all of them."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Errors of ours become statuses; all others are logged, and the client learns only that there was one.
+    """Our own errors become statuses; all others are logged, and the client only learns that an error occurred.
 
-    A message with an empty `request_id` is given one, so that the service, the log and the status name the same. The
-    trailer has what the client or a proxy offered in passing, where that is another.
-    Answers are compressed if the client asks for it. A client that takes none for `write_timeout_s`, or whose message
-    does not come, loses its call; and so does one that could ask more when the gateway is closing, but does not.
+    A message with an empty `request_id` gets one, so that service, log and status use the same. If the client or a
+    proxy offered another id in metadata, the trailer returns that one. Answers are compressed on request. A call ends
+    if its client reads nothing for `write_timeout_s`, if its message does not arrive, or, once the gateway is
+    closing, if the client could send more but does not.
     """
 
     def __init__(self, write_timeout_s: float, is_closing: asyncio.Event, on_error: OnCallError) -> None:
@@ -65,12 +65,12 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None  # there is no such call; gRPC says so
         read = handler.request_deserializer
-        if handler.stream_stream is not None:  # gRPC's reflection, and whatever is refused
+        if handler.stream_stream is not None:  # gRPC's reflection, and refused calls
             method, receive = handler.stream_stream, partial(self._receive_many, read)
         else:
             method, receive = handler.unary_stream or handler.unary_unary, partial(_receive_one, read)
-        # By itself, gRPC waits for the one message of a call without an end, and never ends calls that have none. And
-        # one answer is a stream of one: only what is written to a stream is compressed.
+        # gRPC itself waits without limit for the one message of a call, and never ends calls that send none. A single
+        # answer is written as a stream of one, since only streams are compressed.
         call = self._guarded(method, receive, handler_call_details.method)
         serialise = partial(_serialised, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(call, None, serialise)
@@ -103,7 +103,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._messages(read, context)
 
     async def _messages(self, read: Read, context: Context) -> AsyncIterator[Any]:
-        """Until the client has no more, sends none for long, or the gateway is closing."""
+        """Messages until the client has no more, sends none for a long time, or the gateway is closing."""
         closing = asyncio.ensure_future(self._is_closing.wait())
         reading: asyncio.Future[Any] = closing
         try:
@@ -126,12 +126,12 @@ class Guard(grpc.aio.ServerInterceptor):
                 await context.write(response)
         except TimeoutError:
             raise SlowReader(
-                f"the client has read nothing for {self._write_timeout_s:g} s while there was something to read"
+                f"the client has not read anything for {self._write_timeout_s:g} s, although data was waiting"
             ) from None
 
 
 def trace_of(context: Context) -> TraceContext | None:
-    """The client's."""
+    """The client's trace context."""
     sent = context.invocation_metadata() or ()
     parents, states = (
         [value for key, value in sent if key == name and isinstance(value, str)]
@@ -152,7 +152,7 @@ async def _receive_one(read: Read, context: Context) -> Any:
     except TimeoutError:
         raise DeadlinePassed(f"the call's message did not arrive within {REQUEST_TIMEOUT_S:g} s") from None
     if body is grpc.aio.EOF:
-        raise InvalidRequest("request", "the call ended without the message that it takes")
+        raise InvalidRequest("request", "the call ended without a message")
     return _read(read, body)
 
 
@@ -160,16 +160,16 @@ def _read(read: Read, body: bytes) -> Any:
     try:
         return read(body)
     except DecodeError:
-        raise InvalidRequest("request", "its bytes are not the message that this call takes") from None
+        raise InvalidRequest("request", "the bytes are not a valid message for this call") from None
 
 
 def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
-    """A response that is large may come as bytes, as its method has them."""
+    """A large response may come as bytes, serialised by its method."""
     return response if isinstance(response, bytes) else serialise(response)
 
 
 def _named(request: Any, drawn: str) -> str:
-    """The id that its caller gave the request, or else `drawn`, which a message with room for it is given."""
+    """The id that the caller gave the request, or else `drawn`, which is then written into the message."""
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
         return drawn
     message: Any = request
@@ -181,13 +181,13 @@ def _named(request: Any, drawn: str) -> str:
 def _set_compression(context: Context) -> None:
     asked = dict(context.invocation_metadata() or ()).get(ENCODING, "identity")
     if asked not in ("gzip", "identity"):
-        raise InvalidRequest(ENCODING, f"got {asked!r}; there are gzip and identity, which is none")
+        raise InvalidRequest(ENCODING, f"unsupported compression {asked!r}; use gzip or identity")
     if asked == "gzip":
         context.set_compression(grpc.Compression.Gzip)
 
 
 def _is_over(context: Context, error: Exception) -> bool:
-    """It has its status already, or nobody who waits for one."""
+    """The call has a status already, or its client is gone."""
     return isinstance(error, grpc.aio.AbortError) or context.cancelled()
 
 

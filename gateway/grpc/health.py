@@ -1,7 +1,7 @@
-"""Health: grpc.health.v1, by which probes and load balancers ask whether this gateway serves.
+"""Health: grpc.health.v1, with which probes and load balancers ask whether this gateway serves.
 
-In gRPC's own implementation watchers wait for each other's writes, and so does whoever changes a status: one client
-that does not read would keep all others, and the gateway's end, waiting.
+In gRPC's own implementation, watchers wait for each other's writes, and so does a change of status. One client that
+does not read would block all others, and the gateway's shutdown.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2 as pb
 from baton.errors import ClusterError, Overloaded
 
 MAX_WATCHES = 4096
-"""Nobody needs a key for these, and each is kept for as long as its client likes."""
+"""These calls need no key, and each lasts as long as its client likes."""
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health:
-    """Every service is as well as the gateway, whose own name is the empty one: SERVING until it goes."""
+    """All services have the gateway's status, whose own name is the empty one: SERVING until it stops."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
@@ -31,12 +31,14 @@ class Health:
         self._num_watches = 0
 
     def leave(self) -> None:
-        """NOT_SERVING from now on. Watchers hear it, and then their calls end, which would last for ever."""
+        """NOT_SERVING from now on. Watchers receive it, and then their calls end, which would otherwise last for
+        ever.
+        """
         self._is_leaving.set()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:  # noqa: N802
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def List(  # noqa: N802
@@ -55,7 +57,9 @@ class Health:
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[pb.HealthCheckResponse]:
         if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(f"{MAX_WATCHES} calls watch already, which is the limit", retry_after_s=10.0)
+            raise Overloaded(
+                f"{MAX_WATCHES} calls are watching already, which is the limit", retry_after_s=10.0
+            )
         self._num_watches += 1
         try:
             told = self._status(request.service)
@@ -65,7 +69,7 @@ class Health:
                 yield pb.HealthCheckResponse(status=status)
         finally:
             self._num_watches -= 1
-        raise ClusterError("this gateway is shutting down; watch another one")
+        raise ClusterError("this gateway is shutting down; use another one")
 
     def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
         if service not in self._services:

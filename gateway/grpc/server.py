@@ -19,20 +19,20 @@ from gateway.grpc.tls import server_credentials
 from gateway.telemetry.call_error import OnCallError
 
 KEEPALIVE_TIMEOUT_S = 20.0
-"""A client that leaves a ping unanswered for so long is gone."""
+"""A client that leaves a ping unanswered for this long is gone."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a connection to begin, TLS included. gRPC would give it two minutes, in each of which it is one of those that
-there may be, whoever opened it."""
+"""Limit for the start of a connection, TLS included. gRPC would allow two minutes, during which it counts against the
+limit of connections."""
 
 MAX_METADATA_BYTES = 32 * 1024
-"""Of all of a call's headers together."""
+"""Limit for all of a call's headers together."""
 
 AddTo = Callable[[grpc.aio.Server], None]
 
 
 class GrpcServer:
-    """One life: `start`, then `stop`."""
+    """Used once: `start`, then `stop`."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         certificates: Watched[Certificates] | None = None,
     ) -> None:
-        """`services` by full name: what adds each one to a server. With `certificates` it speaks TLS, and nothing
-        else."""
+        """`services` maps full names to the functions that add them to a server. With `certificates` it accepts only
+        TLS."""
         self._host = in_url(config.host)
         self._port = config.grpc_port
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -84,7 +84,7 @@ class GrpcServer:
 
 
 def options_of(config: GatewayConfig) -> dict[str, int]:
-    """gRPC's names for what the configuration says; the rest stays as gRPC has it."""
+    """gRPC's options for the configuration; all others keep gRPC's defaults."""
     max_bytes = config.max_message_mib * 2**20
     options = {
         "grpc.so_reuseport": 0,  # a port that is taken must be an error, not a coin toss
@@ -97,9 +97,9 @@ def options_of(config: GatewayConfig) -> dict[str, int]:
         "grpc.server_handshake_timeout_ms": _ms(HANDSHAKE_TIMEOUT_S),
         "grpc.keepalive_time_ms": _ms(config.grpc_keepalive_s),
         "grpc.keepalive_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
-        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # what it really waits
+        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # the time it really waits
         "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.max_pings_without_data": 0,  # else a quiet client is asked twice and then never again
+        "grpc.http2.max_pings_without_data": 0,  # else a quiet client is pinged twice and then never again
         "grpc.http2.min_ping_interval_without_data_ms": _ms(config.grpc_min_client_ping_s),
     }
     if config.grpc_max_connection_age_s is not None:

@@ -52,19 +52,19 @@ CODES: dict[type[BatonError], grpc.StatusCode] = {
 }
 
 DOMAIN = "baton"
-"""Whose reasons `google.rpc.ErrorInfo` names."""
+"""The domain of the reasons in `google.rpc.ErrorInfo`."""
 
-INTERNAL = "something went wrong here; the log has it"
+INTERNAL = "internal error; see the gateway's log"
 
 DETAILS = "grpc-status-details-bin"
 RETRY_TRAILERS = ("retry-after-ms", "grpc-retry-pushback-ms")
-"""What people read, and what gRPC's own clients obey where their service config lets them try again."""
+"""Retry hints: one for people, and one that gRPC's own clients obey if their service config lets them retry."""
 
 MAX_MESSAGE_BYTES = 1_000
-"""Of a status's text. It travels up to three times in one block of headers, of which clients take 8 KiB."""
+"""Limit for a status's text. It travels up to three times in one block of headers, of which clients accept 8 KiB."""
 
 REQUEST_ID = "x-request-id"
-"""The metadata by which client and gateway tell each other what they call a request, as over HTTP."""
+"""The metadata in which client and gateway exchange the id of a request, as over HTTP."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,9 +72,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 async def abort_call(
     context: Context, error: Exception, request_id: str, offered: str | None = None
 ) -> NoReturn:
-    """Ends the call with the error's status; one that no client can cause says no more than that it happened.
+    """Ends the call with the error's status; the text of an internal error is not sent.
 
-    The trailer has the id that was `offered` in passing, if there was one.
+    The trailer has the id that was `offered` in metadata, if any.
     """
     code = code_of(error)
     message = _short(INTERNAL if code is grpc.StatusCode.INTERNAL else str(error))
@@ -89,13 +89,13 @@ async def abort_call(
 
 
 def code_of(error: Exception) -> grpc.StatusCode:
-    """That of the nearest class in the tree that has one."""
+    """The code of the nearest class in the tree that has one."""
     known = (CODES[kind] for kind in type(error).__mro__ if kind in CODES)
     return next(known, grpc.StatusCode.INTERNAL)
 
 
 def reason_of(error: Exception, code: grpc.StatusCode) -> str:
-    """The error's class, in the capitals that ErrorInfo asks for: INVALID_REQUEST."""
+    """The error's class, in the capitals that ErrorInfo requires: INVALID_REQUEST."""
     if code is grpc.StatusCode.INTERNAL:
         return "INTERNAL"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
@@ -124,7 +124,7 @@ def _packed(message: Message) -> AnyMessage:
 
 
 def _short(text: str) -> str:
-    """What a client sent may be part of it, and is not sent back whole."""
+    """The text may contain client input, and is not returned in full."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= MAX_MESSAGE_BYTES:
         return text

@@ -7,7 +7,7 @@ from gateway.auth.certificates import Certificates
 
 
 def server_credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
-    """Every connection begins with the certificates of its moment; TLS 1.2 or newer, as gRPC has it."""
+    """Every connection uses the certificates that are current when it begins; TLS 1.2 or newer, gRPC's default."""
     first = certificates.current()
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),

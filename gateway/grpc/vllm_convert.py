@@ -1,4 +1,4 @@
-"""vLLM's token-level messages <-> our own values. What cannot be honoured is refused by its field's name."""
+"""vLLM's token-level messages <-> our own values. Unsupported fields are refused by name."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.preprocess import Prompt
 from gateway.requests.request import Delta, Finish
 
-ELSEWHERE = "this gateway picks the workers and hands KV over by itself; leave it out"
-TEXT_ONLY = "models here read text only; leave it out"
+ELSEWHERE = "this gateway chooses workers and hands KV over by itself; remove it"
+TEXT_ONLY = "models here read only text; remove it"
 
 UNSERVED = {
     "kv_transfer_params": ELSEWHERE,
@@ -22,7 +22,7 @@ UNSERVED = {
     "extra_mm_inputs": TEXT_ONLY,
     "media_refs": TEXT_ONLY,
 }
-"""Fields of a request, and why nothing comes of them."""
+"""Fields of a request that are not supported, and why."""
 
 MAX_CHOICE_BYTES = MAX_GRAMMAR_CHARACTERS
 ANY_JSON_OBJECT = '{"type": "object"}'
@@ -45,8 +45,8 @@ def prompt_from(request: pb.GenerateRequest) -> Prompt:
 def sampling_params_from(message: pb.SamplingParams, room: int) -> SamplingParams:
     """Fills in vLLM's defaults, for an answer of at most `room` tokens; InvalidRequest names the field.
 
-    Either value of three fields is honoured: `spaces_between_special_tokens` and `include_stop_str_in_output` shape
-    vLLM's text and not its tokens, and grammars hold from the first token whatever `grammar_from_first_token` says.
+    Three fields may have any value. `spaces_between_special_tokens` and `include_stop_str_in_output` change vLLM's
+    text and not its tokens. Grammars apply from the first token, whatever `grammar_from_first_token` says.
     """
     _refuse_what_is_not_served(message)
     check_counts(message)
@@ -75,9 +75,11 @@ def _refuse_what_is_not_served(message: pb.SamplingParams) -> None:
     if message.n > MAX_CHOICES:
         raise InvalidRequest("n", f"must be at most {MAX_CHOICES}, got {message.n}")
     if message.HasField("prompt_logprobs"):
-        raise InvalidRequest("prompt_logprobs", "log-probabilities are had of the answer only (logprobs)")
+        raise InvalidRequest("prompt_logprobs", "only the answer has log-probabilities; use logprobs")
     if message.HasField("truncate_prompt_tokens"):
-        raise InvalidRequest("truncate_prompt_tokens", "prompts are served whole or refused; cut it before")
+        raise InvalidRequest(
+            "truncate_prompt_tokens", "prompts are served whole or refused; truncate it before"
+        )
 
 
 def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | None:
@@ -94,9 +96,9 @@ def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | No
             return StructuredOutput(GrammarKind.JSON_SCHEMA, ANY_JSON_OBJECT) if message.json_object else None
         case "choice":
             if not message.choice.choices:
-                raise InvalidRequest("choice", "it offers nothing to choose from")
+                raise InvalidRequest("choice", "must offer at least one choice")
             if message.choice.ByteSize() > MAX_CHOICE_BYTES:
-                raise InvalidRequest("choice", f"its texts have more than {MAX_CHOICE_BYTES} bytes together")
+                raise InvalidRequest("choice", f"its texts are larger than {MAX_CHOICE_BYTES} bytes together")
             return StructuredOutput(GrammarKind.REGEX, "|".join(map(_literally, message.choice.choices)))
         case other:
             raise InvalidRequest(
@@ -105,12 +107,12 @@ def _structured_output_from(message: pb.SamplingParams) -> StructuredOutput | No
 
 
 def _literally(text: str) -> str:
-    """A regular expression, in the syntax of Rust's regex crate, for this text and no other."""
+    """A regular expression that matches exactly this text, in the syntax of Rust's regex crate."""
     return "".join(f"\\{sign}" if sign in _REGEX_SIGNS else sign for sign in text)
 
 
 def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.GenerateResponse:
-    """`completion_tokens` counts those of this chunk, as vLLM does; what was cached is known at the end."""
+    """`completion_tokens` counts those of this chunk, as in vLLM; cached tokens are known at the end."""
     chunk = pb.GenerateStreamChunk(
         token_ids=delta.token_ids,
         prompt_tokens=num_prompt_tokens,
@@ -123,7 +125,7 @@ def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.Gener
 
 
 def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse:
-    """The last response behind a stream. It repeats the last chunk's tokens, as vLLM does."""
+    """The last response of a stream. It repeats the last chunk's tokens, as in vLLM."""
     complete = to_end(index, len(delta.token_ids), finish)
     complete.output_ids.extend(delta.token_ids)
     if (logprobs := logprobs_to_message(delta.logprobs)) is not None:
@@ -132,7 +134,7 @@ def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse
 
 
 def to_end(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
-    """What a last response says beside its tokens."""
+    """The fields of a last response other than its tokens."""
     complete = pb.GenerateComplete(
         finish_reason=finish.reason.value,
         prompt_tokens=finish.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""VllmEngine: the token-level service by which routers such as smg drive a whole Baton as if it were one engine."""
+"""VllmEngine: the token-level service with which routers such as smg drive a whole Baton as one engine."""
 
 import asyncio
 import hashlib
@@ -62,7 +62,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[Any]:
-        """An answer that is not streamed comes as bytes, serialised already; else GenerateResponses."""
+        """An answer that is not streamed comes as serialised bytes; else GenerateResponses."""
         generations = await self._generations(request, context)
         async with aclosing(batches_of(self._driver, generations)) as batches:
             answer = _streamed(generations, batches) if request.stream else _whole(generations, batches)
@@ -87,7 +87,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: pb.GetModelInfoRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> pb.GetModelInfoResponse:
-        """Says nothing of folders: a router gets the tokenizer by GetTokenizer."""
+        """Names no folders: a router gets the tokenizer with GetTokenizer."""
         model = self._model
         return pb.GetModelInfoResponse(
             model_path=model.name,
@@ -115,7 +115,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: ARG002, N802
-        """The fleet as one rank: requests of the gateway, KV of the decode workers."""
+        """The fleet as one rank: the gateway's requests, and the decode workers' KV."""
         decode = [status for status in self._statuses() if status.role is WorkerRole.DECODE]
         total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
         free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
@@ -145,26 +145,31 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             )
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        raise Unsupported("Embed: models here generate; none of them embeds")
+        raise Unsupported("Embed: not supported; the models here only generate")
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        raise Unsupported("FlushCache: workers keep their prefix caches; give requests a cache_salt instead")
+        raise Unsupported("FlushCache: not supported; give requests a cache_salt instead")
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        raise Unsupported("StartProfile: start the fleet with --trace-dir to see every step of its workers")
+        raise Unsupported(
+            "StartProfile: not supported; start the fleet with --trace-dir to record every "
+            "step of its workers"
+        )
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
-        raise Unsupported("StopProfile: nothing was started; see StartProfile")
+        raise Unsupported("StopProfile: not supported; see StartProfile")
 
     def SubscribeKvEvents(  # noqa: N802
         self,
         request: common_pb2.SubscribeKvEventsRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> NoReturn:
-        raise Unsupported("SubscribeKvEvents: this gateway routes by its workers' prefix caches itself")
+        raise Unsupported(
+            "SubscribeKvEvents: not supported; this gateway routes by its workers' prefix caches itself"
+        )
 
     async def _packed_tokenizer(self) -> "_Archive":
-        """Made once, and beside the event loop: it takes most of a second where the vocabulary is large."""
+        """Made once, off the event loop: it takes most of a second with a large vocabulary."""
         async with self._packing:
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())

@@ -1,6 +1,6 @@
-"""WholeResponse: one answer in one response of vLLM's service, serialised as its tokens come.
+"""WholeResponse: one answer in one response of vLLM's service, serialised as its tokens arrive.
 
-A message of a hundred thousand tokens takes the event loop a tenth of a second to serialise, and longer to make.
+Serialising a message of a hundred thousand tokens takes the event loop a tenth of a second, and building it longer.
 """
 
 from baton.request import TokenLogprobs
@@ -9,15 +9,16 @@ from gateway.grpc.vllm_convert import logprobs_to_message, to_end
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
-"""Serialised together; some hundred answers may wait for theirs."""
+"""Tokens serialised together; some hundred answers may wait for theirs."""
 
 _COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
 _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number
 
 
 class WholeResponse:
-    """`take` every delta, then have it `serialised`: as one message would be, but that lists of numbers come in several
-    pieces, which every reader of protobuf joins (its encoding guide: "Condensed Encoding of Repeated Fields")."""
+    """Call `take` with every delta, then `serialised`. The bytes equal those of one message, except that lists of
+    numbers come in several pieces, which every reader of protobuf joins (its encoding guide: "Condensed Encoding of
+    Repeated Fields")."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -25,9 +26,9 @@ class WholeResponse:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._written_ids = bytearray()
-        """Of a GenerateComplete."""
+        """Serialised part of a GenerateComplete."""
         self._written_logprobs = bytearray()
-        """Of an OutputLogProbs."""
+        """Serialised part of an OutputLogProbs."""
 
     def take(self, delta: Delta) -> None:
         self._num_tokens += len(delta.token_ids)
@@ -37,7 +38,7 @@ class WholeResponse:
             self._write()
 
     def serialised(self, finish: Finish) -> bytes:
-        """As a GenerateResponse."""
+        """The whole as a GenerateResponse."""
         self._write()
         parts: list[bytes | bytearray] = [
             self._written_ids,
@@ -56,7 +57,7 @@ class WholeResponse:
 
 
 def _header(field: int, length: int) -> bytes:
-    """Before a message that is part of another one."""
+    """The header of an embedded message."""
     return _varint(field << 3 | 2) + _varint(length)
 
 

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's API as its clients know it, and what operators and browsers look at."""
+"""The HTTP frontend: OpenAI's API as its clients know it, and pages for operators and browsers."""

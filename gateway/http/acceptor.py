@@ -1,8 +1,8 @@
-"""Acceptor: takes HTTP connections from a listening socket, as many as there may be; knows no request and no answer.
+"""Acceptor: accepts HTTP connections from a listening socket, up to a limit; knows no request and no response.
 
-A connection counts from the moment it is accepted, so a TLS handshake that is not completed counts, too. Where all
-places are taken, a new connection replaces the oldest one whose handshake is under way: silent strangers displace each
-other, and never a connection that is established.
+A connection counts from the moment it is accepted, unfinished TLS handshakes included. At the limit, a new connection
+replaces the oldest one whose handshake is unfinished. So silent strangers displace each other, and never an
+established connection.
 """
 
 import asyncio
@@ -16,19 +16,20 @@ from baton.clock import Clock
 from gateway.http.protocol import TOO_MANY, BoundedH11
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a TLS handshake, from accept on."""
+"""Limit for a TLS handshake, from accept on."""
 
 MAX_REFUSALS = 16
-"""Connections beyond `max_connections` at once, which are open only to be told so; further ones are closed at once."""
+"""Connections beyond `max_connections` that are kept open only to be refused; further ones are closed at once."""
 REFUSAL_TIMEOUT_S = 2.0
-"""For a client to take its refusal, once it is connected."""
+"""How long a client may take to read its refusal, once it is connected."""
 
 ACCEPTS_PER_TURN = 16
-"""Of the event loop. Handshakes proceed between two turns, so a burst does not displace its own beginning."""
+"""Accepts per turn of the event loop. Handshakes proceed between turns, so a burst does not displace its own
+beginning."""
 
 PAUSE_S = 1.0
-"""After an accept that failed for lack of files or memory; the listening socket would stay readable, and the event loop
-would spin."""
+"""Pause after an accept that failed for lack of files or memory; the listening socket would stay readable, and the
+event loop would spin."""
 LOG_INTERVAL_S = 60.0
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """One life: `start`, `close`, then `join`. Each connection has a task that ends with it."""
+    """Used once: `start`, `close`, then `join`. Each connection has a task that ends with it."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class Acceptor:
         on_refused: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`make_protocol` is told whether the connection is to be refused. `tls` gives the context for a connection
-        that begins now. `on_refused` hears TOO_MANY for each connection that is turned away or displaced."""
+        """`make_protocol` is told whether to refuse the connection. `tls` returns the context for a connection that
+        begins now. `on_refused` receives TOO_MANY for each connection that is refused or displaced."""
         self._make_protocol = make_protocol
         self._tls = tls
         self._max_connections = max_connections
@@ -58,12 +59,12 @@ class Acceptor:
         self._resume: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._counted: set[asyncio.Task[None]] = set()
-        """Those that have a place."""
+        """Connections within the limit."""
         self._starting: dict[asyncio.Task[None], BoundedH11] = {}
-        """Of these, those whose handshake is under way, or was over a moment ago; the oldest comes first."""
+        """Those of them whose handshake is unfinished, or has just ended; the oldest comes first."""
         self._num_refusals = 0
         self._num_failures = 0
-        """Failed accepts since the last line in the log."""
+        """Failed accepts since the last log line about them."""
         self._logged_at: float | None = None
 
     @property
@@ -72,7 +73,7 @@ class Acceptor:
 
     @property
     def num_connections(self) -> int:
-        """Those that have a place, handshakes included."""
+        """Connections within the limit, handshakes included."""
         return len(self._counted)
 
     def start(self, listener: socket.socket) -> None:
@@ -92,7 +93,7 @@ class Acceptor:
             task.cancel()
 
     async def join(self, timeout_s: float) -> None:
-        """Returns when every connection is over, which is not its doing, or the time is."""
+        """Returns when every connection has ended by itself, or the time has passed."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
@@ -105,7 +106,7 @@ class Acceptor:
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 connection, _address = listener.accept()
-            except OSError as error:  # mostly: there is none left
+            except OSError as error:  # mostly: out of file descriptors
                 if error.errno in _EXHAUSTED:
                     self._pause(listener, error)
                 return
@@ -120,8 +121,8 @@ class Acceptor:
         now = self._clock.now()
         if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL_S:
             logger.error(
-                "cannot accept HTTP connections: %s; trying again every %g s (%d failed attempt(s) since the last such "
-                "line); raise `ulimit -Hn`, or lower gateway.max_connections (%d)",
+                "cannot accept HTTP connections: %s; retrying every %g s (%d failed attempt(s) since the "
+                "last such line); raise `ulimit -Hn`, or lower gateway.max_connections (%d)",
                 error.strerror,
                 PAUSE_S,
                 self._num_failures,
@@ -148,7 +149,7 @@ class Acceptor:
         task.add_done_callback(lambda task: self._forget(task, connection, is_refused=is_refused))
 
     def _displace_oldest(self) -> bool:
-        """False if there is no handshake to give up."""
+        """False if there is no unfinished handshake."""
         handshakes = (task for task, protocol in self._starting.items() if not protocol.is_established)
         oldest = None if self._tls is None else next(handshakes, None)
         if oldest is None:
@@ -168,7 +169,7 @@ class Acceptor:
                 ssl=context,
                 ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
             )
-        except OSError:  # no TLS, no certificate that is trusted, too slow, gone
+        except OSError:  # no TLS, no trusted certificate, too slow, gone
             return
         if not protocol.is_established:  # lost before
             return
@@ -186,6 +187,6 @@ class Acceptor:
         self._counted.discard(task)
         self._starting.pop(task, None)
         self._num_refusals -= is_refused
-        connection.close()  # as it is already, unless the task was cancelled before it had begun
+        connection.close()  # already closed, unless the task was cancelled before it began
         if not task.cancelled() and (error := task.exception()):
-            logger.error("serving an HTTP connection failed", exc_info=error)
+            logger.error("error in an HTTP connection", exc_info=error)

@@ -27,7 +27,7 @@ def make_app(
     also_open: frozenset[str] = frozenset(),
     own_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """Describes itself at /openapi.json; every error has OpenAI's shape. Only open paths come past the authenticator:
+    """Describes itself at /openapi.json; every error has OpenAI's shape. Only open paths bypass the authenticator:
     see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any host name."""
     app = FastAPI(
         title="Baton", version=baton_version(), openapi_url=None, responses=ERRORS, redirect_slashes=False
@@ -41,7 +41,7 @@ def make_app(
 
     @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Response:
-        """Made when it is first asked for, which takes a quarter of a second that nobody else should wait for."""
+        """Made on first request, since it takes a quarter of a second that should delay no other caller."""
         return Response(await asyncio.to_thread(description_of), media_type="application/json")
 
     for route in (route for router in routes for route in router.routes):
@@ -51,5 +51,5 @@ def make_app(
     app.add_middleware(HttpAuthentication, authenticator, also_open)
     if own_names is not None:
         app.add_middleware(OwnNames, own_names)
-    app.add_middleware(RequestIds)  # the last one added is the first one asked
+    app.add_middleware(RequestIds)  # the last one added is the outermost
     return app

@@ -1,4 +1,4 @@
-"""HttpAuthentication: who may call which part of the HTTP API; asked before anything of a request's body is read."""
+"""HttpAuthentication: which caller may use which part of the HTTP API; runs before a request's body is read."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -8,10 +8,10 @@ from gateway.auth.callers import NOBODY, Right
 from gateway.http.errors import answer_of
 
 OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
-"""What everybody may ask for who can connect: probes, what is public anyway, and the page, which holds no data."""
+"""Paths open to everyone who can connect: probes, public information, and the page, which contains no data."""
 
 OPEN_BELOW = ("/docs", "/page")
-"""So with these and all below: files of the API's description and of the page."""
+"""Open together with everything below them: files of the API's description and of the page."""
 
 RIGHTS: dict[str, Right | None] = {
     "/metrics": Right.OBSERVE,
@@ -19,22 +19,22 @@ RIGHTS: dict[str, Right | None] = {
     "/cluster": Right.OBSERVE,
     "/v1/models": None,
 }
-"""What these and all below need, the first that fits; None: any key will do. What is neither here nor open needs the
-right to generate."""
+"""The right needed for these paths and everything below them, first match; None: any key. All other paths that are
+not open need the right to generate."""
 
 
 def right_for(path: str) -> Right | None:
-    """What a path that is not open needs."""
+    """The right that a path needs if it is not open."""
     return next((right for prefix, right in RIGHTS.items() if _is_below(path, prefix)), Right.GENERATE)
 
 
 class HttpAuthentication:
-    """ASGI middleware: sets `request.state.caller`, always, or answers for itself."""
+    """ASGI middleware: always sets `request.state.caller`, or sends the refusal itself."""
 
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, also_open: frozenset[str] = frozenset()
     ) -> None:
-        """`also_open`: paths that this gateway lets everybody see."""
+        """`also_open`: further paths that this gateway opens to everyone."""
         self._app = app
         self._authenticator = authenticator
         self._open = OPEN | also_open

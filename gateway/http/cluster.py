@@ -1,4 +1,4 @@
-"""The cluster as the live page sees it: a snapshot, a stream of them, and one request with its stages."""
+"""The cluster for the live page: a snapshot, a stream of them, and one request with its stages."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,7 +29,7 @@ def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.get(
-        "/cluster", summary="The cluster as it stands", responses={**ERRORS, 200: {"model": ClusterSnapshot}}
+        "/cluster", summary="A snapshot of the cluster", responses={**ERRORS, 200: {"model": ClusterSnapshot}}
     )
     async def cluster(request: Request) -> Response:
         edition = await feed.latest()
@@ -38,7 +38,7 @@ def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:
 
     @routes.get(
         "/cluster/events",
-        summary="The same again every second, as server-sent events called `snapshot`",
+        summary="A snapshot of the cluster every second, as server-sent events called `snapshot`",
         status_code=200,
         response_class=Response,
         responses={**ERRORS, 200: _STREAM},
@@ -48,9 +48,9 @@ def cluster_routes(feed: LiveFeed, trial: PageTrial) -> APIRouter:
 
     @routes.post(
         "/cluster/try",
-        summary="One request, and which way it goes, as server-sent events",
-        description="`received`, `placed` (again after a worker was lost), `tokens` as they come, then `end` with "
-        "where the time went, or `error`.",
+        summary="Sends one request, and reports its way as server-sent events",
+        description="`received`, `placed` (again after a worker was lost), `tokens` as they arrive, then "
+        "`end` with the time spent in each stage, or `error`.",
         status_code=200,
         response_class=Response,
         responses={**ERRORS, 200: _STREAM},

@@ -1,4 +1,4 @@
-"""The client at the other end: work for it ends when it leaves."""
+"""Detects that the client has left, and ends the work for it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,9 +7,9 @@ from starlette.types import Receive
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work` to its end, or until the client is gone: then it is cancelled, and has cleaned up on return.
+    """Runs `work` to its end, or until the client is gone: then `work` is cancelled, and has cleaned up on return.
 
-    To be called once the request's body is read.
+    Call it once the request's body has been read.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_gone(receive))

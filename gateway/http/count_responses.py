@@ -1,5 +1,4 @@
-"""CountResponses: tells somebody the status of every response by the route that answered, and what was wrong if it
-was an error."""
+"""CountResponses: reports the status of every response with its route, and the error if there was one."""
 
 from collections.abc import Callable, Collection
 from http import HTTPMethod
@@ -13,18 +12,18 @@ OnResponse = Callable[[str, str, int], None]
 """Method, route, status."""
 
 OTHER = "(other)"
-"""Stands for methods and paths that there are not: clients choose them, and could choose any number."""
+"""Stands for unknown methods and paths, since clients could name any number of them."""
 
 METHODS = frozenset(HTTPMethod)
 
 
 class CountResponses:
-    """An ASGI middleware; the application below it must be the router's own, or one that hands its scope on."""
+    """An ASGI middleware; the application below it must be the router's own, or one that passes its scope on."""
 
     def __init__(
         self, app: ASGIApp, routes: Collection[str], on_response: OnResponse, on_error: OnCallError
     ) -> None:
-        """`routes`: where a call that was not even routed wanted to go, if it is one of these."""
+        """`routes`: names for calls that were not even routed, if their path is one of these."""
         self._app = app
         self._routes = frozenset(routes)
         self._on_response = on_response

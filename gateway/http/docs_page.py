@@ -1,4 +1,4 @@
-"""The page at `/docs`: /openapi.json for people, drawn by Swagger UI, which loads nothing from elsewhere."""
+"""The page at `/docs`: /openapi.json for people, drawn by Swagger UI, which loads nothing from other hosts."""
 
 from importlib.resources import files
 
@@ -24,7 +24,7 @@ PAGE = """<!doctype html>
 START = 'SwaggerUIBundle({url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null});\n'
 
 HEADERS = {
-    # Swagger UI sets styles and images as it draws; programs come from files only.
+    # Swagger UI sets styles and images as it draws; scripts come from files only.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 def docs_routes() -> APIRouter:
-    """Everybody may have the page; what it asks for needs what it always needs."""
+    """The page is open to everyone; the calls it makes need their usual rights."""
     routes = APIRouter(include_in_schema=False)
     swagger = files("fastapi_swagger") / "resources"
 

@@ -61,7 +61,7 @@ TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""What OpenAI calls an error's `type`, where it is neither the client's mistake in the request nor the server's."""
+"""OpenAI's `type` of an error, where it is neither an invalid request nor a server error."""
 
 CODES: dict[type[BatonError], str] = {
     UnknownModel: "model_not_found",
@@ -72,8 +72,8 @@ CODES: dict[type[BatonError], str] = {
     RequestAborted: "request_aborted",
     SlowReader: "slow_reader",
 }
-"""What OpenAI calls an error's `code`, where programs look for that, or what tells apart errors of one status; other
-codes repeat the status by name."""
+"""OpenAI's `code` of an error, where programs look for it, or where errors share a status; other codes repeat the
+status by name."""
 
 HTTP_ERRORS = {
     404: "NotFound",
@@ -83,32 +83,31 @@ HTTP_ERRORS = {
     415: "UnsupportedMediaType",
     431: "TooLarge",
 }
-"""What is wrong with a call that never got as far as our own errors."""
+"""Errors of calls that never reached our own code."""
 
 MAX_PATH_CHARACTERS = 200
-"""Of a path that is repeated in a message."""
+"""Longest part of a path that is repeated in a message."""
 
-INTERNAL = "something went wrong here; the log has it"
+INTERNAL = "internal error; see the gateway's log"
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The shape that OpenAI's clients expect: unless given, `code` repeats the status, by name."""
+    """The shape that OpenAI's clients expect; by default, `code` repeats the status by name."""
     kind = TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
     by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
 
 
 def status_of(error: BatonError) -> HTTPStatus:
-    """That of the nearest class in the tree that has one."""
+    """The status of the nearest class in the tree that has one."""
     known = (STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
     return next(known, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def body_of(error: BatonError) -> dict[str, Any]:
-    """Also for an error in mid-stream, whose status went out long ago. One that no client can cause says no more than
-    that it happened."""
+    """Also used for an error in mid-stream, after the status was sent. The text of an internal error is not sent."""
     status = status_of(error)
     param = error.field if isinstance(error, InvalidRequest) else None
     message = INTERNAL if status is HTTPStatus.INTERNAL_SERVER_ERROR else str(error)
@@ -116,8 +115,8 @@ def body_of(error: BatonError) -> dict[str, Any]:
 
 
 def headers_of(error: BatonError) -> Mapping[str, str]:
-    """What to come back with, or when: in whole seconds as HTTP has it, and in milliseconds as OpenAI's client reads
-    it first. By itself that would come back after a deadline of its own, too."""
+    """Which credentials to send, or when to retry: in whole seconds as in HTTP, and in milliseconds, which OpenAI's
+    client reads first. Otherwise that client would also retry after a deadline of its own."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RequestAborted | DeadlineTooClose):
@@ -131,7 +130,7 @@ def headers_of(error: BatonError) -> Mapping[str, str]:
 
 
 def add_handlers(app: Starlette) -> None:
-    """Whatever goes wrong in `app` is answered in one shape."""
+    """Every error in `app` gets a response of one shape."""
     app.add_exception_handler(BatonError, _baton_error)
     app.add_exception_handler(RequestValidationError, _bad_field)
     app.add_exception_handler(HTTPException, _http_error)
@@ -139,12 +138,12 @@ def add_handlers(app: Starlette) -> None:
 
 
 def note_error(scope: Scope, error: str) -> None:
-    """What was wrong with a call, for those who count and log errors; whoever answers one says so."""
+    """Records the error of a call for metrics and logs; called by whatever sends the error."""
     scope.setdefault("state", {})["error"] = error
 
 
 def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
-    """What a client gets whose call ended so."""
+    """The response for a call that ended with this error."""
     note_error(scope, type(error).__name__)
     return JSONResponse(body_of(error), status_of(error), headers_of(error))
 
@@ -157,7 +156,7 @@ async def _baton_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _bad_field(request: Request, error: Exception) -> JSONResponse:
-    """The first thing that is wrong with a body, by the name of its field."""
+    """The first problem of a body, by the name of its field."""
     assert isinstance(error, RequestValidationError)
     note_error(request.scope, InvalidRequest.__name__)
     field, problem = first_problem(error.errors(), error.body)
@@ -167,13 +166,13 @@ async def _bad_field(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     note_error(request.scope, HTTP_ERRORS.get(error.status_code, InvalidRequest.__name__))
-    path = request.scope["path"]  # `request.url` takes what follows // for a host
+    path = request.scope["path"]  # `request.url` would parse what follows // as a host
     message = f"{request.method[:20]} {path[:MAX_PATH_CHARACTERS]}: {error.detail}"
     return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
-    """Answered outside of every middleware, so that it has to name its request itself."""
+    """Runs outside of every middleware, so it must add the request's id itself."""
     request_id = request.state.request_id
     note_error(request.scope, INTERNAL_ERROR)
     logger.error(

@@ -1,4 +1,4 @@
-"""EventStream: server-sent events as an HTTP answer; knows nothing of what the events say."""
+"""EventStream: server-sent events as an HTTP response; does not know their content."""
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -15,22 +15,22 @@ Write = Callable[[bytes], Awaitable[None]]
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # or nginx would delay events
 ]
 
 
 def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
-    """One event; `data` is JSON already, or becomes it."""
+    """One event; `data` is JSON already, or is converted to it."""
     body = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
     return b"event: %s\ndata: %s\n\n" % (name.encode(), body)
 
 
 class EventStream(Response):
-    """What `tell` writes. The status goes out with the first of it, so that an error in its place has a status of its
-    own; what is raised later breaks the stream off.
+    """A response with everything that `tell` writes. The status is sent with the first write, so that an earlier
+    error has a status of its own; a later one breaks off the stream.
 
-    `tell` is cancelled when the client leaves. One that stops reading leaves, too, by the connection's own deadline
-    (`BoundedH11`).
+    `tell` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
+    deadline (`BoundedH11`).
     """
 
     def __init__(self, tell: Callable[[Write], Awaitable[None]]) -> None:
@@ -57,7 +57,7 @@ class EventStream(Response):
 
 
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Each as it comes; the generator is closed when the stream is over, in whatever way."""
+    """Sends each event as it comes; the generator is closed when the stream ends in any way."""
 
     async def tell(write: Write) -> None:
         async with aclosing(events):

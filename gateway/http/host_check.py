@@ -1,8 +1,8 @@
-"""OwnNames: a gateway that asks nobody for a key answers only who calls it by a name of its own.
+"""OwnNames: a gateway without API keys answers only requests to one of its own names.
 
-Any page in a browser may let its own name lead to 127.0.0.1 (DNS rebinding). To the browser the gateway is then that
-page's server, and the page reads what it answers. The header `host` tells: browsers write there what they were asked
-for, and no page can change it.
+A web page may let its own name resolve to 127.0.0.1 (DNS rebinding). The browser then takes the gateway for that
+page's server, and the page can read its answers. The header `host` reveals this: browsers fill it in themselves, and
+no page can change it.
 """
 
 import re
@@ -22,10 +22,12 @@ _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::[0-9]*)?")
 
 
 class OwnNames:
-    """ASGI middleware: 403 for whoever means another host. Who names none, as HTTP/1.0 allows, is no browser."""
+    """ASGI middleware: 403 for requests to another host name. Requests without one, as HTTP/1.0 allows, come from no
+    browser.
+    """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
-        """`names`: beside those of loopback; IPv6 addresses without brackets."""
+        """`names`: further names beside those of loopback; IPv6 addresses without brackets."""
         self._app = app
         self._names = frozenset(in_url(name).lower() for name in (*LOOPBACK, *names))
 
@@ -35,13 +37,14 @@ class OwnNames:
             await self._app(scope, receive, send)
             return
         error = PermissionDenied(
-            f"this gateway is for its own machine, and not known as {host[:MAX_SHOWN_CHARACTERS]!r}; call it by "
-            "localhost, let its operator add the name to gateway.allowed_hosts, or ask for API keys"
+            "this gateway only serves its own machine, and does not know the host name "
+            f"{host[:MAX_SHOWN_CHARACTERS]!r}; use localhost, or ask its operator to add the name to "
+            "gateway.allowed_hosts, or to require API keys"
         )
         await answer_of(scope, error)(scope, receive, send)
 
 
 def _name_in(host: str) -> str | None:
-    """Without the port; None if it is no name at all."""
+    """The host without its port; None if it is invalid."""
     found = _HOST.fullmatch(host)
     return None if found is None else found[1].lower()

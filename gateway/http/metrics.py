@@ -1,4 +1,4 @@
-"""What Prometheus asks a gateway for: its metrics, and where those of its workers are."""
+"""Prometheus' endpoints of a gateway: its metrics, and the addresses of its workers' metrics."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,11 +9,11 @@ from starlette.responses import Response
 from baton.worker import WorkerEndpoint
 
 Render = Callable[[str], tuple[bytes, str]]
-"""All metrics for a reader that accepts this, and their content type."""
+"""All metrics for a reader that accepts this format, and their content type."""
 
 
 def metrics_routes(render: Render, workers: Callable[[], Iterable[WorkerEndpoint]]) -> APIRouter:
-    """The text format, or OpenMetrics if asked for; `workers` are those that are there at present."""
+    """The text format, or OpenMetrics on request; `workers` are the current ones."""
     routes = APIRouter()
 
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
@@ -21,7 +21,9 @@ def metrics_routes(render: Render, workers: Callable[[], Iterable[WorkerEndpoint
         body, content_type = render(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
-    @routes.get("/metrics/targets", summary="Where workers tell theirs, for Prometheus' http_sd_configs")
+    @routes.get(
+        "/metrics/targets", summary="Addresses of the workers' metrics, for Prometheus' http_sd_configs"
+    )
     async def targets() -> list[dict[str, Any]]:
         return [
             {"targets": [worker.metrics_address], "labels": {"node": worker.node}}

@@ -1,4 +1,4 @@
-"""What a load balancer or an orchestrator asks first: is it there, and can it serve."""
+"""Probes of load balancers and orchestrators: whether the gateway runs, and whether it can serve."""
 
 from collections.abc import Callable
 
@@ -13,19 +13,19 @@ def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
     routes = APIRouter()
 
     @routes.head("/health", include_in_schema=False)
-    @routes.get("/health", summary="The gateway runs, whatever its workers do")
+    @routes.get("/health", summary="The gateway runs, regardless of its workers")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @routes.head("/ready", include_in_schema=False)
-    @routes.get("/ready", summary="A request would find its workers", responses={503: {}})
+    @routes.get("/ready", summary="Whether a request would find workers", responses={503: {}})
     async def ready() -> JSONResponse:
         reason = not_ready()
         body = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
         return JSONResponse(body, 200 if reason is None else 503)
 
     @routes.head("/version", include_in_schema=False)
-    @routes.get("/version", summary="Which Baton this is")
+    @routes.get("/version", summary="Baton's version")
     async def get_version() -> dict[str, str]:
         return {"version": baton_version()}
 

@@ -1,4 +1,4 @@
-"""BoundedH11: HTTP/1.1 on one connection, which ends if a request is begun and not sent, or an answer not read."""
+"""BoundedH11: HTTP/1.1 on one connection, which ends if a request is not sent completely, or an answer not read."""
 
 import asyncio
 import json
@@ -13,21 +13,22 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from gateway.http.errors import error_body
 
 REQUEST_TIMEOUT_S = 30.0
-"""For a request's line and headers to arrive, and for the rest of a body that was answered before it had arrived."""
+"""Limit for a request's line and headers to arrive, and for the rest of a body whose answer has already been sent."""
 KEEP_ALIVE_S = 75
-"""Between two requests. Load balancers keep theirs for a minute; what we close as they send is an error to them."""
+"""Between two requests. Load balancers keep theirs open for a minute; a connection that we close as they send is an
+error to them."""
 
 TOO_MANY = "TooManyConnections"
 NOT_HTTP = "NotHttp"
-"""It cannot be read, or its headers are too large to be."""
+"""A request that is malformed, or whose headers are too large."""
 
-# uvicorn warns of each request that it cannot read, and clients could fill a disk with that.
+# uvicorn warns of each malformed request, so clients could fill a disk.
 _uvicorns_logger = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorns_logger.setLevel(logging.ERROR)
 
 
 class BoundedH11(H11Protocol):
-    """uvicorn's own, with what it lacks: deadlines, a bound on connections, and errors in the one shape."""
+    """uvicorn's protocol, plus deadlines, a limit of connections, and errors in the API's shape."""
 
     request_timeout_s = REQUEST_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
@@ -41,8 +42,8 @@ class BoundedH11(H11Protocol):
         on_refused: Callable[[str], None],
         **options: Any,
     ) -> None:
-        """`refusal`: there is no room for this connection, which ends with these words; None: there is. `on_refused`
-        hears NOT_HTTP for each request that cannot be read, and so does not become a call."""
+        """`refusal`: why this connection is refused, sent to the client; None admits it. `on_refused` receives
+        NOT_HTTP for each malformed request, which does not become a call."""
         super().__init__(*args, **options)
         self._on_refused = on_refused
         self.logger = _uvicorns_logger
@@ -60,11 +61,11 @@ class BoundedH11(H11Protocol):
 
     @property
     def is_established(self) -> bool:
-        """Or was: its handshake is over."""
+        """True from the end of its handshake on."""
         return self.transport is not None
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than there is something for it."""
+        """The client reads more slowly than data arrives for it."""
         super().pause_writing()
         self._stalled = self.loop.call_later(self._write_timeout_s, self.transport.abort)
 
@@ -87,29 +88,31 @@ class BoundedH11(H11Protocol):
         self.is_over.set()
 
     def end(self) -> None:
-        """The gateway stops: what has no answer yet is refused, what has a part of it breaks off."""
+        """The gateway stops: requests without an answer are refused, and partial answers break off."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # to what still works on it, its client has left
+            cycle.disconnected = True  # its handlers see the client leave
             cycle.message_event.set()
             if not cycle.response_started:
-                self.transport.write(_refusal("this gateway stops; ask another one, or again later"))
+                self.transport.write(
+                    _refusal("this gateway is stopping; use another one, or try again later")
+                )
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Called while h11's error is handled, which knows better: 431 for too many bytes of headers.
+        """Called while h11's error is handled, which is more specific: 431 for too many bytes of headers.
 
-        It has 501 for what it cannot decode; but that is not a failure of ours, and should not look like one.
+        h11 uses 501 for unsupported encodings; as that is no failure of ours, it should not look like one.
         """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer is under way, and cannot be taken back
+            self.transport.close()  # an answer has begun, and cannot be replaced
             return
         self._on_refused(NOT_HTTP)
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         status = status if status < 500 else 400
-        reason = str(error or msg).partition(": bytearray(")[0]  # h11 quotes in Python's words
-        body = json.dumps(error_body(status, f"this cannot be read as HTTP/1.1: {reason}")).encode()
+        reason = str(error or msg).partition(": bytearray(")[0]  # h11 quotes input as a Python literal
+        body = json.dumps(error_body(status, f"malformed HTTP/1.1 request: {reason}")).encode()
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -124,12 +127,12 @@ class BoundedH11(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """Nothing else is spoken here, so that the request stands as it is (RFC 9110, 7.8)."""
+        """No other protocol is supported, so requests to upgrade are served unchanged (RFC 9110, 7.8)."""
         return False
 
     def _watch(self) -> None:
-        """The time runs while the client owes something: its first request, the rest of one that it has begun, or the
-        rest of one that has its answer."""
+        """The time runs while the client owes data: its first request, the rest of a request, or the rest of a body
+        that was already answered."""
         owes = (self.conn.their_state is h11.IDLE and not self._is_kept_alive) or (
             self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         )
@@ -140,7 +143,7 @@ class BoundedH11(H11Protocol):
 
     @property
     def _is_kept_alive(self) -> bool:
-        """Between two requests, for KEEP_ALIVE_S: uvicorn's timer runs, and nothing of the next one has come."""
+        """Between two requests, for KEEP_ALIVE_S: uvicorn's timer runs, and no part of the next one has arrived."""
         return self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
 
     def _unwatch(self) -> None:
@@ -155,7 +158,7 @@ class BoundedH11(H11Protocol):
 
 
 def _refusal(message: str) -> bytes:
-    """What a client is told whatever it asked for."""
+    """A refusal, whatever the client asked for."""
     body = json.dumps(error_body(503, message)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"

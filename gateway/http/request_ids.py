@@ -1,4 +1,4 @@
-"""RequestIds: every answer names the request that it is for, in the header `x-request-id`."""
+"""RequestIds: every response names its request, in the header `x-request-id`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ HEADER = "x-request-id"
 
 
 class RequestIds:
-    """Gives each request a name of its own in `request.state.request_id`; a body that has a better one may replace it.
+    """Gives each request an id of its own in `request.state.request_id`; an id in the body may replace it.
 
-    The answer has what the request came with in that header, as long as it could stand in a log, else the name.
+    The response repeats the id from the request's header if it is fit for a log, else this one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,6 +37,6 @@ class RequestIds:
 
 
 def shown_id(state: Mapping[str, Any]) -> str:
-    """What the client knows the request by, from what was set above."""
+    """The id that the client knows, from the state set above."""
     shown: str = state["offered_id"] or state["request_id"]
     return shown

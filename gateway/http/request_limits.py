@@ -1,4 +1,4 @@
-"""RequestLimits: how large a request may be, and how long its body may take; held against it while it is read."""
+"""RequestLimits: bounds a request's size and the time its body takes, while it is read."""
 
 import asyncio
 
@@ -11,19 +11,18 @@ from baton.errors import InvalidRequest
 from gateway.http.errors import HTTP_ERRORS, error_body, note_error
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Of the request's line and all of its headers together. The server itself bounds what has not arrived as a whole."""
+"""Limit for the request's line and all headers together. The server itself bounds incomplete headers."""
 BODY_TIMEOUT_S = 60.0
 
 
 class RequestLimits:
-    """ASGI middleware: 431 for headers, 413 as soon as a body is too large or says that it will be, 408 if it does not
-    arrive."""
+    """ASGI middleware: 431 for headers, 413 once a body is too large or announces to be, 408 if it does not arrive."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._too_large = f"a body may hold {max_bytes} bytes (gateway.max_message_mib)"
+        self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,19 +37,21 @@ class RequestLimits:
         await self._app(scope, self._limited(receive), send)
 
     def _problem(self, scope: Scope) -> tuple[int, str] | None:
-        """What is wrong with its headers: a status and why."""
+        """What is wrong with its headers: a status and the reason."""
         headers = Headers(scope=scope)
         if _header_bytes(scope) > MAX_HEADER_BYTES:
-            return 431, f"the request's line and headers may have {MAX_HEADER_BYTES} bytes"
+            return 431, f"the request's line and headers may have at most {MAX_HEADER_BYTES} bytes"
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Where one server believes the one and the next one the other, a request can hide in another's body.
-            return 400, "a body's length is told by content-length or by transfer-encoding, not by both"
-        if int(headers.get("content-length", "0")) > self._max_bytes:  # h11 sees to it that it is a number
+            # If two servers trust different ones, a request can hide in another's body.
+            return 400, "set either content-length or transfer-encoding, not both"
+        if int(headers.get("content-length", "0")) > self._max_bytes:  # h11 ensures that it is a number
             return 413, self._too_large
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """What it raises, FastAPI answers. Behind the body it waits for the client to leave, without a deadline."""
+        """FastAPI answers the exceptions it raises. After the body, it waits without a deadline for the client to
+        leave.
+        """
         num_bytes, is_whole = 0, False
         deadline = asyncio.get_running_loop().time() + self._timeout_s
 

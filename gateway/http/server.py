@@ -1,4 +1,4 @@
-"""HttpServer: runs an ASGI application on a port of its own, in the event loop that it is started in."""
+"""HttpServer: runs an ASGI application on a port of its own, in the current event loop."""
 
 import asyncio
 import socket
@@ -20,14 +20,14 @@ from gateway.http.request_limits import MAX_HEADER_BYTES
 BACKLOG = 1024
 
 SEND_BUFFER_BYTES = 128 * 1024
-"""In the kernel, for each connection; it takes twice as much."""
+"""The kernel's buffer for each connection; it uses twice as much."""
 
 LAST_WORDS_S = 1.0
-"""For what a stopping gateway still has to say, and for requests to notice that they are over."""
+"""Time for a stopping gateway's last responses, and for requests to notice their end."""
 
 
 class HttpServer:
-    """One life: `start`, then `stop` once or more."""
+    """Used once: `start`, then `stop` at least once."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HttpServer:
         write_timeout_s: float,
         on_refused: Callable[[str], None],
     ) -> None:
-        """With `certificates` it speaks HTTPS, and nothing else. `on_refused`: see Acceptor and BoundedH11."""
+        """With `certificates` it accepts only HTTPS. `on_refused`: see Acceptor and BoundedH11."""
         self._host = host
         self._port = port
         self._max_connections = max_connections
@@ -86,7 +86,7 @@ class HttpServer:
             await self._serving
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, gives running ones `grace_s` to end, then ends them as if their clients had left."""
+        """Accepts no new requests, gives running ones `grace_s` to end, then ends them as if their clients had left."""
         if self._serving is None:
             return
         self._server.grace_s = grace_s
@@ -107,23 +107,23 @@ class HttpServer:
 
 
 def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
-    """What connections inherit: the kernel keeps little for a client that does not read, and not for ever; and nothing
-    for one that does."""
-    # A second small write, such as a stream's first event, would wait 40 ms for the client's delayed acknowledgement of
-    # the first. asyncio itself sees to this only where a socket names its protocol.
+    """Options that connections inherit: the kernel buffers little for a client that does not read, and not for ever.
+    For one that reads, it delays nothing."""
+    # Otherwise a second small write, such as a stream's first event, waits 40 ms for the client's delayed
+    # acknowledgement of the first. asyncio itself sets this only if a socket names its protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if sys.platform == "linux":  # elsewhere only what has not reached the kernel is bounded in time
+    if sys.platform == "linux":  # elsewhere there is no time limit for data in the kernel
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(write_timeout_s * 1000))
         )
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process that it is part of, and says when it listens."""
+    """Leaves signals to its process, and reports when it listens."""
 
     grace_s = 0.0
-    """What running requests have left once it is to stop."""
+    """Time that running requests get once it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, acceptor: Acceptor) -> None:
         super().__init__(config)
@@ -135,7 +135,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn itself accepts nothing: asyncio's server, which it uses, neither counts handshakes nor pauses where
+        """uvicorn itself accepts nothing: asyncio's server, which it uses, neither counts handshakes nor pauses when
         files run out."""
         await super().startup(sockets=[])
         for listener in sockets or []:
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
         self.has_started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own looks for open connections ten times a second, and calls it an error if there are any left."""
+        """uvicorn's own polls open connections ten times a second, and logs an error if any are left."""
         self.acceptor.close()
         for listener in sockets or []:
             listener.close()
@@ -161,11 +161,11 @@ class _Server(uvicorn.Server):
 
     @property
     def _connections(self) -> list[BoundedH11]:
-        """Those that are open; a copy."""
+        """A copy of the open connections."""
         return [each for each in self.server_state.connections if isinstance(each, BoundedH11)]
 
     async def _all_over(self, timeout_s: float) -> None:
-        """Returns when every connection is closed and all that it asked for is over, or the time is."""
+        """Returns when every connection is closed and its requests have ended, or the time has passed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for connection in self._connections:

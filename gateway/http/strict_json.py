@@ -1,8 +1,8 @@
-"""Strict JSON: what the standard allows (RFC 8259) and means one thing only, within bounds, or an error that says why.
+"""Strict JSON: only bodies that RFC 8259 allows, that are unambiguous and within bounds; else an error that says why.
 
-Parsers take more: numbers beyond a double, a key twice. What such a body means is up to whoever reads it, so it is
-refused before anybody does. The event loop stands still meanwhile, so all of it is done by few calls that read the
-whole body each; pydantic's own parser refuses the rest (NaN, half of a surrogate pair, what is not UTF-8).
+Parsers accept more: numbers beyond a double, repeated keys. The meaning of such a body depends on its reader, so it
+is refused. Checking blocks the event loop, so it uses few calls that scan the whole body each. pydantic's own parser
+refuses the rest (NaN, lone surrogates, invalid UTF-8).
 """
 
 import codecs
@@ -19,35 +19,35 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 MAX_DEPTH = 64
-"""Of lists and objects within each other; a JSON schema is the deepest thing that anybody sends."""
+"""Limit for nested lists and objects; JSON schemas are the deepest legitimate input."""
 MAX_VALUES = 2**18
-"""A prompt's token ids are the most that anybody sends."""
+"""A prompt's token ids are the largest legitimate input."""
 MAX_KEYS = 2**12
-"""Of one object, since pydantic finds fault with each that it does not know."""
+"""Keys of one object, since pydantic reports each unknown one."""
 MAX_INTEGER, MIN_INTEGER = 2**64 - 1, -(2**63)
 MAX_SEARCHED_BYTES = 2**16
-"""In larger bodies nobody looks for the key that is given twice."""
+"""In larger bodies, a repeated key is not named."""
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"0e")
-"""What 64 bits cannot hold has as many digits, or an exponent."""
+"""Numbers beyond 64 bits have this many digits, or an exponent."""
 
 _HINTS = {
-    "hex escape": "; half of a surrogate pair is no character",
-    "unicode code point": "; this is not UTF-8",
+    "hex escape": "; a lone surrogate is not a character",
+    "unicode code point": "; the body must be UTF-8",
 }
-"""By the parser's words."""
+"""By a fragment of the parser's message."""
 
 
 class NotStrict(ValueError):
-    """It is no JSON, or more than one reader would make the same of it."""
+    """The body is not JSON, or it is ambiguous."""
 
 
 def parse(body: bytes) -> Any:
-    """NotStrict says what is wrong. A text that is returned can be encoded, a number is finite and has 64 bits."""
+    """NotStrict says what is wrong. Returned texts can be encoded; returned numbers are finite and fit into 64 bits."""
     if body.startswith(codecs.BOM_UTF8):
-        raise NotStrict("it begins with a byte order mark; send it without")
+        raise NotStrict("starts with a byte order mark; remove it")
     structure = _without_strings(body)
     _check_size(structure)
     try:
@@ -58,12 +58,12 @@ def parse(body: bytes) -> Any:
     shape = structure.translate(_SHAPE)
     num_keys = _check(value, has_large_numbers=any(number in shape for number in _LARGE_NUMBERS))
     if num_keys != structure.count(b":"):
-        raise NotStrict(f"{_repeated_key(body)} is given twice in one object")
+        raise NotStrict(f"{_repeated_key(body)} appears twice in one object")
     return value
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON. Every route that reads a body is one."""
+    """A route whose body is strict JSON; every route with a body is one."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -76,13 +76,13 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def body(self) -> bytes:
-        """FastAPI reads it where a route takes a body, and parses only what says that it is JSON."""
+        """FastAPI reads the body if a route takes one, but parses it only if its content type is JSON."""
         if _has_body(self.headers):
             _check_kind(self.headers)
         return await super().body()
 
     async def json(self) -> Any:
-        """A JSONDecodeError is what FastAPI answers as a mistake of the client's."""
+        """FastAPI answers a JSONDecodeError as the client's mistake."""
         if not hasattr(self, "_json"):
             try:
                 self._json = parse(await self.body())
@@ -96,46 +96,46 @@ def _has_body(headers: Headers) -> bool:
 
 
 def _check_kind(headers: Headers) -> None:
-    """HTTPException before anything of the body is read."""
+    """HTTPException before the body is read."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, f"send JSON as content-type application/json, got {kind[:60] or 'none'!r}")
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise HTTPException(415, f"send JSON as it is, without content-encoding, got {encoding[:60]!r}")
+        raise HTTPException(415, f"send JSON without content-encoding, got {encoding[:60]!r}")
 
 
 def _without_strings(body: bytes) -> bytes:
-    """Brackets, commas, colons and numbers: in JSON, a backslash stands in strings only, and most often for itself."""
+    """Brackets, commas, colons and numbers. In JSON, backslashes only appear in strings, mostly escaped ones."""
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 4 * MAX_VALUES:  # two for each key and each value
-        raise NotStrict(f"it holds more than {MAX_VALUES} values")
+        raise NotStrict(f"the body has more than {MAX_VALUES} values")
     return b"".join(bare.split(b'"')[::2])
 
 
 def _check_size(structure: bytes) -> None:
-    """Before anything is built of it."""
+    """Checks sizes before anything is built."""
     num_values = structure.count(b",") + structure.count(b"[") + structure.count(b"{")
     if num_values > MAX_VALUES:
-        raise NotStrict(f"it holds more than {MAX_VALUES} values")
+        raise NotStrict(f"the body has more than {MAX_VALUES} values")
     if structure.count(b"[") + structure.count(b"{") <= MAX_DEPTH:
         return
     depth = 0
     for bracket in _BRACKET.findall(structure):
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_DEPTH:
-            raise NotStrict(f"lists and objects are more than {MAX_DEPTH} deep")
+            raise NotStrict(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
 
 
 def _check(value: Any, *, has_large_numbers: bool) -> int:
-    """How many keys its objects have. Without large numbers, only lists and objects are looked at."""
+    """The number of keys of all objects. Without large numbers, only lists and objects are visited."""
     num_keys = 0
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
             if len(item) > MAX_KEYS:
-                raise NotStrict(f"an object holds more than {MAX_KEYS} keys")
+                raise NotStrict(f"an object has more than {MAX_KEYS} keys")
             num_keys += len(item)
             item = list(item.values())
         elif not isinstance(item, list):
@@ -152,7 +152,7 @@ def _check_number(value: Any) -> None:
     if is_too_large:
         digits = str(value)
         shown = digits if len(digits) <= 40 else f"{digits[:40]}..."
-        raise NotStrict(f"{shown} is beyond a 64-bit number")
+        raise NotStrict(f"{shown} does not fit into 64 bits")
 
 
 def _repeated_key(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model makes of a text, and back, under the names that vLLM has for it."""
+"""/tokenize and /detokenize: text to the model's tokens and back, with vLLM's field names."""
 
 from dataclasses import dataclass
 from typing import Annotated, Self
@@ -14,7 +14,7 @@ from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.text import TokenizerPool
 
-MODEL = Field(None, description="Unless left out, as GET /v1/models names it.")
+MODEL = Field(None, description="Optional; a name from GET /v1/models.")
 
 
 class TokenizeRequest(Body):
@@ -24,25 +24,27 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Those that the model expects around a text. True for a prompt, false for messages."
+        None,
+        description="Special tokens that the model expects around a text. Default true for a "
+        "prompt, false for messages.",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="Where the assistant speaks next. True unless given; only with messages."
+        None, description="Add the start of the assistant's turn. Default true; only with messages."
     )
-    return_token_strs: bool = Field(False, description="The tokens as the vocabulary writes them, too.")
+    return_token_strs: bool = Field(False, description="Also return the tokens as written in the vocabulary.")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("prompt", "give either prompt or messages")
+            raise InvalidRequest("prompt", "set either prompt or messages")
         if self.add_generation_prompt is not None and self.messages is None:
-            raise InvalidRequest("add_generation_prompt", "it needs messages")
+            raise InvalidRequest("add_generation_prompt", "needs messages")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeAnswer:
-    """The tokens, and how many there may be."""
+    """The tokens, and the model's limit."""
 
     count: int
     max_model_len: int
@@ -55,18 +57,18 @@ class DetokenizeRequest(Body):
 
     model: str | None = MODEL
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-    skip_special_tokens: bool = Field(False, description="Leave them out of the text.")
+    skip_special_tokens: bool = Field(False, description="Leave special tokens out of the text.")
 
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeAnswer:
-    """The tokens' text. Bytes that are no character are U+FFFD."""
+    """The tokens' text. Bytes that form no character become U+FFFD."""
 
     prompt: str
 
 
 class TokenizeRoutes:
-    """What becomes of a body."""
+    """Handles parsed bodies."""
 
     def __init__(self, pool: TokenizerPool, model: ServedModel) -> None:
         self._pool = pool
@@ -94,24 +96,26 @@ class TokenizeRoutes:
         self._check_model(body.model)
         vocab_size = self._model.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
-            raise InvalidRequest("tokens", f"{max(body.tokens)} is not among the model's {vocab_size} tokens")
+            raise InvalidRequest(
+                "tokens", f"{max(body.tokens)} is not one of the model's {vocab_size} tokens"
+            )
         return DetokenizeAnswer(prompt=await self._pool.decode(body.tokens, body.skip_special_tokens))
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
-            raise UnknownModel("model", f"{name!r} is not served here, {self._model.name!r} is")
+            raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
 
 
 def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
-    """Neither needs a worker."""
+    """Both work without any worker."""
     routes = APIRouter(route_class=JsonRoute)
     api = TokenizeRoutes(pool, model)
 
-    @routes.post("/tokenize", summary="The tokens of a text or a conversation", responses=ERRORS)
+    @routes.post("/tokenize", summary="Tokenise a text or a conversation", responses=ERRORS)
     async def tokenize(body: TokenizeRequest) -> TokenizeAnswer:
         return await api.tokenize(body)
 
-    @routes.post("/detokenize", summary="The text of tokens", responses=ERRORS)
+    @routes.post("/detokenize", summary="Detokenise tokens", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeAnswer:
         return await api.detokenize(body)
 

@@ -1,4 +1,4 @@
-"""Which trace of its client's an HTTP request belongs to, by its headers."""
+"""The client's trace context of an HTTP request, from its headers."""
 
 from starlette.datastructures import Headers
 
@@ -6,5 +6,5 @@ from gateway.call_ids import TraceContext, trace_context_from
 
 
 def trace_of(headers: Headers) -> TraceContext | None:
-    """None if they name none."""
+    """None if the headers contain none."""
     return trace_context_from(headers.getlist("traceparent"), headers.getlist("tracestate"))

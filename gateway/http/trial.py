@@ -1,4 +1,4 @@
-"""PageTrial: runs one request as any client's and tells, as it happens, which way it goes: what the live page shows."""
+"""PageTrial: runs one request like any client's and reports its progress for the live page."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,16 +29,16 @@ class TrialRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1, max_length=20_000)
-    """A user's turn, if the model's tokenizer has a chat template; else text to go on with."""
+    """A user's turn if the model's tokenizer has a chat template; else text to continue."""
     max_tokens: int = Field(128, ge=1, le=1024)
     """Fewer if the model's context has less room."""
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     mode: Literal["disaggregated", "local"] | None = None
-    """None: as the gateway is configured."""
+    """None: the gateway's default."""
 
 
 class PageTrial:
-    """One instance serves all viewers; each of their requests is one of the gateway's like any other."""
+    """One instance serves all viewers; their requests count like any others at the gateway."""
 
     def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, clock: Clock) -> None:
         self._driver = driver
@@ -48,7 +48,7 @@ class PageTrial:
     async def begin(
         self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; InvalidRequest at once if the prompt cannot be served."""
+        """Server-sent events; raises InvalidRequest at once if the prompt cannot be served."""
         prompt = (
             [ChatMessage("user", request.prompt)] if self._preprocessor.has_chat_template else request.prompt
         )

@@ -1,30 +1,30 @@
-"""What is wrong with a body, in the words of whoever wrote it: pydantic's findings, told by field and value."""
+"""What is wrong with a body, in its author's terms: pydantic's findings by field and value."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 MAX_VALUE_CHARACTERS = 60
-"""Of a wrong value that is repeated in a message."""
+"""Longest part of a wrong value that is repeated in a message."""
 
 WORDS = {
-    "extra_forbidden": "this field is not known here; leave it out",
-    "missing": "it is missing, and must be given",
-    "json_invalid": "it cannot be read as JSON: {error}",
+    "extra_forbidden": "unknown field; remove it",
+    "missing": "required, but missing",
+    "json_invalid": "invalid JSON: {error}",
     "model_attributes_type": "must be a JSON object",
-    "too_short": "must hold at least {min_length}, got {actual_length}",
-    "too_long": "must hold at most {max_length}, got {actual_length}",
-    "union_tag_invalid": "must have a type among {expected_tags}, got '{tag}'",
+    "too_short": "must have at least {min_length} item(s), got {actual_length}",
+    "too_long": "must have at most {max_length} items, got {actual_length}",
+    "union_tag_invalid": "must have one of the types {expected_tags}, got '{tag}'",
     "union_tag_not_found": "must have a type",
 }
-"""By pydantic's name for the mistake, where its own words are about its own types."""
+"""By pydantic's error type, where its own text is about Python types."""
 
 
 def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
-    """The field, dotted from the body down, and what is wrong with it.
+    """The field's dotted path in the body, and what is wrong with it.
 
-    A value of several allowed types has a finding for each: the one that came furthest into the value is told, and
-    those of the same place with it.
+    A value with several allowed types has a finding for each. Of these, the one that got furthest into the value is
+    reported, together with others of the same place.
     """
     top = findings[0]["loc"][:2]
     placed = [(_place(finding, body), finding) for finding in findings if finding["loc"][:2] == top]
@@ -37,7 +37,7 @@ def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, s
 
 
 def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
-    """The way to the value, without the names of types that pydantic puts between."""
+    """The path to the value, without the type names that pydantic inserts."""
     if finding["type"] == "json_invalid":
         return ()
     root, *parts = finding["loc"]

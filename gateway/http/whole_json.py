@@ -1,4 +1,4 @@
-"""Whole JSON: an answer that is written while it is sent, so that neither takes long at once; knows no shape."""
+"""Whole JSON: an answer that is written while it is sent, so that no single step takes long; knows no shape."""
 
 import asyncio
 import re
@@ -10,27 +10,27 @@ from starlette.types import Send
 from gateway.turn_budget import TurnBudget
 
 PIECE_CHARACTERS = 16 * 1024
-"""Of a long text."""
+"""Size of a piece of a long text."""
 WRITE_CHARACTERS = 256 * 1024
-"""Sent at once, which takes a millisecond. A client must read each write within `gateway.write_timeout_s`, so that none
-keeps an answer for as long as it likes."""
+"""Size of one write, which takes a millisecond. A client must read each write within `gateway.write_timeout_s`, so no
+client can hold an answer indefinitely."""
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def json_string(text: str) -> str:
-    """With its quotes."""
+    """A string with its quotes."""
     return to_json(text).decode()
 
 
 def string_pieces(text: str) -> Iterator[str]:
-    """What is between the quotes."""
+    """The text between the quotes."""
     for begin in range(0, len(text), PIECE_CHARACTERS):
         yield json_string(text[begin : begin + PIECE_CHARACTERS])[1:-1]
 
 
 def in_ascii(json: str) -> str:
-    """The same JSON: outside of strings all of it is ASCII."""
+    """The same JSON in ASCII; only strings can contain other characters."""
     return json if json.isascii() else _NOT_ASCII.sub(_escaped, json)
 
 
@@ -40,8 +40,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 async def send_json(pieces: Iterable[str], send: Send) -> None:
-    """Joins the pieces, each of which is little work to make. An answer of one write has a content-length, a longer one
-    is sent in chunks."""
+    """Joins and sends the pieces, each of which is quick to make. An answer of one write has a content-length; a
+    longer one is sent in chunks."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     waiting: list[str] = []
     num_waiting, is_open = 0, False

@@ -1,1 +1,1 @@
-"""Which workers a request goes to: pure logic over what workers say of themselves, so that a simulation can run it."""
+"""Which workers a request goes to: pure logic over the workers' own reports, which a simulator can run."""

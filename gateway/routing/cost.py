@@ -1,13 +1,13 @@
-"""What a placement costs, in seconds that a request adds to everybody's answers; knows no policy. See docs/routing.md.
+"""The cost of a placement, in seconds added to all answers; knows no policy. See docs/routing.md.
 
 pair   = wait(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
 local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 
 wait      prompt tokens that wait there / its prefill rate
-compute   tokens of the prompt that it does not have / its prefill rate
-late      by how much the transfer of what D does not have outlasts their computation
-decode    steps of the answer, each as long as it is with one request more, and what that adds to the steps of those
-          that run there; and the computation, once more, of what will be pushed out if blocks run short
+compute   prompt tokens that are not in its cache / its prefill rate
+late      how much longer the transfer of missing tokens takes than their computation
+decode    steps of the answer, each with one request more, plus the time this adds to the steps of requests
+          that run there; plus the recomputation of what is evicted if blocks run short
 """
 
 from dataclasses import dataclass
@@ -17,31 +17,31 @@ from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage
 from gateway.routing.worker_snapshot import WorkerSnapshot
 
 HANDOVER_S = 0.005
-"""Of a hand-over, whatever its size; see the hand-over benchmark."""
+"""Fixed cost of a hand-over, whatever its size; see the hand-over benchmark."""
 
 EXPECTED_NEW_TOKENS = 128
-"""Of an answer that may be longer: how long it gets nobody knows, and what it may get is rarely meant."""
+"""Assumed length of an answer that may be longer: its real length is unknown, and its limit is rarely reached."""
 
 
 ALIKE = 1.25
-"""Workers whose rates differ by less are taken to be equal: what they were measured with differs more, and among equals
-each gets its share."""
+"""Rates that differ by less count as equal. The inputs of their measurements differ more than that, and equal workers
+share the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of whoever takes it."""
+    """What a request needs from its workers."""
 
     num_tokens: int
-    """To be computed, or found, before the next one."""
+    """Tokens to compute, or find in a cache, before the next one."""
     num_new_tokens: int
-    """Likely to follow."""
+    """Tokens expected to follow."""
     hits: dict[str, int]
-    """How many of `num_tokens` a worker has already, by name."""
+    """How many of `num_tokens` each worker has already, by name."""
 
 
 class CostModel:
-    """Rates of the fleet, and the terms that follow from them."""
+    """The fleet's rates, and the terms that follow from them."""
 
     def __init__(self) -> None:
         self.links = LinkRates()
@@ -49,7 +49,7 @@ class CostModel:
         self._decode_step = StepTime()
 
     def heard(self, status: WorkerStatus) -> None:
-        """For workers that did not compute a prompt, or decode, themselves yet: they are taken to be as the others."""
+        """Learns typical rates, for workers that have not computed a prompt, or decoded, themselves yet."""
         if status.load.prefill_tokens_per_s > 0.0:
             self._prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
@@ -66,11 +66,11 @@ class CostModel:
         return self.wait_s(decode) + self.compute_s(decode, need) * damage + self.decode_s(decode, need)
 
     def prefill_s(self, prefill: WorkerSnapshot, need: Need) -> float:
-        """The part of `pair_s` that is the same with every decode worker."""
+        """The part of `pair_s` that is the same for every decode worker."""
         return self.wait_s(prefill) + self.compute_s(prefill, need)
 
     def receiver_s(self, decode: WorkerSnapshot, need: Need) -> float:
-        """About the part of `pair_s` that is the same with every prefill worker, as if the link were a typical one."""
+        """Approximately the part of `pair_s` that is the same for every prefill worker, assuming a typical link."""
         per_token_s = self.links.typical_seconds_per_token()
         return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
 
@@ -102,5 +102,5 @@ class CostModel:
 
 
 def _unless_alike(own: float, typical: float) -> float:
-    """What is typical, where the worker's own is near it."""
+    """The typical value, if the worker's own is near it."""
     return own if not typical / ALIKE < own < typical * ALIKE else typical

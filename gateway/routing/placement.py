@@ -1,4 +1,4 @@
-"""What the router is asked, and what it answers."""
+"""The router's question and its answer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,21 +19,23 @@ class RouteQuery:
     """A request that needs a placement: a new one, or one that goes on elsewhere."""
 
     token_ids: tuple[int, ...]
-    """The prompt, and what the client has of the answer: all that is to be computed before the next token."""
+    """The prompt and the answer delivered so far: everything to compute before the next token."""
     max_new_tokens: int
-    """At most this many follow."""
+    """Most tokens that can follow."""
     cache_salt: str | None = None
     mode: Mode | None = None
-    """What the request insists on."""
+    """The mode that the request requires, if any."""
     excluded: Collection[str] = ()
-    """Names of workers that failed it."""
+    """Names of workers that failed this request."""
     without_prefill: bool = False
-    """Prefill workers failed it often enough."""
+    """Prefill workers failed it too often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who does what. `prefill` is None in local mode; `is_fallback`: disaggregation was wanted, but not to be had."""
+    """The workers of a request. `prefill` is None in local mode; `is_fallback`: disaggregation was wanted, but
+    unavailable.
+    """
 
     mode: Mode
     prefill: str | None
@@ -42,12 +44,12 @@ class Placement:
     reason: str = ""
     """Why the router chose this mode, in a few words: `asked for`, `short prompt`, `no prefill worker` ..."""
     num_prefill_tokens: int = 0
-    """Those that whoever computes the prompt does not have yet, as far as the router knows."""
+    """Prompt tokens that the computing worker does not have yet, as far as the router knows."""
     num_transfer_tokens: int = 0
-    """Those that the decode worker does not have yet and loads."""
+    """Prompt tokens that the decode worker does not have yet and loads."""
     num_decode_blocks: int = 0
-    """What the prompt and one token more take on the decode worker."""
+    """Blocks that the prompt and one more token take on the decode worker."""
 
 
 class NoRoom(RequestError):
-    """Every worker that could take the request is full at present. It may wait: room is made as others end."""
+    """Every worker that could take the request is full. The request may wait: other requests will make room."""

@@ -1,5 +1,5 @@
-"""Which of the workers that could take a request gets it. Each policy is asked with a list that begins with whose turn
-it is, so that among equals each gets its share."""
+"""Policies: which of the candidate workers gets a request. Candidates start with the next in turn, so equals share
+the load."""
 
 from collections.abc import Sequence
 from heapq import nsmallest
@@ -9,8 +9,8 @@ from gateway.routing.cost import CostModel, Need
 from gateway.routing.worker_snapshot import WorkerSnapshot
 
 NUM_JOINT = 8
-"""So many prefill workers, and as many decode workers, are looked at in pairs: those that are best by themselves. In
-a fleet of at most so many of each, every pair is."""
+"""How many prefill and decode workers, the best by themselves, are compared in pairs. In smaller fleets, all pairs
+are compared."""
 
 Workers = Sequence[WorkerSnapshot]
 
@@ -19,16 +19,16 @@ class Policy(Protocol):
     """Lists are never empty."""
 
     def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
-        """Who computes the prompt, and who goes on."""
+        """The workers for prefill and decode."""
         ...
 
     def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
-        """Who does both."""
+        """The worker for both."""
         ...
 
 
 class RoundRobin:
-    """Whose turn it is."""
+    """Workers in turn."""
 
     def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
         return prefills[0], decodes[0]
@@ -38,7 +38,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Who has the fewest requests, whatever their size."""
+    """Workers with the fewest requests, whatever their size."""
 
     def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
         return min(prefills, key=_num_requests), min(decodes, key=_num_requests)
@@ -48,7 +48,7 @@ class LeastLoaded:
 
 
 class KVAware:
-    """Who costs the least time, given what each has in its prefix cache: one choice of both workers."""
+    """Workers that cost the least time, given their prefix caches; both are chosen together."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs

@@ -1,11 +1,12 @@
-"""PrefixIndex: which worker has which blocks in its prefix cache, as far as it told; knows no request and no policy.
+"""PrefixIndex: which worker has which blocks in its prefix cache, by the workers' events; knows no request, no
+policy.
 
-    hash of a block  ->  who has it, as the bits of one int        equal sets of workers are one object
-    worker           ->  its bit, and a log of what it stored      8 bytes a block, to take it out again
+    hash of a block  ->  its workers, as the bits of one int       equal sets of workers are one object
+    worker           ->  its bit, and a log of its stored blocks   8 bytes a block, for their removal
 
-Workers tell 8 bytes of each hash; 60 bits of them are the key, since such an int takes 32 bytes of memory and a longer
-one 48. Two blocks of ten million have the same key with a chance of one in twenty thousand, and then a worker is
-thought to have what it has not, which costs time and nothing else.
+Workers send 8 bytes of each hash; 60 bits of them are the key, since such an int takes 32 bytes of memory and a
+longer one 48. Among ten million blocks, two have the same key with a probability of one in twenty thousand. Then a
+worker is credited with a block it lacks, which costs time and nothing else.
 """
 
 from array import array
@@ -20,7 +21,7 @@ Key = int
 """60 bits of a block's hash."""
 
 MAX_SHARED_SETS = 65_536
-"""Sets of workers that are kept as one object each; with more, memory is lost and nothing else."""
+"""Sets of workers that are shared as one object each; more sets only cost memory."""
 
 MAX_NAMED_SETS = 1024
 
@@ -30,19 +31,19 @@ LOG_SLACK = 1024
 
 @dataclass(slots=True)
 class _Place:
-    """A worker's bit. It is free for another worker when no set holds it any more."""
+    """A worker's bit, reusable once no set contains it."""
 
     name: str
     bit: int
     log: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Everything that it stored, with what was removed meanwhile until there is too much of that."""
+    """Everything that the worker stored; removed blocks stay until there are too many of them."""
     num_blocks: int = 0
     next_number: int | None = None
-    """Of the KVEvents that continue its account; None: there is a gap, and only a new account helps."""
+    """Number of the KVEvents that continue its listing; None: there is a gap, and only a new listing helps."""
 
 
 class PrefixIndex:
-    """Fed with KVEvents, asked for prompts. A departure is O(1); what it leaves behind is swept bit by bit later."""
+    """Fed with KVEvents, queried with prompts. A departure is O(1); its remains are swept later, bit by bit."""
 
     def __init__(self) -> None:
         self._holders: dict[Key, int] = {}
@@ -51,19 +52,19 @@ class PrefixIndex:
         self._names: list[str] = []
         """By the position of a bit."""
         self._names_of: dict[int, list[str]] = {}
-        """Of sets that were looked up lately: those of the prompts that many share come again and again."""
+        """Names for recently queried sets: those of common prompts recur."""
         self._present = 0
-        """Bits of workers whose account is known; all others in a set are of the departed."""
+        """Bits of workers whose listing is complete; other bits in a set belong to departed workers."""
         self._departed: deque[_Place] = deque()
         self._free_bits: list[int] = []
 
     @property
     def num_entries(self) -> int:
-        """Different blocks, those included that only the departed had and that are not swept yet."""
+        """Distinct blocks, including those of departed workers that are not swept yet."""
         return len(self._holders)
 
     def is_known(self, worker: str) -> bool:
-        """Whether it gave an account that nothing is missing from."""
+        """Whether the worker sent a listing, with no gap since."""
         place = self._places.get(worker)
         return place is not None and place.next_number is not None
 
@@ -73,8 +74,8 @@ class PrefixIndex:
         return place.num_blocks if place else 0
 
     def apply(self, worker: str, events: KVEvents) -> bool:
-        """Takes in what a worker told. False: something before it is missing, and nothing is taken in until its next
-        account; what was known before the gap still is."""
+        """Applies a worker's events. False: earlier events are missing, and all are ignored until the worker's next
+        listing; what was known before the gap stays."""
         if events.is_anew:
             self.forget(worker)
             self._arrive(worker)
@@ -91,14 +92,14 @@ class PrefixIndex:
         return True
 
     def forget(self, worker: str) -> None:
-        """The worker has nothing as of now; its next events have to be an account. Unknown names are no error."""
+        """Removes all of the worker's blocks; its next events must be a listing. Unknown names are no error."""
         place = self._places.pop(worker, None)
         if place is not None:
             self._present ^= place.bit
             self._departed.append(place)
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
-        """How many blocks of a chain, from the first on and without a gap, each worker has that has any."""
+        """For each worker, how many leading blocks of a chain it has without a gap; workers with none are left out."""
         get, alive, depth, former = self._holders.get, self._present, 0, None
         found: dict[str, int] = {}
         for key in keys:
@@ -117,16 +118,16 @@ class PrefixIndex:
         return found
 
     def check_integrity(self) -> None:
-        """Asserts that sets, counts and logs tell the same story; walks through everything."""
+        """Asserts that sets, counts and logs are consistent; visits everything."""
         counts = dict.fromkeys((place.bit for place in [*self._places.values(), *self._departed]), 0)
         for holders in self._holders.values():
-            assert holders, "a block that nobody has"
+            assert holders, "a block without a worker"
             for bit in _bits(holders):
-                counts[bit] += 1  # KeyError: a bit of nobody
+                counts[bit] += 1  # KeyError: a bit without a worker
         for place in [*self._places.values(), *self._departed]:
             assert counts[place.bit] == place.num_blocks, f"{place.name}: {counts[place.bit]} blocks"
             logged = {key for key in place.log if self._holders.get(key, 0) & place.bit}
-            assert len(logged) == place.num_blocks, f"{place.name}: its log misses blocks"
+            assert len(logged) == place.num_blocks, f"{place.name}: blocks are missing from its log"
             assert len(place.log) <= 2 * place.num_blocks + LOG_SLACK or place not in self._places.values()
         bits = [*counts, *self._free_bits]
         assert sorted(bits) == [1 << position for position in range(len(self._names))], f"bits {bits}"
@@ -185,13 +186,15 @@ class PrefixIndex:
         self._shorten_log(place)
 
     def _shorten_log(self, place: _Place) -> None:
-        """So that it takes at most twice the memory that it needs."""
+        """Bounds the log to twice the memory that it needs."""
         if len(place.log) > 2 * place.num_blocks + LOG_SLACK:
             get, bit = self._holders.get, place.bit
             place.log = array("Q", dict.fromkeys(key for key in place.log if get(key, 0) & bit))
 
     def _sweep(self, num_keys: int) -> None:
-        """Takes up to `num_keys` blocks of the departed out of the sets; whose log is empty has left for good."""
+        """Removes up to `num_keys` blocks of departed workers from the sets; a worker with an empty
+        log is forgotten.
+        """
         while self._departed and num_keys > 0:
             place = self._departed[0]
             keys = place.log[-num_keys:]
@@ -206,7 +209,7 @@ class PrefixIndex:
 
 
 def short_keys(block_hashes: Iterable[bytes]) -> list[Key]:
-    """What the index knows blocks by, for whole hashes or for the part of them that workers tell."""
+    """The index's keys for blocks, from whole hashes or from the part that workers send."""
     return _keys(b"".join([block_hash[:SHORT_HASH_BYTES] for block_hash in block_hashes]))
 
 

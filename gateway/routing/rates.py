@@ -1,19 +1,19 @@
-"""How fast things go, learned from what workers and finished requests tell: averages that forget what was long ago."""
+"""Rates learned from workers and finished requests: averages that forget old values."""
 
 from dataclasses import dataclass, field
 
 WEIGHT = 0.2
-"""Of the newest of all values: after ten more, a value counts for a tenth of what it did."""
+"""Weight of the newest value: after ten more, a value counts for a tenth of what it did."""
 
 PREFILL_TOKENS_PER_S = 5_000.0
 DECODE_STEP_S = 0.02
 TRANSFER_BYTES_PER_S = 5e9
 BYTES_PER_TOKEN = 100_000.0
-"""Until there is anything better: a mid-sized model on a mid-sized GPU and network."""
+"""Until measured: a mid-sized model on a mid-sized GPU and network."""
 
 SHARE_OF_REQUEST = 0.02
-"""Of a decode step's time, what one request more adds, until steps of different sizes were seen; and a tenth of it
-at least, whatever was seen: a request never costs nothing."""
+"""Share of a decode step's time that one more request adds, until steps of different sizes were measured. A tenth of
+it is the minimum even then: a request never costs nothing."""
 
 MIN_SPREAD = 0.5
 """Variance of the number of requests in a step, below which a slope would be noise."""
@@ -21,24 +21,24 @@ MIN_SPREAD = 0.5
 
 @dataclass(slots=True)
 class MovingAverage:
-    """Of the values added so far, newer ones counting more; None before the first."""
+    """Average of the values added so far, newer ones counting more; None before the first."""
 
     value: float | None = None
 
     def add(self, value: float) -> float:
-        """The average with this value."""
+        """Adds a value and returns the average."""
         self.value = value if self.value is None else self.value + WEIGHT * (value - self.value)
         return self.value
 
 
 @dataclass(slots=True)
 class StepTime:
-    """Time of a decode step as a line over the number of requests in it: the least squares of what was seen lately."""
+    """Time of a decode step as a line over its number of requests: the least squares of recent steps."""
 
     start_s: float = DECODE_STEP_S
-    """Of a step with nobody in it."""
+    """Time of a step without requests."""
     per_request_s: float = SHARE_OF_REQUEST * DECODE_STEP_S
-    """What each request adds."""
+    """Time that each request adds."""
     is_measured: bool = False
     _requests: MovingAverage = field(default_factory=MovingAverage)
     _seconds: MovingAverage = field(default_factory=MovingAverage)
@@ -58,15 +58,15 @@ class StepTime:
 
 @dataclass(slots=True)
 class LinkRates:
-    """Bytes a second from a prefill worker to a decode worker, and how many bytes a token takes."""
+    """Bytes per second from each prefill worker to each decode worker, and bytes per token."""
 
     typical: MovingAverage = field(default_factory=MovingAverage)
     bytes_per_token: MovingAverage = field(default_factory=MovingAverage)
     _by_pair: dict[tuple[str, str], MovingAverage] = field(default_factory=dict)
 
     def measured(self, prefill: str, decode: str, num_tokens: int, num_bytes: int, moving_s: float) -> None:
-        """A hand-over of `num_tokens` tokens. While blocks go out as they are computed, a long prompt's rate is at most
-        that of its computation, which then is what there is to wait for anyway."""
+        """Learns from a hand-over of `num_tokens` tokens. Blocks leave as they are computed, so a long prompt's rate
+        is at most that of its computation. Then the computation is what requests wait for anyway."""
         if num_tokens > 0:
             self.bytes_per_token.add(num_bytes / num_tokens)
         if moving_s > 0.0:
@@ -75,7 +75,7 @@ class LinkRates:
             self._by_pair.setdefault((prefill, decode), MovingAverage()).add(rate)
 
     def seconds_per_token(self, prefill: str, decode: str) -> float:
-        """On this link; where nothing went over it yet, on a typical one."""
+        """For this link; without any hand-over on it yet, for a typical link."""
         average = self._by_pair.get((prefill, decode))
         return self._per_token(average.value if average is not None else self.typical.value)
 

@@ -1,7 +1,7 @@
-"""Router: which workers a request goes to; pure logic, so that a simulation can run it too.
+"""Router: chooses the workers of each request; pure logic, so that a simulator can run it too.
 
-Fed with what workers say of themselves (`heard`, `gone`, `kv_events`), with what the gateway does (`sent`, `ended`) and
-with what it saw (`measured`); asked by `route`. It has no clock: whatever it knows of time are durations it was told.
+Its inputs are the workers' reports (`heard`, `gone`, `kv_events`), the gateway's actions (`sent`, `ended`) and
+measurements (`measured`); `route` asks it. It has no clock: all times are durations it was told.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,9 @@ from gateway.routing.worker_snapshot import WorkerSnapshot
 
 
 class Router:
-    """Places requests as the gateway's configuration says. `hash_key` is the one that workers hash prefixes with."""
+    """Places requests according to the gateway's configuration. `hash_key` is the key with which workers hash
+    prefixes.
+    """
 
     def __init__(self, config: GatewayConfig, hash_key: bytes) -> None:
         self._config = config
@@ -30,22 +32,22 @@ class Router:
         self._policy = _make_policy(config, self._costs)
         self._default_mode = None if config.routing_mode == "auto" else Mode(config.routing_mode)
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
-        """Whether any decision depends on what is in prefix caches."""
+        """Whether any decision depends on the content of prefix caches."""
         self._index = PrefixIndex()
         self._workers: dict[str, WorkerSnapshot] = {}
         self._able: dict[WorkerRole, list[WorkerSnapshot]] = {role: [] for role in WorkerRole}
-        """Who takes requests, by name."""
+        """Workers that take requests, by name."""
         self._block_sizes: set[int] = set()
-        """Of those."""
+        """Block sizes of those workers."""
         self._turn = count()
 
     @property
     def num_legs(self) -> dict[str, int]:
-        """Prefill and decode requests under way, by worker."""
+        """Running prefill and decode requests, by worker."""
         return {name: len(worker.legs) for name, worker in self._workers.items()}
 
     def heard(self, status: WorkerStatus) -> None:
-        """A worker's word on itself. It gets requests of its role, of late perhaps another one, while it is ready."""
+        """Applies a worker's status. While it is ready, it gets requests of its role, which may have changed."""
         name = status.ref.name
         worker = self._workers.setdefault(name, WorkerSnapshot(name))
         before = worker.service, worker.block_size
@@ -57,7 +59,9 @@ class Router:
             self._note_change()
 
     def gone(self, name: str) -> None:
-        """Lost, silent or removed: it gets nothing until it is heard again. Unknown names are no error."""
+        """The worker is lost, silent or removed: it gets no requests until it is heard again. Unknown names are no
+        error.
+        """
         self._index.forget(name)
         if worker := self._workers.get(name):
             worker.gone()
@@ -65,28 +69,28 @@ class Router:
             self._drop_if_over(worker)
 
     def kv_events(self, worker: str, events: KVEvents) -> bool:
-        """What a worker's prefix cache has or lacks now. False: something is missing before it; subscribe anew."""
+        """Applies changes of a worker's prefix cache. False: earlier changes are missing; subscribe again."""
         return self._index.apply(worker, events)
 
     def lacks_kv_account(self, worker: str) -> bool:
-        """Whether to subscribe to a worker's KV events, now and with each of its heartbeats until its account comes.
+        """Whether to subscribe to a worker's KV events, now and with each heartbeat until its listing arrives.
 
-        Never if nothing that is decided depends on them.
+        Never if no decision depends on them.
         """
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
     def sent(self, worker: str, placement: Placement) -> None:
-        """A leg of a placement was sent to one of its workers: known at once, unlike what it says of itself."""
+        """A request of a placement was sent to one of its workers: counts at once, before the worker reports it."""
         self._workers.setdefault(worker, WorkerSnapshot(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
-        """A leg that was `sent` is over, whatever became of it or of the worker. Exactly once for each."""
+        """A request that was `sent` has ended, whatever became of it or the worker. Call exactly once for each."""
         standing = self._workers[worker]
         standing.ended(placement, are_hits_known=self._follows_kv)
         self._drop_if_over(standing)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
-        """What the decode leg of a placement tells at its end."""
+        """Learns from the times of a placement's finished decode request."""
         if placement.prefill is not None and times.transfer_bytes:
             self._costs.links.measured(
                 placement.prefill,
@@ -100,7 +104,7 @@ class Router:
         """A placement without excluded workers; NoRoom if those that could decode are full, WorkerUnavailable if there
         is none of them, or no prefill worker for a request that must not do without.
 
-        It counts for nothing until its legs are `sent`.
+        It counts only once its requests are `sent`.
         """
         turn = next(self._turn)
         decodes = self._able_to(WorkerRole.DECODE, ask.excluded, turn)
@@ -110,13 +114,13 @@ class Router:
         mode = ask.mode or self._default_mode
         is_required = ask.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
         if mode is not Mode.LOCAL and not prefills and is_required:
-            raise WorkerUnavailable("no prefill worker is available, and the request requires one")
+            raise WorkerUnavailable("no prefill worker is available, but the request requires one")
         num_tokens = len(ask.token_ids)
         large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
-        if large:  # else it need not wait to be told that nobody can serve it
+        if large:  # else no worker could ever serve it, and it need not wait to be refused
             decodes = _with_room(large, num_tokens + 1)
         if not decodes:
-            raise NoRoom(f"no decode worker has blocks for {num_tokens} tokens at present")
+            raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
         num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
         need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
         return self._place(ask, mode, need, prefills, decodes)
@@ -159,7 +163,7 @@ class Router:
     def _reason_for_local(
         self, need: Need, local: WorkerSnapshot, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
     ) -> str:
-        """Why a request that may run either way is better off with a decode worker alone; empty if it is not."""
+        """Why a request that may run either way should use a decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
         if threshold is not None and need.num_tokens - need.hits.get(local.name, 0) <= threshold:
             return "short prompt"
@@ -202,7 +206,7 @@ class Router:
         return hits
 
     def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerSnapshot]:
-        """Beginning with whose turn it is."""
+        """Workers of a role that take requests, starting with the next in turn."""
         able = self._able[role]
         if excluded:
             able = [worker for worker in able if worker.name not in excluded]
@@ -216,18 +220,18 @@ class Router:
         self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
     def _drop_if_over(self, worker: WorkerSnapshot) -> None:
-        """Nothing is kept of workers that do not come back."""
+        """Drops a worker that is gone once its requests have ended."""
         if worker.is_gone and not worker.legs:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 
 
 def _with_room(decodes: list[WorkerSnapshot], num_tokens: int) -> list[WorkerSnapshot]:
-    """Those that have blocks for so many; if none does, those where nothing of ours is.
+    """Workers with enough free blocks; if there are none, those without requests of ours.
 
-    Each gateway may have one request in a worker's own line, whose order is fair. Without that, whoever hears last of
-    room that was made would never have any, since other gateways' requests have taken it by then; and blocks that a
-    worker never frees would keep it from being asked for ever.
+    Each gateway may have one request in a worker's own queue, whose order is fair. Otherwise the gateway that hears
+    last of free room would never get any, since other gateways had taken it by then. Also, blocks that a worker never
+    frees would block it for ever.
     """
     fitting = [worker for worker in decodes if worker.fits(num_tokens)]
     return fitting or [worker for worker in decodes if worker.has_none_of_ours]

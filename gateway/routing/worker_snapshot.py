@@ -1,15 +1,15 @@
-"""WorkerSnapshot: how one worker stands now: what it said of itself last, and what this gateway has sent it since.
+"""WorkerSnapshot: one worker's current state: its latest report, and what this gateway has sent it since.
 
-A worker speaks twice a second, and others may send it requests too, so neither is the whole truth:
+A worker reports twice a second, and others may send it requests too, so neither source is complete:
 
-    of ours, now   +   what it told beyond ours, then       requests, and prompt tokens that wait
-    free as told   -   what legs will take that have none
-                   +   what legs gave back that had some    blocks
+    ours now        +   reported beyond ours               requests, and prompt tokens that wait
+    free as reported -   blocks for requests without any yet
+                    +   blocks returned by ended requests    blocks
 
-Requests have none yet if they were sent after its last word, or if it told of fewer requests with blocks than we sent
-it; then the youngest are those without. It errs towards too few: a prompt counts with all its blocks, even if it shares
-some with requests that run there, and a leg that ends gives back none that it may share: of its chain, neither what the
-worker had of it when it came, nor as much as any other leg found.
+Requests have no blocks yet if they were sent after the latest report, or if it counts fewer requests with blocks than
+we sent; then the youngest are those without. The estimate errs towards too few blocks. A prompt counts with all its
+blocks, even if it shares some with running requests. An ended request returns no block that it may share: neither the
+prefix that the worker had when it came, nor as much as any other request found.
 """
 
 from itertools import islice
@@ -20,7 +20,7 @@ from gateway.routing.rates import MovingAverage, StepTime
 
 
 class WorkerSnapshot:
-    """Of one name. Costs of a look are attributes, up to date after each call."""
+    """State of the worker of one name. Costs of a look are attributes, up to date after each call."""
 
     __slots__ = (
         "_num_given_back",
@@ -44,21 +44,21 @@ class WorkerSnapshot:
     def __init__(self, name: str) -> None:
         self.name = name
         self.legs: dict[int, Placement] = {}
-        """Under way, oldest first; by identity, since two may be equal."""
+        """Running requests, oldest first; by identity, since two may be equal."""
         self.is_gone = True
-        """Not heard of, or not any more."""
+        """Unknown, or lost."""
         self.num_requests = 0
-        """There, or on their way to it."""
+        """Requests there, or on their way."""
         self.num_waiting_tokens = 0
-        """Of prompts that it is to compute."""
+        """Prompt tokens that it must compute."""
         self.block_size = 1
         self.room = 0
-        """Free blocks, less those spoken for, and less one for each request that grows there."""
+        """Free blocks, less those promised, and less one for each request that grows there."""
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
         self._since_word: set[int] = set()
-        """Requests that it cannot have reported."""
+        """Requests sent since its latest report."""
         self._num_given_back = 0
         self._num_told = 0
         self._num_own_tokens = 0
@@ -67,12 +67,12 @@ class WorkerSnapshot:
 
     @property
     def status(self) -> WorkerStatus:
-        assert self._status is not None, f"{self.name} said nothing yet"
+        assert self._status is not None, f"{self.name} has sent no status yet"
         return self._status
 
     @property
     def service(self) -> WorkerRole | None:
-        """What requests it takes at present."""
+        """The kind of requests that it takes at present."""
         if self.is_gone or self.status.state is not WorkerState.READY:
             return None
         return self.status.role
@@ -100,14 +100,14 @@ class WorkerSnapshot:
         return self._status is not None and self._status.ref.incarnation != status.ref.incarnation
 
     def sent(self, placement: Placement) -> None:
-        assert id(placement) not in self.legs, f"{placement} was sent to {self.name} before"
+        assert id(placement) not in self.legs, f"{placement} was already sent to {self.name}"
         self.legs[id(placement)] = placement
         self._num_own_tokens += self._tokens(placement)
         self._since_word.add(id(placement))
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
-        """Without knowing what legs share, its blocks count as free only when the worker says so."""
+        """If it is unknown what requests share, its blocks count as free only once the worker reports them."""
         without_blocks = set(islice(reversed(self.legs), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
         del self.legs[id(placement)]
@@ -119,11 +119,11 @@ class WorkerSnapshot:
         self._refresh()
 
     def may_ever_hold(self, num_tokens: int) -> bool:
-        """Whether so many fit into its pool when nobody else is there."""
+        """Whether its pool could hold so many tokens if it were empty."""
         return self.status.kv_blocks.total >= self.num_blocks_for(num_tokens)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether it has blocks for so many."""
+        """Whether it has free blocks for so many tokens."""
         return self.room >= self.num_blocks_for(num_tokens)
 
     @property
@@ -135,7 +135,7 @@ class WorkerSnapshot:
 
     def _refresh(self) -> None:
         if self._status is None:
-            return  # legs of a former life
+            return  # requests of a former incarnation
         self.num_requests = len(self.legs) + self._num_others
         self.num_waiting_tokens = self._num_waiting_tokens()
         spoken_for = sum(leg.num_decode_blocks for leg in self._youngest(self._num_without_blocks()))
@@ -148,13 +148,14 @@ class WorkerSnapshot:
         return max(len(self._since_word), len(self.legs) - counts.running - counts.waiting_for_remote_kvs)
 
     def _num_hit_blocks(self, leg: Placement) -> int:
-        """What this worker had of a prompt that it was to decode, as far as was known."""
+        """What this worker had of a prompt that it decodes, as far as known."""
         lacking = leg.num_prefill_tokens if leg.prefill is None else leg.num_transfer_tokens
         return leg.num_decode_blocks - self.num_blocks_for(lacking)
 
     def _num_waiting_tokens(self) -> int:
-        """Two bounds, each of which may be far too high: all of our prompts that are under way, some of which are
-        partly computed; and what it told and has computed some of since, with what was sent after that."""
+        """The lower of two bounds, each of which may be far too high. One is all of our running prompts, some of
+        which are partly computed. The other is its report, of which some is computed by now, plus what was sent
+        since."""
         as_told = self.status.load.num_queued_prompt_tokens
         num_unseen = max(len(self._since_word), len(self.legs) - self._num_told)
         as_told += sum(self._tokens(leg) for leg in self._youngest(num_unseen))

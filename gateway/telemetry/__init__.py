@@ -1,1 +1,1 @@
-"""What happens at a gateway, told to those who watch it; decides nothing."""
+"""Logs, metrics, traces and live views of a gateway; decides nothing."""

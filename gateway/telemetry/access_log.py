@@ -1,4 +1,4 @@
-"""The access log: one line for each request that is over, with who asked, what became of it and how long it took."""
+"""The access log: one line for each finished request, with its caller, outcome and duration."""
 
 import logging
 
@@ -8,8 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_request(record: RequestRecord) -> None:
-    """At INFO. Holds neither prompt nor answer nor key, and of an error its kind alone: its words may quote the
-    client's."""
+    """At INFO. Contains no prompt, answer or key, and only the kind of an error: its text may quote the client."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = fields_of(record)

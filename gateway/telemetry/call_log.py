@@ -1,4 +1,4 @@
-"""The log of calls that were answered with an error: a line each, also for those that never became a request."""
+"""The log of calls that were answered with an error: a line each, including those that never became a request."""
 
 import logging
 from dataclasses import asdict
@@ -8,11 +8,11 @@ from gateway.telemetry.call_error import CallError
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 200
-"""Of a name that a client chose."""
+"""Longest part of a name that a client chose."""
 
 
 def log_call_error(error: CallError) -> None:
-    """At INFO. Of the error its kind alone: its words may quote the client's."""
+    """At INFO. Only the kind of the error: its text may quote the client."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = {key: value[:MAX_CHARACTERS] for key, value in asdict(error).items() if value}

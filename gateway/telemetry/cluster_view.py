@@ -29,11 +29,11 @@ from gateway.workers.appearance import in_order, state_of, state_without_process
 from gateway.workers.worker_client import WorkerClient
 
 CONTROLLER_INTERVAL_S = 5.0
-"""What the controller said is asked for again after so long, if anybody looks."""
+"""How long a controller's answer is reused while there are viewers."""
 CONTROLLER_TIMEOUT_S = 1.0
-"""A controller that takes longer is away."""
+"""A controller that takes longer counts as away."""
 MAX_PAIRS = 256
-"""Hand-overs are shown of the pairs that had most; a large fleet has thousands."""
+"""Hand-overs are shown for the busiest pairs only; a large fleet has thousands."""
 
 
 class ClusterView:
@@ -49,7 +49,7 @@ class ClusterView:
         self._version = baton_version()
 
     async def ask_controller(self) -> None:
-        """Waits at most CONTROLLER_TIMEOUT_S, and not at all if it was asked a moment ago."""
+        """Waits at most CONTROLLER_TIMEOUT_S, and not at all if the controller was asked a moment ago."""
         if asking := self._controller.begin_to_ask():
             await asyncio.wait([asking])
 
@@ -57,7 +57,7 @@ class ClusterView:
         await self._controller.stop()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Of now, with what the controller said last; asks it again, for later, if that is long ago."""
+        """The current state, with the controller's latest answer; if that is old, asks again for later."""
         self._controller.begin_to_ask()
         fleet = self._controller.fleet
         clients = self._driver.fleet.clients
@@ -77,7 +77,7 @@ class ClusterView:
 
 
 class _Controller:
-    """What the controller said last; asked at most every CONTROLLER_INTERVAL_S."""
+    """The controller's latest answer; asked at most every CONTROLLER_INTERVAL_S."""
 
     def __init__(self, control: ControlApi | None, clock: Clock) -> None:
         self._control = control
@@ -88,7 +88,7 @@ class _Controller:
         self.fleet: FleetDescription | None = None
 
     def begin_to_ask(self) -> "asyncio.Task[None] | None":
-        """The question that is under way; None if the last answer is young enough, or there is nobody to ask."""
+        """The running question; None if the latest answer is recent, or there is no controller."""
         if self._asking is not None and not self._asking.done():
             return self._asking
         if self._control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:

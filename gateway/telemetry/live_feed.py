@@ -1,4 +1,4 @@
-"""LiveFeed: one snapshot of the cluster a second, made once for all who watch and not at all while nobody does."""
+"""LiveFeed: one snapshot of the cluster a second, made once for all viewers, and not at all without any."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,13 +12,13 @@ from gateway.telemetry.snapshot import ClusterSnapshot
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 64
-"""Who watches holds a connection; one more is refused."""
+"""Limit of viewers, each of which holds a connection; further ones are refused."""
 
 _JSON = TypeAdapter(ClusterSnapshot)
 
 
 class Edition:
-    """A snapshot and its JSON, which is written once for everybody and once for administrators."""
+    """A snapshot and its JSON, which is written once for all callers and once for administrators."""
 
     def __init__(self, snapshot: ClusterSnapshot, made_at: float) -> None:
         self.made_at = made_at
@@ -39,7 +39,7 @@ class LiveFeed:
         self._view = view
         self._clock = clock
         self._latest: Edition | None = None
-        """Once somebody looked."""
+        """None before the first viewer."""
         self._num_viewers = 0
         self._is_over = asyncio.Event()
 
@@ -48,7 +48,7 @@ class LiveFeed:
         return self._num_viewers
 
     async def latest(self) -> Edition:
-        """At most INTERVAL_S old."""
+        """The latest edition, at most INTERVAL_S old."""
         await self._view.ask_controller()
         if self._latest is None or self._age_s(self._latest) >= INTERVAL_S:
             return self._publish()
@@ -57,11 +57,13 @@ class LiveFeed:
     async def watch(self) -> AsyncGenerator[Edition, None]:
         """The latest edition at once, then one every INTERVAL_S, made by whichever viewer's turn comes first.
 
-        Who takes long over one misses those between, and nothing is kept for them. Overloaded, in place of the first,
-        if MAX_VIEWERS watch already.
+        A slow viewer misses editions, and none is kept for it. Raises Overloaded instead of the first if there are
+        MAX_VIEWERS already.
         """
         if self._num_viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} viewers watch already, which is the limit", retry_after_s=10.0)
+            raise Overloaded(
+                f"{MAX_VIEWERS} viewers are watching already, which is the limit", retry_after_s=10.0
+            )
         self._num_viewers += 1
         try:
             edition = await self.latest()
@@ -75,7 +77,7 @@ class LiveFeed:
             self._num_viewers -= 1
 
     async def stop(self) -> None:
-        """Nobody gets another edition; idempotent."""
+        """No viewer gets another edition; idempotent."""
         self._is_over.set()
         await self._view.stop()
 

@@ -1,4 +1,4 @@
-"""LoopLag: how late an event loop is with its timers, which is how long everything on it may have to wait."""
+"""LoopLag: how late an event loop runs its timers, which is how long everything on it may have to wait."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ class LoopLag:
     """Measures from `start` to `stop`, both called on the loop."""
 
     def __init__(self, on_measured: Callable[[float], None]) -> None:
-        """`on_measured` hears four times a second how late the loop was, in seconds."""
+        """`on_measured` receives the loop's lag in seconds, four times a second."""
         self._on_measured = on_measured
         self._timer: asyncio.TimerHandle | None = None
 

@@ -1,6 +1,7 @@
-"""GatewayMetrics: counts and histograms of what a gateway's clients got, for Prometheus; a registry of its own.
+"""GatewayMetrics: counts and histograms of what a gateway's clients experience, for Prometheus; a registry of its
+own.
 
-Where a name, less its prefix, is vLLM's, its meaning is the same: docs/observability.md lists them side by side.
+Names that equal vLLM's, without the prefix, have the same meaning: docs/observability.md lists them side by side.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,12 +31,12 @@ from gateway.telemetry import buckets
 from gateway.telemetry.call_error import INTERNAL_ERROR, CallError
 
 MAX_CALLERS = 256
-"""Callers that are counted by name; those who come later are `(others)` together."""
+"""Callers that are counted by name; later ones are counted together as `(others)`."""
 
 OTHERS = "(others)"
 
 USUAL_ERRORS = (Overloaded, WorkerUnavailable, DeadlinePassed, DeadlineTooClose)
-"""Counted from the start, so that their rates are there before the first one."""
+"""Counted from the start, so that their rates exist before the first one."""
 
 FINISHED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value, "abort")
 
@@ -44,7 +45,7 @@ class GatewayMetrics:
     """Belongs to one event loop. Every method is cheap, and none raises."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        disable_created_metrics()  # they would double the number of series, to tell when this process began
+        disable_created_metrics()  # else the number of series doubles, only to show when this process began
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers: set[str] = set()
@@ -56,7 +57,7 @@ class GatewayMetrics:
         self._make_handovers()
         self._make_doors()
         self._loop_lag = self._histogram(
-            "event_loop_lag_seconds", "How late the event loop was when a timer was due", buckets.LAG_S
+            "event_loop_lag_seconds", "Lag of the event loop's timers", buckets.LAG_S
         )
         build = Gauge("baton_build_info", "Always 1", ["version", "model_name"], registry=self.registry)
         build.labels(baton_version(), model_name).set(1)
@@ -64,15 +65,15 @@ class GatewayMetrics:
         ProcessCollector(registry=self.registry)
 
     def collect_too(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """What it yields at the time of each scrape."""
+        """Also collects these metrics at each scrape."""
         self.registry.register(exposition.CollectedOnDemand(collect))
 
     def first_token(self, waited_s: float) -> None:
-        """A client got one."""
+        """A client got its first token."""
         self._ttft.observe(waited_s)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request is over, in whatever way."""
+        """A request ended, in any way."""
         self._count_outcome(record)
         if record.ttft_parts is not None:
             _observe_parts(self._ttft_part, record.ttft_parts)
@@ -83,7 +84,7 @@ class GatewayMetrics:
             self._finished(record, record.finish)
 
     def http_response(self, method: str, route: str, status: int) -> None:
-        """`route` is a template, of which there are few, and never the path that a client sent."""
+        """`route` is a template, of which there are few, and never the client's path."""
         self._http_responses.labels(method, route, str(status)).inc()
 
     def grpc_call_ended(self, method: str, code: str) -> None:
@@ -94,18 +95,18 @@ class GatewayMetrics:
         self._call_errors.labels(error.api, error.error, self._caller(error.caller or "")).inc()
 
     def connection_refused(self, error: str) -> None:
-        """Of a connection over HTTP that did not get as far as a call. Not logged: strangers could fill a disk."""
+        """An HTTP connection ended before it became a call. Not logged: strangers could fill a disk."""
         self._call_errors.labels("http", error, "").inc()
 
     def grammar_checked(self, verdict: str) -> None:
-        """One of those that GrammarCheck names."""
+        """`verdict` is one of GrammarCheck's."""
         self._grammars.labels(verdict).inc()
 
     def loop_was_late(self, seconds: float) -> None:
         self._loop_lag.observe(seconds)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """What a scrape gets, and its content type."""
+        """A scrape's content, and its content type."""
         return exposition.render(self.registry, accept)
 
     def _finished(self, record: RequestRecord, finish: Finish) -> None:
@@ -127,7 +128,7 @@ class GatewayMetrics:
             self._observe_transfer(seen)
 
     def _observe_stages(self, timing: Timing) -> None:
-        """As vLLM has them: WAITING wherever it was, then PREFILL, then DECODE."""
+        """As in vLLM: WAITING in any queue, then PREFILL, then DECODE."""
         if (parts := timing.ttft_parts) is None:
             return
         self._queue.observe(parts.queue_s + parts.worker_queue_s)
@@ -164,7 +165,7 @@ class GatewayMetrics:
     def _plain(self) -> Iterator[Metric]:
         name, meaning = (
             "inter_token_latency_seconds",
-            "Time between two tokens of one request, told when it ends",
+            "Time between two tokens of one request, recorded when it ends",
         )
         yield exposition.histogram(name, meaning, ["model_name"], {(self._model,): self._itl.counts()})
 
@@ -172,33 +173,33 @@ class GatewayMetrics:
         of_model, latency = self._histogram_of_model, buckets.REQUEST_S
         self._ttft = of_model("time_to_first_token_seconds", "Time to first token", buckets.TTFT_S)
         self._tpot = of_model(
-            "request_time_per_output_token_seconds", "A request's mean time between tokens", buckets.ITL_S
+            "request_time_per_output_token_seconds", "Mean time between tokens of a request", buckets.ITL_S
         )
-        self._e2e = of_model("e2e_request_latency_seconds", "Time of a whole request", latency)
-        self._queue = of_model(
-            "request_queue_time_seconds", "Time in queues: gateway's and worker's", latency
-        )
+        self._e2e = of_model("e2e_request_latency_seconds", "Total time of a request", latency)
+        self._queue = of_model("request_queue_time_seconds", "Time in queues of gateway and worker", latency)
         self._prefill = of_model("request_prefill_time_seconds", "From first step to first token", latency)
         self._decode = of_model("request_decode_time_seconds", "From first token to last", latency)
         self._inference = of_model("request_inference_time_seconds", "Prefill and decode", latency)
-        self._ttft_part = self._parts("ttft_part_seconds", "What time to first token consists of", TtftParts)
+        self._ttft_part = self._parts("ttft_part_seconds", "Parts of the time to first token", TtftParts)
 
     def _make_sizes(self, max_model_len: int) -> None:
         sizes = buckets.one_two_five(max_model_len)
-        self._prompt_sizes = self._histogram_of_model("request_prompt_tokens", "Tokens of a prompt", sizes)
+        self._prompt_sizes = self._histogram_of_model(
+            "request_prompt_tokens", "Prompt tokens per request", sizes
+        )
         self._answer_sizes = self._histogram_of_model(
-            "request_generation_tokens", "Tokens of an answer", sizes
+            "request_generation_tokens", "Answer tokens per request", sizes
         )
         self._prompt_tokens = self._counter_of_model(
-            "prompt_tokens", "Prompt tokens of requests that workers had"
+            "prompt_tokens", "Prompt tokens of requests that reached workers"
         )
         self._cached_tokens = self._counter_of_model(
-            "prompt_tokens_cached", "Of these, found in prefix caches"
+            "prompt_tokens_cached", "Prompt tokens found in prefix caches"
         )
 
     def _make_requests(self) -> None:
         success = self._counter(
-            "request_success", "Requests that ended as their clients chose", "model_name", "finished_reason"
+            "request_success", "Requests that ended normally", "model_name", "finished_reason"
         )
         self._success = {reason: success.labels(self._model, reason) for reason in FINISHED_REASONS}
         self._outcomes = self._counter("requests", "Requests that are over", "api", "outcome", "caller")
@@ -207,33 +208,38 @@ class GatewayMetrics:
         )
         for error in USUAL_ERRORS:
             self._errors.labels(error.__name__)
-        self._attempts = self._counter("request_attempts", "Times that requests were placed on workers")
+        self._attempts = self._counter("request_attempts", "Placements of requests on workers")
         self._paths = self._counter(
-            "request_paths", "Which way finished requests took, and why", "path", "reason"
+            "request_paths", "Finished requests, by path and reason", "path", "reason"
         )
 
     def _make_handovers(self) -> None:
         by, seconds = "transport", buckets.HANDOVER_S
         self._exposed = self._histogram_by(
-            "kv_handover_exposed_seconds", "From the prefill's end until all was verified", seconds, by
+            "kv_handover_exposed_seconds",
+            "From the end of the prefill until all blocks were verified",
+            seconds,
+            by,
         )
         self._moving = self._histogram_by(
             "kv_handover_moving_seconds", "From the first block's arrival to the last one's", seconds, by
         )
-        self._bytes = self._histogram_by("kv_handover_bytes", "KV that was moved", buckets.HANDOVER_BYTES, by)
+        self._bytes = self._histogram_by("kv_handover_bytes", "KV bytes moved", buckets.HANDOVER_BYTES, by)
         self._handover_gap = self._histogram(
             "handover_gap_seconds", "From token 0 to token 1 at the gateway", seconds
         )
-        self._handover_part = self._parts("handover_part_seconds", "What that consists of", HandoverParts)
+        self._handover_part = self._parts(
+            "handover_part_seconds", "Parts of the time from token 0 to token 1", HandoverParts
+        )
 
     def _make_doors(self) -> None:
         self._http_responses = self._counter("http_responses", "HTTP responses", "method", "route", "status")
-        self._grpc_responses = self._counter("grpc_calls", "gRPC calls that are over", "method", "code")
+        self._grpc_responses = self._counter("grpc_calls", "Finished gRPC calls", "method", "code")
         self._call_errors = self._counter(
             "call_errors", "Calls answered with an error, by what was wrong", "api", "error", "caller"
         )
         self._grammars = self._counter(
-            "grammar_checks", "Clients' grammars that were checked before a worker sees them", "verdict"
+            "grammar_checks", "Grammars checked before they reach a worker", "verdict"
         )
         for verdict in VERDICTS:
             self._grammars.labels(verdict)

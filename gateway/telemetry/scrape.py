@@ -1,4 +1,4 @@
-"""How a gateway and its workers stand at the moment of a scrape, as metric families; reads, and keeps nothing."""
+"""The state of a gateway and its workers at the moment of a scrape, as metric families; keeps nothing."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from gateway.workers.worker_client import WorkerClient
 
 
 class GatewayScrape:
-    """To be collected on the gateway's event loop."""
+    """Must be collected on the gateway's event loop."""
 
     def __init__(self, driver: RequestDriver, model_name: str) -> None:
         self._driver = driver
@@ -28,14 +28,14 @@ class GatewayScrape:
         counts = driver.tally.counters
         yield counter(
             "generation_tokens",
-            "Tokens that came for clients, also while answers go on",
+            "Tokens generated for clients, including unfinished answers",
             ["model_name"],
             {(self._model,): driver.latencies.num_tokens},
         )
-        yield counter("requests_received", "Requests that came in", [], {(): counts["received"]})
+        yield counter("requests_received", "Requests received", [], {(): counts["received"]})
         yield counter(
             "request_migrations",
-            "Times that a request went on elsewhere, by what ended its attempt",
+            "Moves of requests to other workers, by cause",
             ["cause"],
             {(cause.value,): counts[f"migrated_{cause.value}"] for cause in Cause},
         )
@@ -43,7 +43,7 @@ class GatewayScrape:
         yield gauge("gateway_requests_queued", "Requests that wait for a worker", [], {(): driver.num_queued})
         yield gauge(
             "gateway_oldest_queued_seconds",
-            "How long the one has waited that waits longest",
+            "Waiting time of the oldest queued request",
             [],
             {(): driver.oldest_queued_s},
         )
@@ -58,13 +58,13 @@ class GatewayScrape:
         heard = [client.status for client in clients if client.status is not None and not client.is_silent]
         yield gauge(
             "fleet_requests",
-            "Requests on workers as of their last heartbeat",
+            "Requests on workers, as of their last heartbeat",
             ["worker", "role", "state"],
             {key: count for status in heard for key, count in _requests_on(status)},
         )
         yield gauge(
             "fleet_kv_blocks",
-            "KV blocks of workers as of their last heartbeat",
+            "KV blocks of workers, as of their last heartbeat",
             ["worker", "role", "state"],
             {key: count for status in heard for key, count in _blocks_of(status)},
         )
@@ -74,7 +74,7 @@ _STATES = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, Worker
 
 
 def _state(client: WorkerClient) -> tuple[str, str]:
-    """Its role, and how it is: `dead` while nothing is heard of it."""
+    """Its role and state: `dead` while it is silent."""
     if client.status is None:
         state = WorkerState.DEAD if client.is_silent else WorkerState.STARTING
         return client.endpoint.role.value, state.value

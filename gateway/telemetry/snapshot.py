@@ -1,4 +1,4 @@
-"""ClusterSnapshot: the cluster as a gateway sees it at one moment, in the shape that HTTP shows it."""
+"""ClusterSnapshot: the cluster as a gateway sees it at one moment, in the shape that HTTP returns."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,9 +12,9 @@ class BlocksSeen:
     free: int = 0
     used: int = 0
     leased: int = 0
-    """Of finished prefills, until they are read."""
+    """Blocks of finished prefills, until they are read."""
     quarantined: int = 0
-    """Of transfers that were given up, until nobody writes them any more."""
+    """Blocks of transfers that were given up, until no transfer can write them any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +28,18 @@ class WorkerSeen:
     blocks: BlocksSeen = BlocksSeen()
     running: int = 0
     waiting: int = 0
-    """For their first step."""
+    """Requests that wait for their first step."""
     waiting_for_kv: int = 0
-    """For blocks that are on their way here."""
+    """Requests that wait for blocks on their way here."""
     node: str | None = None
-    """Where it runs; for administrators."""
+    """Its node; for administrators."""
     failure: str | None = None
-    """What ended its life before this one; for administrators."""
+    """Why its previous process ended; for administrators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoversSeen:
-    """What one worker had from another since its start; with tensor parallelism, for each pair of ranks."""
+    """What one worker received from another since its start; with tensor parallelism, for each pair of ranks."""
 
     prefill: str
     decode: str
@@ -50,10 +50,10 @@ class HandoversSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastMinute:
-    """A value for each whole second, oldest first; latencies are null for a second that brought none."""
+    """A value for each whole second, oldest first; latencies are null for seconds without any."""
 
     newest: int
-    """Counts seconds since some moment."""
+    """Number of the newest second, from an arbitrary origin."""
     tokens: tuple[int, ...]
     finished: tuple[int, ...]
     ttft_p50_s: tuple[float | None, ...]
@@ -61,19 +61,19 @@ class LastMinute:
     itl_p50_s: tuple[float | None, ...]
     itl_p99_s: tuple[float | None, ...]
     ttft_s: tuple[float, float]
-    """Median and 99th percentile of the whole minute; zeros if nothing came."""
+    """Median and 99th percentile of the whole minute; zeros if there was nothing."""
     itl_s: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySeen:
-    """What became of the requests of this gateway; counts since its start."""
+    """Outcomes of this gateway's requests, counted since its start."""
 
     in_flight: int
     queued: int
     oldest_queued_s: float
     paths: dict[str, int]
-    """Finished requests by the path they took: `disaggregated`, `local`, `fallback`."""
+    """Finished requests by path: `disaggregated`, `local`, `fallback`."""
     outcomes: dict[str, int]
     """`received`, `finished`, `failed`, `rejected`, `aborted`."""
 
@@ -90,17 +90,17 @@ class NodeSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """Complete: whoever missed the one before needs nothing of it."""
+    """Complete: a reader needs no earlier snapshot."""
 
     model: str
     version: str
     workers: tuple[WorkerSeen, ...]
     handovers: tuple[HandoversSeen, ...]
-    """The pairs that handed over most."""
+    """The busiest pairs."""
     gateway: GatewaySeen
     last_minute: LastMinute
     controller: Literal["none", "answering", "away"]
-    """Whether somebody starts and replaces workers, and answers."""
+    """Whether there is a controller that starts and replaces workers, and whether it answers."""
     nodes: tuple[NodeSeen, ...] = ()
 
     def for_everybody(self) -> "ClusterSnapshot":

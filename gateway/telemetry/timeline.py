@@ -1,7 +1,7 @@
-"""A request's stages in the order of its life, as a tree: from its record alone; knows no clock and no tracing library.
+"""A request's stages in order, as a tree, from its record alone; knows no clock and no tracing library.
 
-Times count from the request's arrival at the gateway. What workers tell is laid from the moment when they were given
-their order: clocks of two machines are never compared.
+Times count from the request's arrival at the gateway. Workers' times are placed relative to the moment when the
+gateway sent them the request: clocks of two machines are never compared.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from gateway.requests.timing import SeenTransfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineStage:
-    """Something that took its time."""
+    """A stage and its duration."""
 
     name: str
     began_s: float
@@ -26,7 +26,7 @@ class TimelineStage:
 
 
 def stages_of(record: RequestRecord) -> list[TimelineStage]:
-    """`intake`, then by turns `queue` and `attempt`."""
+    """`intake`, then `queue` and `attempt` in turns."""
     total_s = record.ended_at - record.arrived_at
     stages = [TimelineStage(name="intake", began_s=0.0, ended_s=min(record.intake_s, total_s))]
     at_s = stages[0].ended_s
@@ -69,7 +69,7 @@ def _attempt(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: f
 
 
 def _until_first_token(record: RequestRecord, began_s: float, ended_s: float) -> list[TimelineStage]:
-    """Of the attempt that brought it."""
+    """Stages of the attempt that brought the first token."""
     parts, ttft_s = record.ttft_parts, record.ttft_s
     if parts is None or ttft_s is None or not began_s < ttft_s <= ended_s:
         return []

@@ -1,4 +1,4 @@
-"""Whether traces are asked for, and what they need is installed; the only module that imports tracing.py."""
+"""Creates the trace exporter if configured and installed; the only module that imports tracing.py."""
 
 from typing import TYPE_CHECKING
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Tracing | None":
-    """None if nothing is to be traced; ConfigError says what to install."""
+    """None without tracing; ConfigError says what to install."""
     if config.otlp_endpoint is None:
         return None
     try:
         from gateway.telemetry.tracing import Tracing  # an optional extra
     except ImportError as error:
         raise ConfigError(
-            f"gateway.otlp_endpoint ({config.otlp_endpoint}) needs OpenTelemetry, and {error.name} is not installed; "
-            "install Baton with its extra: pip install 'baton[otel]'"
+            f"gateway.otlp_endpoint ({config.otlp_endpoint}) needs OpenTelemetry, but {error.name} is not "
+            "installed; install Baton with its extra: pip install 'baton[otel]'"
         ) from None
     return Tracing(config.otlp_endpoint, config.trace_sample_ratio, model_name, instance)

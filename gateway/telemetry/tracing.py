@@ -1,11 +1,11 @@
-"""Tracing: requests that are over become OpenTelemetry spans, for a collector that speaks OTLP over HTTP.
+"""Tracing: exports finished requests as OpenTelemetry spans, to a collector that speaks OTLP over HTTP.
 
-Nothing is traced while a request runs: its record has all that happened, so tracing costs no token anything. Only the
-gateway has a clock that counts. What workers tell are durations, and distances from the moment when they got their
-order; the gateway lays them from the moment when it gave that order. So a worker's spans may be early by the way there,
-and are never wrong by what two machines' clocks differ. See docs/observability.md for the spans.
+Nothing is traced while a request runs: its record holds everything, so tracing costs tokens no time. Only the
+gateway's clock counts. Workers report durations, and offsets from the moment when they received a request; the
+gateway places them from the moment when it sent that request. So a worker's spans may be early by the network delay,
+but never wrong by the difference of two clocks. See docs/observability.md for the spans.
 
-Needs the extra `otel`; gateway/telemetry/trace_export.py imports it only where traces are asked for.
+Needs the extra `otel`; gateway/telemetry/trace_export.py imports it only if traces are configured.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from gateway.requests.record import CLIENTS_CHOICES, RequestRecord
 from gateway.telemetry.timeline import TimelineStage, stages_of
 
 MAX_QUEUED_SPANS = 4096
-"""Of those that wait for the collector; more are dropped."""
+"""Limit for spans that wait for the collector; more are dropped."""
 
 EXPORT_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 1.0
@@ -45,8 +45,8 @@ class Tracing:
         instance: str,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`endpoint`: the collector's base URL. `sample_ratio`: of the requests whose clients trace nothing; those that
-        do decide themselves. `instance` tells this gateway from others."""
+        """`endpoint`: the collector's base URL. `sample_ratio`: share of the requests whose clients send no trace
+        context; others decide themselves. `instance` distinguishes this gateway from others."""
         self._model_name = model_name
         self._wall_ns = wall_ns
         self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
@@ -82,15 +82,15 @@ class Tracing:
         root.end(arrived_ns + round((record.ended_at - record.arrived_at) * 1e9))
 
     async def stop(self) -> None:
-        """Sends what there is to send, unless that takes longer than STOP_TIMEOUT_S: then the rest is dropped."""
+        """Sends the remaining spans for up to STOP_TIMEOUT_S, then drops the rest."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
 
         def send_the_rest() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # the loop is closed: nobody waited so long
+            with suppress(RuntimeError):  # the loop is closed: no caller waited so long
                 loop.call_soon_threadsafe(is_over.set)
 
-        # A daemon, since a collector that accepts and does not answer may hold it up for EXPORT_TIMEOUT_S.
+        # A daemon, since a collector that accepts but does not answer may block it for EXPORT_TIMEOUT_S.
         threading.Thread(target=send_the_rest, name="last spans", daemon=True).start()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -112,7 +112,7 @@ class Tracing:
 
 
 def _resource(instance: str) -> Resource:
-    """What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) holds."""
+    """The environment takes precedence (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES)."""
     usual = {
         "service.name": "baton-gateway",
         "service.version": baton_version(),
@@ -126,7 +126,7 @@ def _at(arrived_ns: int, since_arrival_s: float) -> int:
 
 
 def _operation(record: RequestRecord) -> str:
-    """As OpenTelemetry's conventions for generative AI call it."""
+    """The name in OpenTelemetry's conventions for generative AI."""
     return "chat" if record.is_chat else "text_completion"
 
 

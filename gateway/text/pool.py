@@ -1,4 +1,4 @@
-"""TokenizerPool: a tokenizer's work within bounds, and on threads of its own, so that the event loop goes on."""
+"""TokenizerPool: runs a tokenizer within bounds, on threads of its own, so that the event loop is not blocked."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -13,24 +13,26 @@ from gateway.text.tokenizer import ChatMessage, Tokenizer
 T = TypeVar("T")
 
 MAX_INLINE_CHARACTERS = 2_000
-"""Shorter texts are tokenised at once: a thread would take longer to get to it."""
+"""Shorter texts are tokenised at once: a thread would take longer to start on them."""
 NUM_THREADS = 4
 NUM_TEMPLATE_THREADS = 2
-"""Of their own, so that texts never wait behind a template that takes long."""
+"""Separate threads, so that texts never wait behind a slow template."""
 MAX_WAITING = 256
-"""Texts and conversations that are worked on or wait for a thread; one more is refused."""
+"""Limit for texts and conversations being processed or waiting for a thread; further ones are refused."""
 RETRY_AFTER_S = 1.0
 TEMPLATE_TIMEOUT_S = 5.0
-"""For a template's work on one conversation. It is a program, and nothing says that it ends."""
+"""Time limit for a template on one conversation. A template is a program, and may not end."""
 
 
 class TokenizerPool:
-    """For use from one event loop. Who is cancelled gives back what it had."""
+    """For use from one event loop. Cancelled calls release their place."""
 
     def __init__(
         self, tokenizer: Tokenizer, max_tokens: int, template_timeout_s: float = TEMPLATE_TIMEOUT_S
     ) -> None:
-        """Texts that could not fit into `max_tokens`, were all their tokens the longest, are not tokenised at all."""
+        """Texts that could not fit into `max_tokens`, even if all their tokens were the longest, are not tokenised at
+        all.
+        """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token
         self._template_timeout_s = template_timeout_s
@@ -53,7 +55,9 @@ class TokenizerPool:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
-        """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded as above."""
+        """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded if too many wait
+        already.
+        """
         with self._place():
             text = await self._render(messages, add_generation_prompt)
             self._check_length("chat", text)
@@ -67,12 +71,12 @@ class TokenizerPool:
             )
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; Overloaded if too many wait already."""
+        """Tokens as written in the vocabulary; Overloaded if too many wait already."""
         with self._place():
             return await self._on(self._threads, lambda: self.tokenizer.pieces(token_ids))
 
     def close(self) -> None:
-        """What has begun ends by itself; what waits does not begin."""
+        """Running work ends by itself; waiting work does not begin."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._template_threads.shutdown(wait=False, cancel_futures=True)
 
@@ -80,7 +84,7 @@ class TokenizerPool:
         if len(text) > self.max_characters:
             raise PromptTooLong(
                 field,
-                f"{len(text)} characters are more than the model can take, {self.max_characters} at most",
+                f"{len(text)} characters exceed the model's limit of {self.max_characters}",
             )
 
     @contextmanager
@@ -96,7 +100,7 @@ class TokenizerPool:
             self._num_waiting -= 1
 
     async def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
-        """The time counts from when a thread has begun with it."""
+        """The time counts from when a thread begins."""
 
         def render() -> str:
             return self.tokenizer.render_chat(messages, add_generation_prompt)
@@ -106,7 +110,7 @@ class TokenizerPool:
             return await self._on(self._template_threads, lambda: run_within(timeout_s, render))
         except TimeoutError:
             raise InvalidRequest(
-                "chat", f"the model's chat template took longer than {timeout_s:g} s for it"
+                "chat", f"the model's chat template took longer than {timeout_s:g} s"
             ) from None
 
     def _on(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Awaitable[T]:

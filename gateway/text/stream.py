@@ -1,4 +1,4 @@
-"""Tokens to text as they come, ended by a stop string: one request's view of its own output."""
+"""Tokens to text as they arrive, ended by a stop string: one request's view of its own output."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 NUM_CONTEXT_TOKENS = 4
-"""Of a prompt's end, behind which an answer is decoded."""
+"""Tokens from the end of a prompt that serve as context for decoding the answer."""
 
 
 class Detokenizer:
-    """Turns one request's tokens into text as they come, never cutting a character in two."""
+    """Turns one request's tokens into text as they arrive, never splitting a character."""
 
     def __init__(
         self, backend: "RustTokenizer", skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        """Behind a prompt, a first word keeps the space before it, which decoders leave out where a text begins."""
+        """After a prompt, a first word keeps the space before it, which decoders drop at the beginning of a text."""
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._stream = self._stream_behind(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
@@ -31,8 +31,8 @@ class Detokenizer:
         try:
             text = self._stream.step(self._backend, token_id)
         except Exception:
-            # DecodeStream raises a bare one when bytes that are no character change text it has shown already,
-            # as byte-fallback tokenizers can. Shown text stays; decoding starts afresh behind it.
+            # DecodeStream raises a bare Exception when bytes that form no character change text it has already
+            # returned, as byte-fallback tokenizers can. Returned text stays; decoding restarts after it.
             self._stream = self._stream_behind([token_id])
             return self.flush()
         if text is None:
@@ -41,13 +41,13 @@ class Detokenizer:
         return str(text)
 
     def flush(self) -> str:
-        """What is left when no more tokens come; bytes that are no character become U+FFFD."""
+        """The rest when no more tokens come; bytes that form no character become U+FFFD."""
         text = self._backend.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
         self._pending.clear()
         return str(text)
 
     def _stream_behind(self, token_ids: Sequence[int]) -> DecodeStream:
-        """A context that ends within a character would come out once more with the rest of it, so it is none."""
+        """A context that ends within a character would be output again with the rest of it, so it is dropped."""
         context = list(token_ids)
         text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
         if text.endswith("\ufffd"):
@@ -64,7 +64,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is safe to show. Once `matched` is set, nothing more is."""
+        """The text that is safe to show; nothing more once `matched` is set."""
         if not self._beginnings:
             return text
         if self.matched is not None:
@@ -80,7 +80,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back in vain."""
+        """Text that was held back in vain."""
         for each in self._beginnings:
             each.num_seen = 0
         held, self._held = self._held, ""
@@ -88,17 +88,18 @@ class StopStrings:
 
 
 class _Beginning:
-    """How much of one stop string the text ends with: a few steps for each character, however long both are (Knuth,
-    Morris and Pratt, 1977)."""
+    """How much of one stop string the text ends with: a few steps per character, for any lengths (Knuth, Morris and
+    Pratt, 1977)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_seen = 0
         self._shorter: list[int] = []
-        """By how many characters are seen, less one: how many of the beginning these end with. As far as needed."""
+        """By the number of matched characters, less one: the length of the longest prefix that they end with.
+        Computed as needed."""
 
     def push(self, text: str) -> int:
-        """Of the stop string's characters, those that all text so far ends with; all of them if it has come."""
+        """How many of the stop string's characters all text so far ends with; all of them if it has matched."""
         for character in text:
             self.num_seen = self._behind(self.num_seen, character)
             if self.num_seen == len(self.stop):

@@ -1,4 +1,4 @@
-"""run_within: Python code that nothing says will end, ended after a while."""
+"""run_within: a time limit for Python code that may not end."""
 
 import ctypes
 import threading
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class _TookTooLong(BaseException):
-    """Passes by whatever the code catches, which is Exception at most."""
+    """Passes all handlers in the code, which catch Exception at most."""
 
 
 def run_within(timeout_s: float, work: Callable[[], T]) -> T:
     """Runs `work` in this thread; TimeoutError if it takes longer.
 
-    CPython raises an exception in another thread at its next instruction of Python code, so this ends every loop in
-    such code, but no call into C that does not return, and no code that catches BaseException.
+    CPython raises an exception in another thread at its next bytecode instruction. So this ends every loop in Python
+    code, but no call into C that does not return, and no code that catches BaseException.
     """
     thread_id = threading.get_ident()
     lock = threading.Lock()

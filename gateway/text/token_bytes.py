@@ -1,4 +1,4 @@
-"""TokenBytes: the bytes that one token stands for, also where they are only a part of a character."""
+"""TokenBytes: the bytes of one token, even where they are only part of a character."""
 
 import json
 import re
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How vocabularies with byte fallback write a byte."""
+"""A byte in vocabularies with byte fallback."""
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet, in which byte-level vocabularies are written: printable bytes stand for themselves, the others
-    for the characters from 256 on (`bytes_to_unicode` of openai/gpt-2, encoder.py)."""
+    """GPT-2's alphabet of byte-level vocabularies: printable bytes map to themselves, the others to the characters
+    from 256 on (`bytes_to_unicode` of openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -23,7 +23,7 @@ BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class TokenBytes:
-    """Remembers what it was asked for: at most one entry a token of the vocabulary."""
+    """Caches its results: at most one entry per token of the vocabulary."""
 
     def __init__(self, backend: "RustTokenizer") -> None:
         self._backend = backend
@@ -33,7 +33,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
-        """As the token reads in the middle of a text; empty for an id that the tokenizer does not have."""
+        """The bytes in the middle of a text; empty for an unknown id."""
         known = self._known.get(token_id)
         if known is None:
             piece = self._backend.id_to_token(token_id)
@@ -47,19 +47,17 @@ class TokenBytes:
             try:
                 return bytes(BYTE_OF_CHARACTER[character] for character in piece)
             except KeyError:
-                return (
-                    piece.encode()
-                )  # an added token that is written as it is: the library decodes it so, too
+                return piece.encode()  # an added token is literal text: the library decodes it so, too
         if self._has_byte_fallback and (match := FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
         if self._backend.decoder is None:
             return piece.encode()
-        # Behind another token: at the beginning of a text, decoders leave out the space that belongs to a word.
+        # Decoded after another token: at the beginning of a text, decoders drop the space that belongs to a word.
         return str(self._backend.decoder.decode(["a", piece])).removeprefix("a").encode()
 
 
 def _steps(decoder: Any) -> set[str]:
-    """The kinds of steps that a decoder takes; its state is the JSON that tokenizer.json has of it."""
+    """The kinds of steps of a decoder; its state is its JSON from tokenizer.json."""
     if decoder is None:
         return set()
     state = json.loads(decoder.__getstate__())

@@ -22,7 +22,7 @@ class ChatMessage:
 
 
 class Tokenizer:
-    """Encoding and decoding are safe from any thread; TokenizerPool has threads for them."""
+    """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
 
     def __init__(self, folder: Path) -> None:
         """Takes seconds, since it imports transformers: call it off the event loop."""
@@ -32,14 +32,14 @@ class Tokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+            raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
-        # A tokenizer.json may tell to cut or to fill up what it encodes, as for training.
+        # A tokenizer.json may ask for truncation or padding, as for training.
         self.backend.no_truncation()
         self.backend.no_padding()
         self._token_bytes = TokenBytes(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
-        """In characters: no token stands for more of a text."""
+        """Characters of the longest token."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,35 +50,35 @@ class Tokenizer:
         return self._tokenizer.chat_template is not None
 
     def files(self) -> dict[str, bytes]:
-        """What makes the same tokenizer elsewhere, by file name: `tokenizer.json`, its configuration and template."""
+        """The files of the same tokenizer, by name: `tokenizer.json`, its configuration and template."""
         with TemporaryDirectory() as folder:
             self._tokenizer.save_pretrained(folder)
             return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for; a character of several bytes may be spread over several tokens."""
+        """The bytes of a token; a character of several bytes may be spread over several tokens."""
         return self._token_bytes.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids, with the special tokens that the model expects around a text unless told otherwise."""
-        # Other threads run meanwhile: in a batch the library lets go of the interpreter's lock, else it does not.
+        """Token ids, with the special tokens that the model expects around a text, unless told otherwise."""
+        # A batch lets other threads run: only there does the library release the interpreter's lock.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of all tokens together; bytes that are no character become U+FFFD."""
+        """The text of all tokens together; bytes that form no character become U+FFFD."""
         (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; empty where an id has none."""
+        """Tokens as written in the vocabulary; empty for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model was taught to read it, up to where the assistant speaks next.
+        """The conversation in the format the model was trained on, up to where the assistant speaks next.
 
-        The template is a program of the model's author, in transformers' sandbox: what it raises is an InvalidRequest
-        that names `chat`. How long it takes is for the caller to bound.
+        The template is a program by the model's author, in transformers' sandbox. Its exceptions become an
+        InvalidRequest that names `chat`. The caller must bound its time.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -90,5 +90,7 @@ class Tokenizer:
                 turns, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # it may raise anything
-            raise InvalidRequest("chat", f"the model's chat template refuses it: {error}") from error
+            raise InvalidRequest(
+                "chat", f"the model's chat template refused the conversation: {error}"
+            ) from error
         return str(text)

@@ -1,1 +1,1 @@
-"""The workers that a gateway is connected to, and what they say of themselves; knows no client."""
+"""The workers that a gateway is connected to, and their reports; knows no client."""

@@ -1,4 +1,4 @@
-"""How a worker appears to those who look at the fleet: its own word, joined with its controller's."""
+"""A worker's state for views of the fleet: its own report, joined with its controller's."""
 
 import re
 

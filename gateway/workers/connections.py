@@ -1,4 +1,4 @@
-"""WorkerConnections: the workers a gateway is connected to, each to the end of its life."""
+"""WorkerConnections: a gateway's connections to workers, each for one incarnation."""
 
 import asyncio
 import logging
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConnections:
-    """Workers join by `add` and leave by `remove` or when their life ends; silence only keeps requests from them.
+    """Workers join by `add` and leave by `remove` or when their incarnation ends; a silent worker only gets no
+    requests.
 
-    The listener hears of each one, and of its end.
+    The listener is told of each worker, and of its end.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class WorkerConnections:
         self._clients: dict[str, WorkerClient] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Of workers that were removed a moment ago: their sockets are still open."""
+        """Connections of workers that were just removed: their sockets are still open."""
 
     def add(self, endpoint: WorkerEndpoint) -> None:
-        """Connects to a worker. One of the same name is replaced: it is a new life of it."""
+        """Connects to a worker. A worker of the same name is replaced, since this is a new incarnation of it."""
         self.remove(endpoint.ref.name, "replaced")
         client = WorkerClient(
             endpoint,
@@ -50,7 +51,7 @@ class WorkerConnections:
         )
         self._clients[client.name] = client
         task = self._tasks[client.name] = asyncio.create_task(self._watch(client))
-        task.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
+        task.add_done_callback(lambda _: client.close())  # the task may be cancelled before it begins
 
     def remove(self, name: str, reason: str) -> None:
         """Forgets a worker; unknown names are no error."""
@@ -72,7 +73,7 @@ class WorkerConnections:
     async def wait_for(self, name: str) -> None:
         """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown.
 
-        WorkerUnavailable if it cannot be talked to at all: unlike silence, that does not pass.
+        WorkerUnavailable if it cannot be talked to at all, which, unlike silence, does not pass.
         """
         if client := self.client(name):
             await client.first_sign.wait()
@@ -93,11 +94,9 @@ class WorkerConnections:
     async def _watch(self, client: WorkerClient) -> None:
         try:
             reason = await client.run()
-        except (
-            Exception
-        ) as error:  # the edge of the task: what this worker has must not be waited for in vain
-            logger.exception("the connection to worker %s ended", client.name)
-            reason = f"the connection to it ended: {error}"
+        except Exception as error:  # the edge of the task: the worker's requests must not wait in vain
+            logger.exception("the connection to worker %s failed", client.name)
+            reason = f"the connection to it failed: {error}"
         if self._clients.get(client.name) is client:
             logger.warning("worker %s is lost: %s", client.name, reason)
             del self._clients[client.name]

@@ -34,12 +34,15 @@ from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE = 32
-"""Before anything else gets a turn."""
+"""Frames handled before other tasks get a turn."""
 
 READING_S = 0.05
-"""Before a worker counts as silent: what it said may have come in just now."""
+"""Time to read pending input before a worker counts as silent."""
 
-REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
+REFUSED = (
+    "it refused the connection in the handshake; check that both use the same cluster secret and "
+    "network.security"
+)
 
 
 class WorkerListener(Protocol):
@@ -61,7 +64,7 @@ class WorkerListener(Protocol):
 
 
 class WorkerClient:
-    """Talks to one life of one worker until that is over: `run` returns why."""
+    """Talks to one incarnation of one worker until it ends: `run` returns why."""
 
     def __init__(
         self,
@@ -78,27 +81,27 @@ class WorkerClient:
         self.first_sign = asyncio.Event()
         """Set with the first heartbeat, or when there will be none."""
         self.refusal: str | None = None
-        """Why one of us refuses the other: another secret, another version. Only a new life of either can heal that."""
+        """Why one side refuses the other: another secret, another version. Only a restart of either can change that."""
         self.num_bad_messages = 0
         self._network = network
         self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """Nothing was heard for `peer_timeout_s`, or the connection is gone: it gets nothing until it is heard."""
+        """The worker was silent for `peer_timeout_s`, or its connection is gone: it gets nothing until it is heard."""
         self._is_connected = True
-        """Or never was: then only silence tells."""
+        """True also before the first connection: then only silence tells."""
         self._grace: AwakeTimer | None = None
-        """Ends the time that a broken connection has to come back."""
+        """Ends the time in which a broken connection may come back."""
         self._standstill = Standstill(pace_of(network.peer_timeout_s))
         self._heard_at = 0.0
-        """In the time in which this process ran."""
+        """In time that excludes standstills of this process."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_client(self._socket, keys)
-        # Before `connect`: some refusals come once and are not tried again by libzmq.
+        # Before `connect`, since libzmq reports some refusals once and does not retry.
         self._connection = self._socket.get_monitor_socket(
             FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
@@ -109,7 +112,7 @@ class WorkerClient:
         return self.endpoint.ref.name
 
     async def run(self) -> str:
-        """Exchanges signs of life and hands on outputs until this life of the worker is over; the reason is returned.
+        """Exchanges heartbeats and passes on outputs until this incarnation of the worker ends; returns the reason.
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
@@ -126,7 +129,7 @@ class WorkerClient:
             self.close()
 
     def close(self) -> None:
-        """Nothing more goes either way; may be repeated, and comes before `run` where that never began."""
+        """Stops all messages; may be repeated, and may come before `run`."""
         if self._socket.closed:
             return
         self._end_grace()
@@ -170,14 +173,14 @@ class WorkerClient:
                     self._begin_grace()
                     continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    # The usual answer to a wrong secret is none, but a worker that dies in mid-handshake does it once.
+                    # A wrong secret usually fails silently; a worker that dies in mid-handshake fails so only once.
                     num_unexplained += 1
                     if num_unexplained == 1:
                         continue
             self._refuse(REFUSED)
 
     def _begin_grace(self) -> None:
-        """libzmq connects anew by itself, ten times a second. A process that was killed does not answer."""
+        """libzmq reconnects by itself, ten times a second. A killed process does not answer."""
         if self._grace is None:
             grace_s = self._network.reconnect_grace_s
             self._grace = AwakeTimer(grace_s, self._note_disconnection)
@@ -192,10 +195,10 @@ class WorkerClient:
         self._is_connected = False
         if not self.is_silent:
             grace_s = self._network.reconnect_grace_s
-            self._fall_silent(f"its connection broke, and did not come back within {grace_s:g} s")
+            self._fall_silent(f"its connection broke, and was not restored within {grace_s:g} s")
 
     async def _watch_silence(self) -> None:
-        """Time in which this process stood still is not the worker's, and what came in then is read first."""
+        """Time during which this process stood still does not count, and input that arrived meanwhile is read first."""
         timeout_s = self._network.peer_timeout_s
         look_every_s = pace_of(timeout_s) / 2
         while True:
@@ -220,8 +223,8 @@ class WorkerClient:
                     return reason
 
     async def _frames(self) -> list[bytes]:
-        """Those that are there. What they bring for one client goes out as one, so that a gateway that has much to do
-        has less to do."""
+        """All available frames. Their outputs for one client are sent together, so that a busy gateway has less to
+        do."""
         frames: list[bytes] = []
         with suppress(zmq.Again):
             while len(frames) < MAX_FRAMES_AT_ONCE:
@@ -229,13 +232,13 @@ class WorkerClient:
         return frames
 
     async def _take(self, frame: bytes) -> str | None:
-        """Why the worker is lost, if this says so."""
+        """Why the worker is lost, if this frame shows it."""
         match self._decode(frame):
             case Outputs(outputs):
                 self._session.note_outputs()
                 self._listener.on_outputs(self.name, outputs)
                 if any(output.logprobs for output in outputs):
-                    await asyncio.sleep(0)  # a frame with these is milliseconds of work: others get a turn
+                    await asyncio.sleep(0)  # such a frame takes milliseconds: others get a turn
             case KVEvents() as events:
                 self._listener.on_kv_events(self.name, events)
             case Heartbeat() as heartbeat:
@@ -243,20 +246,22 @@ class WorkerClient:
         return None
 
     def _decode(self, frame: bytes) -> ToGateway | None:
-        """None if it is no message, or one of another version."""
+        """None for an invalid message, or one of another version."""
         try:
             message = TO_GATEWAY.decode(frame)
         except WireError as error:
             if (version := foreign_version(frame)) is not None:
                 self._refuse(
-                    f"it speaks version {version} of the request plane, this gateway {REQUEST_PLANE_VERSION}; let "
-                    "both run the same version of Baton"
+                    f"it uses version {version} of the request plane, this gateway "
+                    f"{REQUEST_PLANE_VERSION}; run the same version of Baton on both"
                 )
             else:
                 self.num_bad_messages += 1
-                logger.warning("dropped a message of worker %s: %s", self.name, error)
+                logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        self.is_silent = not self._is_connected  # what it said before its connection broke is no sign of life
+        self.is_silent = (
+            not self._is_connected
+        )  # messages from before its connection broke are no sign of life
         return message
 
     def _refuse(self, reason: str) -> None:
@@ -298,5 +303,5 @@ class WorkerClient:
             assert isinstance(sent, asyncio.Future)
             sent.result()
         except zmq.ZMQError as error:
-            # A full queue or a closed socket. `_listen` will notice, or the worker, when it hears the next Hello.
+            # A full queue or a closed socket. `_listen` will notice it, or the worker, with the next Hello.
             logger.warning("could not send to worker %s: %s", self.name, error)

@@ -1,1 +1,1 @@
-"""The connector: what scheduler and engine call, and the thread on which a rank's hand-overs happen."""
+"""The connector: the interface for scheduler and engine, and the thread that runs a rank's hand-overs."""

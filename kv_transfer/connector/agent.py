@@ -1,4 +1,4 @@
-"""TransferAgent: the thread on which a rank's hand-overs happen; knows no protocol.
+"""TransferAgent: the thread that runs a rank's hand-overs; knows no protocol.
 
 Commands come in through a queue, news go out through another. Asleep, it wakes for a command, a message, a deadline, or
 the end of a process whose pool is open, and for nothing else.
@@ -48,8 +48,8 @@ class TransferAgent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and closes every socket; transfers under way end by their deadlines elsewhere. May be
-        repeated, also before `start`."""
+        """Ends the thread and closes every socket; peers' transfers end by their deadlines. May be repeated, also
+        before `start`."""
         self._is_stopping = True
         self._wakeup.set()
         if self._thread.ident is not None:
@@ -66,7 +66,7 @@ class TransferAgent:
         self._check_alive()
 
     def collect_news(self) -> KVConnectorOutput:
-        """Everything that happened since the last call; raises if the agent's thread has died."""
+        """News since the last call; raises if the agent's thread has died."""
         self._check_alive()
         news = KVConnectorOutput()
         while not self._news.empty():
@@ -82,8 +82,8 @@ class TransferAgent:
                 self._take_orders()
                 self._endpoint.on_time()
                 self._publish()
-        except Exception as error:  # the edge of the thread: the engine must not go on as if it were there
-            logger.exception("the transfer thread ended")
+        except Exception as error:  # the edge of the thread: the engine must notice that it died
+            logger.exception("the transfer thread died")
             self._failure = error
             self._on_news()
         finally:
@@ -96,9 +96,9 @@ class TransferAgent:
             self._on_news()
 
     def _check_taken_back(self, done: threading.Event) -> None:
-        """The step that follows writes these blocks, so without an answer it must not run."""
+        """The next step writes these blocks, so it must not run before they are withdrawn."""
         if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
-            raise RuntimeError(f"the transfer thread did not give blocks back within {TURN_TIMEOUT_S:g} s")
+            raise RuntimeError(f"the transfer thread did not withdraw blocks within {TURN_TIMEOUT_S:g} s")
 
     def _check_alive(self) -> None:
         if self._failure is not None:

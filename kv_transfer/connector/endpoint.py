@@ -1,9 +1,9 @@
-"""TransferEndpoint: one rank's end of every hand-over its worker takes part in; knows no thread and no scheduler.
+"""TransferEndpoint: one rank's end of all its worker's hand-overs; knows no thread and no scheduler.
 
-Whoever owns it, a thread or a simulation, gives it orders, arrivals and the time, one at a time, and takes the news:
+Its driver, a thread or a simulator, passes in commands, arrivals and the time, one at a time, and takes the news:
 
-    orders, arrivals, time --> giving.py --> protocol/producer.py --> channel
-                               taking.py --> protocol/consumer.py --> channel, readers
+    commands, arrivals, time --> producer/endpoint.py --> protocol/producer.py --> channel
+                               consumer/endpoint.py --> protocol/consumer.py --> channel, readers
 """
 
 import logging
@@ -69,7 +69,7 @@ TransferCommand = ProducerCommand | ConsumerCommand
 
 
 class TransferEndpoint:
-    """Both ends, and who hears what."""
+    """Both ends, and the distribution of messages to them."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TransferEndpoint:
             self._producer_end.execute(command)
 
     def take(self, arrival: Arrival) -> None:
-        """One message of a peer. Whatever is wrong with it is counted, a consumer is told, and it goes no further."""
+        """Handles one message of a peer. Bad messages are counted and dropped, and their consumer is told."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
@@ -110,17 +110,17 @@ class TransferEndpoint:
                 self._consumer_end.give_up_on(arrival.peer, str(error))
 
     def _report(self, error: WireError) -> None:
-        """The 1st, 2nd, 4th, 8th ... time: who talks nonsense for ever must not fill the log."""
+        """Logs the 1st, 2nd, 4th, 8th ... time: endless bad messages must not fill the log."""
         num_bad = self._counters["kv_bad_messages"]
         if num_bad.bit_count() == 1:
-            logger.warning("dropped a message on the KV plane, the %d. so far: %s", num_bad, error)
+            logger.warning("dropped a KV-plane message (%d so far): %s", num_bad, error)
 
     def fileno(self) -> int:
         """Readable while `on_time` has something to do before `next_deadline`."""
         return self._consumer_end.fileno()
 
     def on_time(self) -> None:
-        """Does what is due. To be called after every wake-up, and at `next_deadline`."""
+        """Does what is due. Call after every wake-up, and at `next_deadline`."""
         self._producer_end.on_time()
         self._consumer_end.on_time()
 
@@ -129,7 +129,7 @@ class TransferEndpoint:
         return min((time for time in times if time is not None), default=None)
 
     def collect_news(self) -> KVConnectorOutput:
-        """Everything that happened since the last call."""
+        """News since the last call."""
         producer_end, consumer_end = self._producer_end, self._consumer_end
         news = KVConnectorOutput(
             tuple(producer_end.freed),
@@ -155,12 +155,12 @@ class TransferEndpoint:
         self._consumer_end.close()
 
     def check_integrity(self) -> None:
-        """Asserts that the counters and what is under way tell the same story; cheap enough for an idle moment."""
+        """Asserts that counters and current transfers are consistent; cheap enough for an idle moment."""
         self._producer_end.check_integrity()
         self._consumer_end.check_integrity()
 
     def __len__(self) -> int:
-        """Hand-overs that are not over."""
+        """Number of unfinished hand-overs."""
         return len(self._producer_end) + len(self._consumer_end)
 
 
@@ -175,7 +175,7 @@ def make_endpoint(
     counters: "Counter[str]",
     clock: Clock,
 ) -> TransferEndpoint:
-    """An endpoint as `config` wants it; `reach` offers the `readers`, and the channel's bytes if it likes."""
+    """An endpoint configured by `config`; `reach` offers the `readers`, and the channel if bytes may use it."""
     producer = Producer(
         ProducerIdentity(incarnation, fingerprint, pool.layout, offer),
         config.lease_s,

@@ -1,8 +1,8 @@
-"""RankedConnector: the connectors of a worker's tensor-parallel ranks as one; knows no message and no byte.
+"""RankedConnector: joins the connectors of a worker's tensor-parallel ranks; knows no message and no byte.
 
-All ranks get the same orders, since a block has the same id on each. A load has arrived when it has on every rank;
-when it fails on one, the others give it up, and what is kept is what all of them have. Blocks are free when nobody
-reads them on any rank.
+All ranks get the same commands, since a block has the same id on each. A load has arrived when it has arrived on
+every rank. When it fails on one, the others give it up, and only blocks that all ranks have are kept. Blocks are free
+when no transfer reads them on any rank.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from kv_transfer.timelines import combine
 
 
 class RankConnector(Protocol):
-    """One rank's KVConnectorWorker, wherever it runs."""
+    """One rank's KVConnectorWorker, in this process or another."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None: ...
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None: ...
@@ -31,7 +31,7 @@ class RankConnector(Protocol):
 
 
 class RankedConnector:
-    """To the engine, one connector."""
+    """Appears to the engine as one connector."""
 
     def __init__(self, ranks: Sequence[RankConnector], block_size: int) -> None:
         self._ranks = ranks
@@ -39,7 +39,7 @@ class RankedConnector:
         self._loads: Loads[int, ReceivedKV] = Loads()
         self._sends: Sends[int] = Sends()
         self._records: dict[str, list[TransferRecord]] = {}
-        """How it went on the ranks that have reported, while others have not."""
+        """Records of the ranks that have reported, while others have not."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         for command in metadata.at_once if metadata is not None else ():
@@ -147,6 +147,6 @@ class RankedConnector:
         return KVConnectorOutput()
 
     def _record(self, request_id: str) -> dict[str, TransferRecord]:
-        """How the hand-over of a request that is over on all ranks went."""
+        """The record of a hand-over that has ended on all ranks."""
         records = self._records.pop(request_id, [])
         return {request_id: combine(records)} if records else {}

@@ -20,10 +20,9 @@ from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 
 
 class KVConnectorWorker:
-    """One per rank, for both roles: which end a request is on is the request's matter.
+    """One per rank, for both roles; each request says which end it is on.
 
-    No call blocks or raises for what a peer did. `on_news` is called from the transfer thread whenever `get_finished`
-    has something to say.
+    No call blocks, or raises because of a peer. The transfer thread calls `on_news` whenever `get_finished` has news.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class KVConnectorWorker:
     ) -> None:
         """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is what blocks in host memory live in, if other processes may map that. The hosts are `network`'s.
+        `memory` is the memory of blocks on the host, if other processes may map it. `network` gives the hosts.
         """
         pool = make_pool(blocks, fingerprint, rank)
         self._channel = ZmqChannel(
@@ -53,7 +52,7 @@ class KVConnectorWorker:
             clock,
             advertise_host,
             max_queued_bytes=2 * config.max_inflight_mib * 2**20,
-            idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than the latter
+            idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than peer_timeout_s
         )
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
@@ -76,15 +75,15 @@ class KVConnectorWorker:
         self._agent.start()
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """As soon as a step is planned: what to announce, to hand over, to give up.
+        """As soon as a step is planned: what to announce, hand over or give up.
 
-        Returns at once, unless blocks are taken back: then when none of them is offered any more.
+        Returns at once, unless blocks are withdrawn: then once none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
             self._agent.post(metadata.at_once)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """When every step before the planned one is computed: nothing writes the blocks that are to be loaded."""
+        """When every step before the planned one is computed: no step writes the blocks to be loaded any more."""
         if metadata is not None and metadata.loads:
             self._agent.post(metadata.loads)
 

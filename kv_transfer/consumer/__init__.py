@@ -1,1 +1,1 @@
-"""The consumer: pieces from others are written to this rank's pool, and checked."""
+"""The consumer: writes pieces from other workers to this rank's pool, and checks them."""

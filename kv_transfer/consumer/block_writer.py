@@ -1,6 +1,7 @@
-"""BlockWriter: where pieces that come are written and looked at, in host memory at once, on a device by and by.
+"""BlockWriter: writes arriving pieces and computes their checksums, at once in host memory, asynchronously on a
+device.
 
-Knows no peer, and does not compare: whoever owns it knows which checksums are right.
+It knows no peer and compares nothing: its owner knows which checksums are right.
 """
 
 import logging
@@ -18,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PendingWrite:
-    """Some pieces of a message, and how they come."""
+    """Some pieces of a message, and how they arrive."""
 
     message: Pieces
     wanted: WantedPieces
     transport: str
     has_checksums: bool
-    """Whether they are to be computed of what came."""
+    """Whether to compute checksums of the arrived pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPieces:
-    """Nothing writes these pieces any more."""
+    """These pieces are not written any more."""
 
     arrival: PendingWrite
     missing: tuple[int, ...]
-    """Indices of those that are wanted and did not come."""
+    """Indices of wanted pieces that did not arrive."""
     checksums: dict[int, int]
-    """Of what came, by index, if they were wanted."""
+    """Checksums of arrived pieces by piece index, if wanted."""
 
 
 _Staging = tuple[PendingWrite, tuple[int, ...]]
-"""With what is missing."""
+"""With the missing indices."""
 
 
 class BlockWriter:
@@ -50,7 +51,9 @@ class BlockWriter:
         self._written: list[WrittenPieces] = []
 
     def receive(self, arrival: PendingWrite, view: PieceView, payload: Iterable[Bytes]) -> None:
-        """Writes what is wanted of the payload: all pieces of the message, in spans of whole ones. See `poll`."""
+        """Writes the wanted pieces of a payload that holds all pieces of the message, in spans of whole pieces. See
+        `poll`.
+        """
         message, wanted = arrival.message, arrival.wanted
         places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
         came = _pieces(payload, view.nbytes, places)
@@ -64,7 +67,7 @@ class BlockWriter:
         if not pieces:
             self._written.append(WrittenPieces(arrival, missing, {}))
             return
-        assert self._stager is not None, "pieces on a device, of a pool that is not"
+        assert self._stager is not None, "pieces on a device need a pool on a device"
         self._stager.put_in(
             (arrival, missing),
             view,
@@ -74,18 +77,18 @@ class BlockWriter:
         )
 
     def was_read(self, arrival: PendingWrite, view: PieceView) -> None:
-        """All pieces were written by other means; `poll` says when they have been looked at."""
+        """All pieces were written by other means; `poll` reports when their checksums are computed."""
         if isinstance(view, HostPieces):
             self._look_at(arrival, view, ())
         elif not arrival.has_checksums:
             self._written.append(WrittenPieces(arrival, (), {}))
         else:
-            assert self._stager is not None, "pieces on a device, of a pool that is not"
+            assert self._stager is not None, "pieces on a device need a pool on a device"
             piece_ids = arrival.wanted.piece_ids
             self._stager.take_out((arrival, ()), view, piece_ids, has_bytes=False, has_checksums=True)
 
     def poll(self) -> list[WrittenPieces]:
-        """What has landed since the last call."""
+        """Pieces written since the last call."""
         if self._stager is not None:
             self._written += [_written(staged) for staged in self._stager.poll()]
         written, self._written = self._written, []
@@ -93,7 +96,7 @@ class BlockWriter:
 
     @property
     def poll_interval_s(self) -> float | None:
-        """How often `poll` wants to be called; None: there is nothing to poll for."""
+        """How often to call `poll`; None: not at all now."""
         return self._stager.poll_interval_s if self._stager is not None else None
 
     def close(self) -> None:
@@ -113,7 +116,7 @@ class BlockWriter:
 def _pieces(
     payload: Iterable[Bytes], piece_nbytes: int, places: dict[int, int]
 ) -> Iterator[tuple[int, Bytes]]:
-    """Where each piece goes, and its bytes. `places`, by positions in the message, keeps those that do not come."""
+    """Each piece's target, and its bytes. `places`, by positions in the message, keeps those that do not arrive."""
     position = 0
     for span in payload:
         if len(span) % piece_nbytes:
@@ -127,8 +130,8 @@ def _pieces(
 def _written(staged: Staged[_Staging]) -> WrittenPieces:
     arrival, missing = staged.what
     indices = arrival.wanted.indices
-    if staged.error is not None:  # they are asked for again, as if they had been lost on the way
-        logger.warning("cannot put KV into the device's memory, or look at it there: %s", staged.error)
+    if staged.error is not None:  # requested again, as if lost on the way
+        logger.warning("cannot write KV to the device, or read it back for its checksum: %s", staged.error)
         return WrittenPieces(arrival, tuple(indices), {})
     if not arrival.has_checksums:
         return WrittenPieces(arrival, missing, {})

@@ -1,6 +1,6 @@
-"""ConsumerEndpoint: joins the consumer's state machine to a pool and to transports: pieces come into this rank's pool.
+"""ConsumerEndpoint: connects the consumer's state machine to this rank's pool and to transports.
 
-Belongs to whoever drives it, one call at a time; see endpoint.py.
+Its driver makes one call at a time; see connector/endpoint.py.
 """
 
 import logging
@@ -43,7 +43,7 @@ ConsumerCommand = BeginLoad | LoadBlocks | AbortLoad | GiveUpLoad
 
 
 class ConsumerEndpoint:
-    """Every hand-over this rank takes."""
+    """Every hand-over that this rank consumes."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class ConsumerEndpoint:
         self.failed: list[FailedKV] = []
         self.quiesced: list[str] = []
         self.can_load: list[str] = []
-        """What became of loads, until somebody takes it."""
+        """Outcomes of loads, until the connector takes them."""
         self.records: dict[str, TransferRecord] = {}
-        """How those went that arrived or failed, likewise."""
+        """Records of the loads that arrived or failed, until the connector takes them."""
 
     def execute(self, command: ConsumerCommand) -> None:
         """One command of the engine."""
@@ -90,7 +90,7 @@ class ConsumerEndpoint:
                     self._give_up(end.rank_transfer, GiveUp((), reason, is_cancelled, is_postponed))
 
     def take(self, peer: Peer, message: ToConsumer) -> None:
-        """A message of a producer; the channel still has the payload of `Pieces`."""
+        """Handles a producer's message; the channel still has the payload of `Pieces`."""
         if isinstance(message, Pieces):
             self._take_pieces(message)
             return
@@ -99,9 +99,9 @@ class ConsumerEndpoint:
             self.give_up_on(peer, message.reason)
 
     def give_up_on(self, peer: Peer, reason: str) -> None:
-        """This producer and we do not speak one language; loads from it fail at once."""
-        assert isinstance(peer, str), "consumers know producers by their addresses"
-        why = f"we and the prefill worker cannot read each other: {reason}"
+        """This producer and we have incompatible protocols; loads from it fail at once."""
+        assert isinstance(peer, str), "consumers identify producers by address"
+        why = f"protocol mismatch with the prefill worker: {reason}"
         self._do(self._consumer.on_other_language(peer, why))
 
     def fileno(self) -> int:
@@ -137,7 +137,7 @@ class ConsumerEndpoint:
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
-        """Ends every read, and the readers with them."""
+        """Ends every read, and closes the readers."""
         self._pools.close()
         self._writer.close()
 
@@ -149,7 +149,7 @@ class ConsumerEndpoint:
     def __len__(self) -> int:
         return max(len(self._consumer), len(self._rank_transfers))
 
-    # orders
+    # commands
 
     def _begin(self, command: BeginLoad) -> None:
         now = self._clock.now()
@@ -174,7 +174,7 @@ class ConsumerEndpoint:
         self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
         first_token, now = command.first_index * self._pool.layout.block_size, self._clock.now()
         effects: list[Effect] = []
-        for end in ends:  # all begin before one that fails at once can give the others up
+        for end in ends:  # begin all first, since one that fails at once gives the others up
             effects += self._consumer.load(end.rank_transfer, first_token, command.block_ids, now)
         self._do(effects)
 
@@ -236,7 +236,7 @@ class ConsumerEndpoint:
         transport: str,
         checksums: Mapping[int, int],
     ) -> None:
-        """Compares checksums of what was written; the state machine hears of every piece."""
+        """Compares checksums of what was written; reports every piece to the state machine."""
         key, end, damaged = message.key, self._rank_transfers.at(message.key), set(missing)
         num_written = len(wanted.indices) - len(damaged)
         if checksums:
@@ -261,7 +261,7 @@ class ConsumerEndpoint:
         try:
             self._pools.open(_pool_key(effect.key, effect.transport), effect.description)
         except TransportError as error:
-            logger.warning("cannot reach the KV of %s: %s", effect.key.producer, error)
+            logger.warning("cannot open the KV pool of %s: %s", effect.key.producer, error)
             now = self._clock.now()
             self._do(self._consumer.on_unreachable(effect.key, effect.transport, str(error), now))
 
@@ -317,7 +317,7 @@ class ConsumerEndpoint:
         self._conclude(rank_transfer.request_id, outcome)
 
     def _conclude(self, request_id: str, outcome: LoadOutcome[Received, RankTransfer]) -> None:
-        """What the legs' reports make of the request."""
+        """Combines the rank transfers' reports into the request's outcome."""
         if isinstance(outcome, GiveUp):
             for rank_transfer in outcome.parts:
                 self._give_up(rank_transfer, outcome)
@@ -351,9 +351,9 @@ class ConsumerEndpoint:
                     self.quiesced.append(request_id)
 
     def _close(self, request_id: str) -> None:
-        """It is over, also for legs that were put off when another one failed."""
+        """The load has ended, including rank transfers that were postponed when another one failed."""
         for end in self._rank_transfers.of(request_id):
-            self._do(self._consumer.abort(end.rank_transfer, "the load has failed on another rank"))
+            self._do(self._consumer.abort(end.rank_transfer, "the load failed on another rank"))
         self._rank_transfers.close(request_id)
 
     def _record(self, request_id: str) -> None:

@@ -54,14 +54,17 @@ class RemotePools:
         return self._exits.fileno()
 
     def open(self, key: PoolKey, description: bytes) -> None:
-        """Gets ready to read; nothing happens if it is so already, unless a read of that pool has failed meanwhile.
+        """Opens the pool, unless it is open and no read of it has failed.
 
-        TransportError if the pool is out of reach.
+        TransportError if the pool is unreachable.
         """
         if key in self._open and not self._open[key].has_failed:
             return
         if len(description) > MAX_DESCRIPTION_BYTES:
-            raise TransportError(f"a pool's description of {len(description)} bytes")
+            raise TransportError(
+                f"the pool description has {len(description)} bytes; at most "
+                f"{MAX_DESCRIPTION_BYTES} are allowed"
+            )
         self.close_one(key)
         pool = self._readers[key[2]].open(description)
         self._open[key] = _OpenPool(pool, self._clock.now(), self._watch(pool))
@@ -75,12 +78,12 @@ class RemotePools:
         return pool.pool.read(runs)
 
     def mark_failed(self, key: PoolKey) -> None:
-        """A read of this pool failed. What failed for good stays so, but the next `open` begins with a new one."""
+        """A read of this pool failed. The next `open` replaces the pool."""
         if key in self._open:
             self._open[key].has_failed = True
 
     def poll(self) -> Iterator[tuple[str, ReadDone]]:
-        """Reads that are over, with their transport."""
+        """Finished reads, with their transport."""
         for transport, reader in self._readers.items():
             try:
                 ended = reader.poll()
@@ -106,21 +109,21 @@ class RemotePools:
                 self._close(key)
 
     def close_unused(self, is_needed: Callable[[str], bool]) -> None:
-        """Lets go what no hand-over has come from for a while; `is_needed` says whether any producer may still give."""
+        """Closes pools that no hand-over has used for a while; `is_needed` says whether a producer may still send."""
         now = self._clock.now()
         for key, pool in list(self._open.items()):
             if is_needed(key[0]):
                 pool.used_at = now
-            elif now >= pool.used_at + IDLE_S:  # added up as in `next_deadline`, or the two may disagree
+            elif now >= pool.used_at + IDLE_S:  # summed as in `next_deadline`, or the two may disagree
                 self._close(key)
 
     def close_one(self, key: PoolKey) -> None:
-        """Its reads are over when this returns."""
+        """The pool's reads have ended when this returns."""
         if key in self._open:
             self._close(key)
 
     def close(self) -> None:
-        """Every pool first, since to close one its reader must still be there, and then the readers."""
+        """Closes every pool first, since that needs its reader, and then the readers."""
         for key in list(self._open):
             self._close(key)
         for transport, reader in self._readers.items():
@@ -131,7 +134,7 @@ class RemotePools:
         self._exits.close()
 
     def next_deadline(self) -> float | None:
-        """When `close_unused` has something to do at the latest."""
+        """When to call `close_unused` at the latest."""
         return min((pool.used_at + IDLE_S for pool in self._open.values()), default=None)
 
     def _watch(self, pool: RemotePool) -> int | None:
@@ -151,4 +154,4 @@ class RemotePools:
         try:
             pool.pool.close()
         except TransportError as error:
-            logger.warning("closing a pool: %s", error)
+            logger.warning("error while closing a pool: %s", error)

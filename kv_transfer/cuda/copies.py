@@ -1,7 +1,7 @@
-"""Many copies by a device as few calls of its driver: runs of equal length at equal distances are rows of one copy.
+"""Merges many device copies into few driver calls: runs of equal length at equal distances become rows of one copy.
 
-A call costs the transfer thread some 5 us, whatever it copies. Where two workers are not alike, a piece of an 8 MiB
-block is 64 to 512 runs, and a message has several pieces: the calls would take longer than the bytes.
+A call costs the transfer thread some 5 us, whatever it copies. If two workers differ in their layout, a piece of an 8
+MiB block is 64 to 512 runs, and a message has several pieces. The calls would then take longer than the bytes.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from kv_transfer.cuda.driver import Address, CudaError
 from kv_transfer.transport.base import Runs
 
 MAX_PITCH = 2**31 - 1
-"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device that there is."""
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every existing device."""
 
 MIN_ROWS = 4
-"""Of one copy. Any two runs are at equal distances, and plain copies are what a device does best."""
+"""Fewest rows of one copy. Any two runs are at equal distances, and devices are fastest at plain copies."""
 
 
 class CopyDriver(Protocol):
-    """What of CudaDriver copies take."""
+    """The part of CudaDriver that copies need."""
 
     def copy(self, to: Address, source: Address, num_bytes: int, stream: int) -> None: ...
     def copy_rows(
@@ -49,7 +49,7 @@ class Rows:
 
 
 def queue_copies(driver: CopyDriver, runs: Runs, source: Address, to: Address, stream: int) -> None:
-    """Queues copies from `runs.remote` after `source` to `runs.local` after `to`, either of which a device can reach.
+    """Queues copies from `runs.remote` after `source` to `runs.local` after `to`; the device must reach both.
 
     CudaError if one is refused; those before it are queued.
     """
@@ -67,8 +67,8 @@ def queue_copies(driver: CopyDriver, runs: Runs, source: Address, to: Address, s
                 )
                 continue
             except CudaError:
-                # Within a device a driver may refuse pitches that cuMemAllocPitch did not choose. Whatever else is
-                # wrong is wrong with the plain copies too, and they say so.
+                # Within a device, a driver may refuse pitches that cuMemAllocPitch did not choose. Any other error
+                # affects the plain copies too, and they report it.
                 pass
         for row in range(rows.num_rows):
             there = source + rows.remote + row * rows.remote_step
@@ -76,7 +76,7 @@ def queue_copies(driver: CopyDriver, runs: Runs, source: Address, to: Address, s
 
 
 def in_rows(runs: Runs) -> Iterator[Rows]:
-    """The same runs in the same order, neighbours at equal distances together."""
+    """The same runs in the same order, with neighbours at equal distances merged."""
     remotes, locals_, lengths = runs.remote.tolist(), runs.local.tolist(), runs.lengths.tolist()
     last = len(lengths) - 1
     remote_steps, local_steps = np.diff(runs.remote), np.diff(runs.local)
@@ -87,7 +87,7 @@ def in_rows(runs: Runs) -> Iterator[Rows]:
     )
     is_other = (remote_steps[1:] != remote_steps[:-1]) | (local_steps[1:] != local_steps[:-1])
     changes = iter([*(np.flatnonzero(is_other | ~is_step[1:] | ~is_step[:-1]) + 1).tolist(), last])
-    """Runs up to which the steps are alike, so that a row of copies may end there."""
+    """Runs up to which the steps are equal, so that a row of copies may end there."""
     first, change = 0, -1
     while first <= last:
         while change <= first < last:

@@ -1,13 +1,13 @@
-"""CudaDriver: the few calls of the CUDA driver that moving KV takes; the only module that loads libcuda.
+"""CudaDriver: the few CUDA driver calls needed to move KV; the only module that loads libcuda.
 
-The driver rather than the runtime: it is where every NVIDIA driver is, whatever CUDA PyTorch was built with, and memory
-from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls take place in the device's primary context,
-which is PyTorch's too. Nothing here waits for the whole device, except `allocate`, which is for the start, and `free`
-and `close`, which the driver may do so for.
+It uses the driver, not the runtime. Every NVIDIA installation has it, whatever CUDA PyTorch was built with, and
+memory from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls run in the device's primary context,
+which PyTorch uses too. No call waits for the whole device except `allocate`, meant for the start, and `free` and
+`close`, where the driver may wait.
 
 Another thread may be capturing a CUDA graph meanwhile. By default the driver then refuses many calls, event queries
-among them, and ends the capture. So every call asks for the capture mode in which only captures of its own thread
-count (cuThreadExchangeStreamCaptureMode; PyTorch does so around the event queries of its NCCL watchdog).
+among them, and ends the capture. So every call sets the capture mode in which only its own thread's captures count
+(cuThreadExchangeStreamCaptureMode). PyTorch does so around the event queries of its NCCL watchdog.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ EVENT_WITHOUT_TIMING = 2
 CAPTURE_MODE_THREAD_LOCAL = 1
 PORTABLE_HOST_MEMORY = 1
 UNIFIED_MEMORY = 4
-"""CU_MEMORYTYPE_UNIFIED: the address says whether it is of a device or of the host."""
+"""CU_MEMORYTYPE_UNIFIED: the address itself tells whether it belongs to a device or to the host."""
 HANDLE_BYTES = 64
 
 Address = int
 
 
 class CudaError(TransportError):
-    """The CUDA driver refused a call, or is not there."""
+    """The CUDA driver refused a call, or is not installed."""
 
 
 class CudaOutOfMemory(CudaError):
@@ -73,7 +73,7 @@ def _library() -> Any:
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
-        raise CudaError(f"there is no CUDA driver here: {error}") from error
+        raise CudaError(f"this machine has no CUDA driver: {error}") from error
     _check(library, library.cuInit(0), "cuInit")
     return library
 
@@ -89,7 +89,7 @@ def cuda_is_available() -> bool:
 
 
 class CudaDriver:
-    """One device. Belongs to whatever threads call it; each call makes the device's context current."""
+    """One device. Threads may share it; each call makes the device's context current."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -110,9 +110,9 @@ class CudaDriver:
         self._in_context("cuMemFree_v2", ctypes.c_uint64(address))
 
     def allocate_host(self, num_bytes: int) -> Address:
-        """Page-locked memory of the host, which a device copies from and to without the processor; not zeroed.
+        """Page-locked host memory, which a device copies from and to without the processor; not zeroed.
 
-        May wait for the device: to be called at the start.
+        May wait for the device, so call it at the start.
         """
         address = ctypes.c_void_p()
         flags = ctypes.c_uint(PORTABLE_HOST_MEMORY)
@@ -123,13 +123,13 @@ class CudaDriver:
         self._in_context("cuMemFreeHost", ctypes.c_void_p(address))
 
     def share(self, address: Address) -> bytes:
-        """What lets another process of this host open memory that `allocate` gave."""
+        """A handle with which another process of this host can open memory from `allocate`."""
         handle = _IpcHandle()
         self._in_context("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> Address:
-        """Another process's memory, which may be on another device if the two can reach each other."""
+        """Opens another process's memory, which may be on another device if the two can reach each other."""
         address = ctypes.c_uint64()
         by_value = _IpcHandle.from_buffer_copy(handle)
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
@@ -149,7 +149,7 @@ class CudaDriver:
         return size.value - (address - base.value)
 
     def make_current(self) -> None:
-        """For libraries that use whatever context the calling thread has: from now on it is the device's."""
+        """Makes the device's context current in the calling thread, for libraries that use the current context."""
         self._do("cuCtxSetCurrent", self._context)
 
     def make_stream(self) -> int:
@@ -177,9 +177,10 @@ class CudaDriver:
         source_pitch: int,
         stream: int,
     ) -> None:
-        """Queues a copy of rows that begin so many bytes apart on either side, at least `row_nbytes`, below 2^31.
+        """Queues a copy of rows of `row_nbytes` bytes at the given pitches, which are at least `row_nbytes` and below
+        2^31.
 
-        CudaError also where a device does not take such pitches; then nothing of it is queued.
+        CudaError, too, if a device does not accept such pitches; then nothing is queued.
         """
         rows = _Rows(
             src_memory_type=UNIFIED_MEMORY,
@@ -194,7 +195,7 @@ class CudaDriver:
         self._in_context("cuMemcpy2DAsync_v2", ctypes.byref(rows), ctypes.c_void_p(stream))
 
     def record(self, stream: int) -> int:
-        """An event that is over when everything queued so far is."""
+        """Returns an event that completes when everything queued so far is done."""
         event = ctypes.c_void_p()
         self._in_context("cuEventCreate", ctypes.byref(event), ctypes.c_uint(EVENT_WITHOUT_TIMING))
         try:
@@ -217,7 +218,7 @@ class CudaDriver:
         self._in_context("cuEventDestroy_v2", ctypes.c_void_p(event))
 
     def wait(self, stream: int) -> None:
-        """Until everything queued is over."""
+        """Waits until everything queued is done."""
         self._in_context("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def drop_stream(self, stream: int) -> None:
@@ -233,7 +234,7 @@ class CudaDriver:
         call: Callable[..., int] = getattr(self._cuda, name)
         try:
             return call(*arguments)
-        finally:  # `mode` is now what this thread had before
+        finally:  # `mode` now holds this thread's previous mode
             self._do("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def _do(self, name: str, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from kv_transfer.transport.base import Bytes, TransportError
 
 
 class Driver(CopyDriver, Protocol):
-    """What of CudaDriver moving KV takes."""
+    """The part of CudaDriver that moving KV needs."""
 
     device: int
 
@@ -35,11 +35,12 @@ class Driver(CopyDriver, Protocol):
 
 
 class CudaMemory:
-    """`num_bytes` zeros on a device that other processes of this host may open. PyTorch takes it as a tensor.
+    """`num_bytes` zeroed bytes on a device that other processes of this host may open. PyTorch accepts it as a
+    tensor.
 
-    Nothing frees it but `free`, and the end of the process: whoever made it calls that last, when the tensors over it,
-    readers, stagers and NIXL's agents are gone. CUDA leaves open what a peer reads that still has it open then; the
-    protocol believes none of that, as no `End` follows.
+    Only `free` and the end of the process release it. Its owner calls `free` last, after the tensors over it,
+    readers, stagers and NIXL's agents are gone. CUDA does not define what a peer with the memory still open reads
+    then; the protocol accepts none of that, since no `End` follows.
     """
 
     def __init__(self, num_bytes: int, device: int, driver: Driver | None = None) -> None:
@@ -58,17 +59,17 @@ class CudaMemory:
 
 
 class PinnedBuffer:
-    """`nbytes` bytes of the host that a device reads and writes by itself; `array` is uint8 [nbytes] over them."""
+    """`nbytes` bytes of host memory that a device reads and writes by itself; `array` is uint8 [nbytes] over them."""
 
     def __init__(self, num_bytes: int, driver: Driver) -> None:
-        """CudaError if the host has not got so much to lock."""
+        """CudaError if the host cannot lock so much memory."""
         self._driver = driver
         self.nbytes = num_bytes
         self.address = driver.allocate_host(num_bytes)
         self.array = _array_at(self.address, num_bytes)
 
     def free(self) -> None:
-        """Nothing may use `array` any more, nor any copy be under way."""
+        """Releases the buffer; no copy may be running, and `array` must not be used any more."""
         self._driver.free_host(self.address)
 
 

@@ -1,13 +1,13 @@
-"""Stager: pieces between a device's memory and the host, through a few pinned buffers; knows no peer and no message.
+"""Stager: moves pieces between device memory and the host through a few pinned buffers; knows no peer, no message.
 
-Nothing here waits: copies are queued on a stream of their own, and `poll` asks whether they are over. While the
-processor is busy with what one buffer holds, the device fills or empties the next.
+Nothing here waits: copies are queued on a stream of their own, and `poll` checks whether they are done. While the
+processor handles one buffer's content, the device fills or empties the next.
 
-    take out    device --> pinned buffer --> checksums, and a copy that whoever sends it may keep
+    take out    device --> pinned buffer --> checksums, and a copy that the sender may keep
     put in      bytes that came --> pinned buffer, checksums --> device
 
-What leaves is copied once more on the host, out of the pinned buffer: ZeroMQ reads a payload when its turn comes, and
-a peer that takes nothing would keep a buffer from all others.
+Outgoing bytes are copied once more on the host, out of the pinned buffer. ZeroMQ reads a payload later, and a peer
+that reads nothing would otherwise keep a buffer from all others.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 POLL_INTERVAL_S = 0.0005
-"""A buffer of 4 MiB takes some 100 us over PCIe 5, and as long again to look at."""
+"""A buffer of 4 MiB takes some 100 us over PCIe 5, and as long again for its checksums."""
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ class Staged(Generic[T]):
     """Pieces that were taken out or put in, or could not be: see `error`. Nothing is being copied any more."""
 
     what: T
-    """What the caller knows them by."""
+    """The caller's name for them."""
     spans: list[Bytes]
-    """Taken out: the bytes of whole pieces, one after the other, if they were asked for."""
+    """Taken out: the bytes of whole pieces in order, if they were asked for."""
     checksums: list[int]
-    """xxh3_64 of each piece, in the order in which they were named, if they were asked for."""
+    """xxh3_64 of each piece, in the order in which they were named, if asked for."""
     error: str | None
 
 
@@ -54,7 +54,7 @@ class _Job(Generic[T]):
     has_bytes: bool
     has_checksums: bool
     num_batches: int = 0
-    """That are not over."""
+    """Unfinished batches."""
     spans: list[Bytes] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     error: str | None = None
@@ -70,7 +70,7 @@ class _Batch(Generic[T]):
     piece_nbytes: int
     num_pieces: int
     pieces: Sequence[Bytes] | None
-    """What to put in; None: to be taken out."""
+    """Bytes to put in; None: take out."""
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,7 @@ class _Batch(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Copy(Generic[T]):
-    """A batch under way, and the event that ends it."""
+    """A running batch, and the event that ends it."""
 
     batch: _Batch[T]
     buffer: PinnedBuffer
@@ -87,10 +87,10 @@ class _Copy(Generic[T]):
 
 
 class Stager(Generic[T]):
-    """Belongs to the transfer thread. `poll` wants to be called every POLL_INTERVAL_S while it is busy."""
+    """Belongs to the transfer thread. Call `poll` every POLL_INTERVAL_S while it is busy."""
 
     def __init__(self, memory: CudaMemory, buffer_nbytes: int) -> None:
-        """`buffer_nbytes`: at least of the largest piece. CudaError if so much cannot be locked in host memory."""
+        """`buffer_nbytes`: at least the largest piece. CudaError if the host cannot lock so much memory."""
         self._memory = memory
         self._driver = memory.driver
         self._stream = self._driver.make_stream()
@@ -105,7 +105,7 @@ class Stager(Generic[T]):
     def take_out(
         self, what: T, view: DevicePieces, piece_ids: Sequence[int], *, has_bytes: bool, has_checksums: bool
     ) -> None:
-        """Begins to copy pieces to the host; nothing may write them before `poll` says that it is over, or `drop`."""
+        """Begins to copy pieces to the host; they must not change until `poll` reports them or `drop` is called."""
         self._begin(_Job(what, has_bytes, has_checksums), view, piece_ids, None)
 
     def put_in(
@@ -117,11 +117,11 @@ class Stager(Generic[T]):
         *,
         has_checksums: bool,
     ) -> None:
-        """Begins to write pieces, [bytes] each, which must stay as they are until `poll` says that it is over."""
+        """Begins to write pieces, [bytes] each, which must stay unchanged until `poll` reports them."""
         self._begin(_Job(what, False, has_checksums), view, piece_ids, pieces)
 
     def drop(self, is_meant: Callable[[T], bool]) -> None:
-        """These are not wanted any more, and `poll` will not name them. Only for what is taken out."""
+        """Cancels jobs, so that `poll` does not report them. Only for jobs that take out."""
         for batch in self._waiting:
             batch.job.is_wanted &= not is_meant(batch.job.what)
         for copy in self._under_way:
@@ -130,7 +130,7 @@ class Stager(Generic[T]):
         self._done = [staged for staged in self._done if not is_meant(staged.what)]
 
     def poll(self) -> list[Staged[T]]:
-        """What is over since the last call. Looks at NUM_BUFFERS buffers at most, which takes a few milliseconds."""
+        """Jobs finished since the last call. Processes at most NUM_BUFFERS buffers, which takes a few milliseconds."""
         for _ in range(NUM_BUFFERS):
             if not self._under_way or not self._is_over(self._under_way[0]):
                 break
@@ -145,12 +145,12 @@ class Stager(Generic[T]):
         return POLL_INTERVAL_S if self._under_way or self._done else None
 
     def close(self) -> None:
-        """Ends what is under way, which takes as long as the copies do, and gives everything back."""
+        """Waits for all running copies, and releases everything."""
         self._waiting.clear()
         self._wait()
         while self._under_way:
             self._release(self._under_way.popleft())
-        with suppress(TransportError):  # a lost context has taken everything with it
+        with suppress(TransportError):  # a lost context has released everything
             for buffer in self._buffers:
                 buffer.free()
             self._driver.drop_stream(self._stream)
@@ -159,7 +159,9 @@ class Stager(Generic[T]):
         self, job: _Job[T], view: DevicePieces, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
     ) -> None:
         num_per_batch = self._buffer_nbytes // view.nbytes
-        assert num_per_batch, f"a piece of {view.nbytes} bytes, and buffers of {self._buffer_nbytes}"
+        assert num_per_batch, (
+            f"a piece of {view.nbytes} bytes does not fit into a buffer of {self._buffer_nbytes}"
+        )
         for first in range(0, len(piece_ids), num_per_batch):
             ids = piece_ids[first : first + num_per_batch]
             put = None if pieces is None else pieces[first : first + num_per_batch]
@@ -169,7 +171,7 @@ class Stager(Generic[T]):
         self._start()
 
     def _start(self) -> None:
-        """Queues the copies of what waits, as far as there are buffers."""
+        """Queues the copies of waiting batches, as far as there are buffers."""
         while self._waiting and self._free:
             batch, buffer = self._waiting.popleft(), self._free.pop()
             try:
@@ -180,7 +182,7 @@ class Stager(Generic[T]):
                 self._note_end(batch, str(error))
 
     def _queue(self, batch: _Batch[T], buffer: PinnedBuffer) -> int:
-        """The event that ends the copies."""
+        """Returns the event that ends the copies."""
         device, host, runs = self._memory.address, buffer.address, batch.runs
         if batch.pieces is None:
             out = Runs(runs.local, runs.remote, runs.lengths)
@@ -194,7 +196,7 @@ class Stager(Generic[T]):
     def _is_over(self, copy: _Copy[T]) -> bool:
         try:
             return self._driver.is_over(copy.event)
-        except TransportError as error:  # the context is lost, and with it everything that was queued
+        except TransportError as error:  # the context is lost, with everything that was queued
             copy.batch.job.error = str(error)
             return True
 
@@ -205,7 +207,7 @@ class Stager(Generic[T]):
         self._note_end(copy.batch, None)
 
     def _look_at(self, batch: _Batch[T], buffer: PinnedBuffer) -> None:
-        """Takes of the buffer's bytes what the job wants."""
+        """Extracts from the buffer what the job wants."""
         held = buffer.array[: batch.nbytes]
         if batch.job.has_checksums:
             pieces = held.reshape(batch.num_pieces, batch.piece_nbytes)
@@ -215,7 +217,7 @@ class Stager(Generic[T]):
 
     def _release(self, copy: _Copy[T]) -> None:
         self._free.append(copy.buffer)
-        with suppress(TransportError):  # it is lost with its context
+        with suppress(TransportError):  # lost with its context
             self._driver.drop(copy.event)
 
     def _note_end(self, batch: _Batch[T], error: str | None) -> None:
@@ -226,11 +228,11 @@ class Stager(Generic[T]):
             self._done.append(Staged(job.what, job.spans, job.checksums, job.error))
 
     def _wait(self) -> None:
-        """Nothing that was queued is being copied any more when this returns."""
+        """No queued copy is running any more when this returns."""
         try:
             self._driver.wait(self._stream)
         except TransportError as error:
-            logger.warning("the device does not answer: %s", error)
+            logger.warning("the CUDA device does not respond: %s", error)
 
 
 def make_stager(pool: KVPool) -> Stager[T] | None:

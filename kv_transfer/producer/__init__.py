@@ -1,1 +1,1 @@
-"""The producer: pieces of this rank's pool go out."""
+"""The producer: sends pieces of this rank's pool."""

@@ -1,9 +1,9 @@
-"""ProducerEndpoint: joins the producer's state machine to a pool and a channel: pieces of this rank's pool go out.
+"""ProducerEndpoint: connects the producer's state machine to this rank's pool and to a channel.
 
-Bytes and checksums of a pool on a device are taken out first, and the message follows when they are here, unless a
-preemption takes the blocks back meanwhile, or the hand-over ends: then it is never sent.
+Bytes and checksums of a pool on a device are first copied to the host, and the message follows. It is never sent if a
+preemption withdraws the blocks meanwhile, or the hand-over ends.
 
-Belongs to whoever drives it, one call at a time; see endpoint.py.
+Its driver makes one call at a time; see connector/endpoint.py.
 """
 
 import logging
@@ -38,7 +38,7 @@ ProducerCommand = BeginSend | NoteStarvation | SendBlocks | WithdrawBlocks | Fin
 
 
 class ProducerEndpoint:
-    """Every hand-over this rank gives."""
+    """Every hand-over that this rank produces."""
 
     def __init__(
         self,
@@ -60,11 +60,12 @@ class ProducerEndpoint:
         self._open: Sends[RankTransfer] = Sends()
         self._timelines = Timelines(clock)
         self.freed: list[str] = []
-        """Requests whose blocks nobody reads any more, until somebody takes them."""
+        """Requests whose blocks no transfer reads any more, until the connector takes them."""
         self.unwanted: list[str] = []
-        """Likewise those that are computed for nobody; one that has several legs comes several times."""
+        """Requests that no consumer needs, until the connector takes them; one with several rank transfers comes
+        several times."""
         self.records: dict[str, TransferRecord] = {}
-        """How their hand-overs went, likewise."""
+        """Records of their hand-overs, until the connector takes them."""
 
     def execute(self, command: ProducerCommand) -> None:
         """One command of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
@@ -96,7 +97,7 @@ class ProducerEndpoint:
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
                     self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
         if isinstance(command, AbortSend) and not command.is_held:
-            self.freed.remove(request_id)  # it had no blocks, so nobody waits for word of them
+            self.freed.remove(request_id)  # it had no blocks, so none are reported free
             self.records.pop(request_id, None)
 
     def take(self, peer: Peer, message: ToProducer) -> None:
@@ -114,7 +115,7 @@ class ProducerEndpoint:
         return poll_at if deadline is None else min(deadline, poll_at)
 
     def close(self) -> None:
-        """Nothing copies out of our pool on this end's behalf any more."""
+        """No copy from our pool is running for this end when this returns."""
         if self._stager is not None:
             self._stager.close()
 
@@ -162,7 +163,7 @@ class ProducerEndpoint:
             self._conclude(rank_transfer.request_id)
 
     def _conclude(self, request_id: str) -> None:
-        """No leg is read any more, or there never was one."""
+        """No rank transfer is read any more, or there never was one."""
         for end in self._rank_transfers.of(request_id):
             self._drop_staged(end.key)
         self._rank_transfers.close(request_id)
@@ -183,7 +184,7 @@ class ProducerEndpoint:
         if not effect.has_payload and not effect.has_checksums:  # the consumer's device copies them by itself
             self._send(effect, [], [])
             return
-        assert self._stager is not None, "pieces on a device, of a pool that is not"
+        assert self._stager is not None, "pieces on a device need a pool on a device"
         self._stager.take_out(
             effect,
             view,
@@ -193,15 +194,15 @@ class ProducerEndpoint:
         )
 
     def _send_staged(self) -> None:
-        """What was taken out since the last time."""
+        """Sends what was copied to the host since the last call."""
         for staged in self._stager.poll() if self._stager is not None else ():
             if staged.error is None:
                 self._send(staged.what, staged.checksums, staged.spans)
             else:  # the consumer will ask again
-                logger.warning("cannot take KV out of the device's memory: %s", staged.error)
+                logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Others will write these blocks: a checksum of what they write would vouch for it."""
+        """Other requests will write these blocks: a checksum of their content would vouch for it."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 

@@ -1,7 +1,7 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
 Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
-is dead, and a load that takes longer than `load_timeout_s` has failed. What belongs to no live leg is counted.
+is dead, and a load that takes longer than `load_timeout_s` has failed. Messages of no live rank transfer are counted.
 """
 
 from collections import Counter
@@ -45,14 +45,14 @@ from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES, TransportChoices
 
 MAX_BAD_PIECES = 16
-"""A leg with more pieces than this that fail verification is given up: the path is broken."""
+"""A rank transfer with more bad pieces than this is given up: the path is broken."""
 
 ENDS = tuple(f"kv_loads_{end}" for end in ("received", "failed", "aborted", "not_needed", "postponed"))
-"""Counters of how loads ended, by leg; each is in one of them, once."""
+"""Counters of how loads ended, by rank transfer; each ends in one of them, once."""
 
 
 class Consumer:
-    """Feed it orders, messages, pieces and the time; do what it returns."""
+    """Call it with commands, messages, pieces and the time; carry out the effects it returns."""
 
     def __init__(self, identity: ConsumerIdentity, counters: Counter[str]) -> None:
         self._identity = identity
@@ -105,7 +105,7 @@ class Consumer:
         return self._beat(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
-        """The request ended here; the producer is told. If the load ended a moment ago, that news stands."""
+        """The request ended here; tells the producer. If the load has just ended, that news stands."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -124,23 +124,23 @@ class Consumer:
         return [told, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
     def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The load has failed on another leg: so it fails here too, unless it is over."""
+        """The load failed in another rank transfer, so it fails here too, unless it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
         return self._lose(transfer, Loss(reason, is_cancelled))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """The load was put off on another leg: here too, unless it is over."""
+        """The load was postponed in another rank transfer, so it is here too, unless it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
         return self._postpone(transfer, reason, now)
 
-    # what peers and time bring
+    # messages and time
 
     def on_message(self, message: ToConsumer, now: float) -> list[Effect]:
-        """Everything but `Pieces`, which bring bytes and so come through `wanted` and `on_arrived`."""
+        """Handles everything but `Pieces`, whose bytes go through `wanted` and `on_arrived`."""
         if isinstance(message, Unreadable):
             self._counters["kv_unreadable_messages"] += 1
             return []
@@ -164,7 +164,7 @@ class Consumer:
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
-        """The producer at this address and we will never read each other: nothing that comes from it is waited for."""
+        """The producer at this address has an incompatible protocol: stops waiting for anything from it."""
         loss = Loss(reason, is_producers_word=True)
         live = (IncomingState.HOLDING, IncomingState.LOADING)
         transfers = [known for known in self._transfers.values() if known.address == address]
@@ -172,9 +172,9 @@ class Consumer:
         return [effect for transfer in lost for effect in self._lose(transfer, loss)]
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
-        """Those of the announced pieces that are to be written now; each must be reported by `on_arrived`.
+        """The announced pieces to write now; each must be reported by `on_arrived`.
 
-        The others are late, doubled, foreign, or were announced before the way to read them was agreed upon.
+        The others are late, duplicate, foreign, or were announced before a transport was agreed upon.
         """
         transfer = self._transfers.get(message.key)
         if transfer is None or not transfer.is_loading or transfer.transport is None:
@@ -189,13 +189,13 @@ class Consumer:
         return wanted
 
     def transport_of(self, key: TransferKey) -> str:
-        """How the bytes of a leg come, which wants some of them."""
+        """The transport of a rank transfer that wants pieces."""
         transport = self._transfers[key].transport
         assert transport is not None
         return transport
 
     def wants_checksums(self, key: TransferKey) -> bool:
-        """Whether a piece of this leg without a matching checksum is damaged."""
+        """Whether a piece without a matching checksum counts as damaged."""
         transfer = self._transfers[key]
         assert transfer.producer_host is not None
         return self._identity.checksums.applies(transfer.producer_host, self._identity.offer.host)
@@ -203,10 +203,10 @@ class Consumer:
     def on_arrived(
         self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
     ) -> list[Effect]:
-        """Nothing writes these pieces any more; their checksums, where wanted, were compared.
+        """These pieces are not written any more; their checksums, if wanted, were compared.
 
-        A damaged piece counts against the path only when it is offered again in the same version. A preemption may have
-        taken its block away while it was read, and then it comes in another one.
+        A damaged piece counts against the path only if it is offered again in the same version. A preemption may have
+        taken its block away during the read, and then it is offered in another one.
         """
         transfer = self._transfers[key]
         for index in (*valid, *damaged):
@@ -224,19 +224,19 @@ class Consumer:
     def on_unread(
         self, key: TransferKey, transport: str, indices: Sequence[int], reason: str, now: float
     ) -> list[Effect]:
-        """A read of these pieces failed: the transport does not work between these two, so another one is tried."""
+        """A read of these pieces failed: this transport does not work between these two workers. Tries another one."""
         transfer = self._transfers[key]
         for index in indices:
             del transfer.arriving[index]
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (transport, None)
-        if has_moved_on:  # what was offered of these in the new way was not taken
+        if has_moved_on:  # pieces offered since over the new transport were not taken
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
     def on_unreachable(self, key: TransferKey, transport: str, reason: str, now: float) -> list[Effect]:
-        """The producer's pool cannot be read in this way. If it is the way that was agreed upon, another is tried."""
+        """The transport cannot read the producer's pool. If it is the one agreed upon, another is tried."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return []
@@ -250,7 +250,7 @@ class Consumer:
         return self._beat(transfer, now)
 
     def on_time(self, now: float) -> list[Effect]:
-        """Repeats what was not answered, and gives up what took too long."""
+        """Repeats unanswered messages, and gives up transfers that took too long."""
         effects: list[Effect] = []
         for key in list(self._deadlines.pop_due(now)):
             reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
@@ -269,7 +269,7 @@ class Consumer:
         return min((when for when in times if when is not None), default=None)
 
     def knows(self, producer: str) -> bool:
-        """Whether any leg comes from this incarnation."""
+        """Whether any rank transfer comes from this incarnation."""
         return self._transfers.has_from(producer)
 
     def __len__(self) -> int:
@@ -280,7 +280,7 @@ class Consumer:
         return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
-        """Asserts that every load that was started is under way, or ended once."""
+        """Asserts that every started load is still running, or ended once."""
         counts = self._counters
         num_ended = sum(counts[end] for end in ENDS)
         num_loading = self.num_by_state[IncomingState.LOADING.name]
@@ -288,13 +288,13 @@ class Consumer:
         assert self._transfers.num_bound == len(self._transfers)
 
     def _ways_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
-        """What is left to this leg. What failed for it or another meanwhile is for later legs to try again."""
+        """Transports left to this rank transfer. Those that failed meanwhile are for later rank transfers to retry."""
         left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
         transfer.choices = tuple(name for name in transfer.choices if name in left)
         return transfer.choices
 
     def _beat(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
-        """Hold, or Open with what arrived so far: asks again for everything that did not."""
+        """Sends Hold, or Open with what has arrived: asks again for everything else."""
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
         if transfer.state is IncomingState.HOLDING:
             return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
@@ -308,7 +308,7 @@ class Consumer:
         if not transfer.is_loading or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
         if message.transport not in self._ways_to(transfer, now):
-            return []  # the answer to an older Open
+            return []  # an answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
             return []
@@ -332,7 +332,7 @@ class Consumer:
         return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
 
     def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
-        """There will be no more pieces: fails the load, or remembers that there is nothing to load."""
+        """No more pieces will come: fails the load, or remembers that there is nothing to load."""
         cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
         told: list[Effect] = [] if loss.is_producers_word else [Send(transfer.address, cancel)]
         if transfer.state is IncomingState.HOLDING:
@@ -349,7 +349,7 @@ class Consumer:
         return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
 
     def _end_load(self, transfer: IncomingTransfer, outcome: News) -> list[Effect]:
-        """The outcome is news as soon as nothing is being written."""
+        """Reports the outcome as soon as nothing is being written."""
         if not transfer.arriving:
             self._forget(transfer)
             return [outcome]
@@ -369,7 +369,7 @@ class Consumer:
         return [transfer.outcome]
 
     def _postpone(self, transfer: IncomingTransfer, reason: str, now: float) -> list[Effect]:
-        """The load ends, its room is given back as soon as nothing is being written, and the leg holds again."""
+        """Ends the load; its room is given back once nothing is being written, and the rank transfer holds again."""
         self._counters["kv_loads_postponed"] += 1
         num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
         outcome = Failed(transfer.rank_transfer, num_valid, reason, False, transport, is_postponed=True)
@@ -378,13 +378,13 @@ class Consumer:
         return self._hold_again(transfer, outcome, now)
 
     def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
-        """What is left of the time for the load goes on to run."""
+        """The rest of the load's time keeps running."""
         transfer.hold_again()
         self._deadlines.set(transfer.key, now + transfer.due_at - self._silence.standstill.running(now))
         return [outcome, *self._beat(transfer, now)]
 
     def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
-        """Says so, if it was put off, once."""
+        """Reports a postponed load, once."""
         if not transfer.awaits_word:
             return []
         transfer.awaits_word = False

@@ -1,6 +1,6 @@
-"""What a state machine wants done, as values; whoever drives it (a thread, a test, a simulation) does it.
+"""Effects of a state machine, as values; its driver (a thread, a test, a simulator) carries them out.
 
-News say by which transport and in what time, for the metrics; that is no part of what they are.
+For metrics, news carry the transport and times; these do not count in comparisons.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from kv_transfer.protocol.messages import ToConsumer, ToProducer, TransferKey
 from kv_transfer.protocol.transports import SENDS_BYTES
 
 Peer = bytes | str
-"""How the transport reaches the other end: the identity of who connected to us, or the address we connected to."""
+"""The transport's name for the other end: the identity of a peer that connected, or the address we connected to."""
 
 
 class RankTransfer(NamedTuple):
@@ -29,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendPieces:
-    """Tell the peer of these pieces of our pool."""
+    """Announce these pieces of our pool to the peer."""
 
     peer: Peer
     key: TransferKey
@@ -41,13 +41,13 @@ class SendPieces:
 
     @property
     def has_payload(self) -> bool:
-        """The bytes themselves are to be sent."""
+        """Whether to send the bytes themselves."""
         return self.transport in SENDS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class OpenPool:
-    """Consumer: get ready to read the producer's pool; `Consumer.on_unreachable` if that cannot be done."""
+    """Consumer: open the producer's pool; on failure call `Consumer.on_unreachable`."""
 
     key: TransferKey
     transport: str
@@ -56,28 +56,28 @@ class OpenPool:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Producer: nobody will read this leg's blocks any more."""
+    """Producer: this rank transfer's blocks will not be read any more."""
 
     rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     exposed_s: float | None = field(default=None, compare=False)
     """From the end of the prefill to the consumer's Release; None if there was none."""
     is_needed: bool = field(default=True, compare=False)
-    """False: the request itself ended before it was handed over, so without a Release nothing has failed."""
+    """False: the request itself ended before it was handed over, so a missing Release is no failure."""
     reason: str = field(default="", compare=False)
     """Why there was no Release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Producer: the consumer is done with a leg that our engine still computes for, or has only begun."""
+    """Producer: the consumer gave up a rank transfer that our engine still computes, or has only begun."""
 
     rank_transfer: RankTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Consumer: every piece of the leg is verified."""
+    """Consumer: every piece of the rank transfer is verified."""
 
     rank_transfer: RankTransfer
     first_token: FirstToken
@@ -99,24 +99,24 @@ class Failed:
     is_cancelled: bool
     transport: str = field(default="", compare=False)
     is_postponed: bool = False
-    """The rest may come yet: the leg holds again, and `CanLoad` says when to load it."""
+    """The rest may come later: the rank transfer holds again, and `CanLoad` says when to load it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanLoad:
-    """Consumer: a leg that was put off is complete on the producer, or lost."""
+    """Consumer: a postponed rank transfer is complete on the producer, or lost."""
 
     rank_transfer: RankTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
-    """Consumer: the load was given up and nothing writes its blocks any more."""
+    """Consumer: the load was given up, and its blocks are not written any more."""
 
     rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     has_failed: bool = field(default=False, compare=False)
-    """It had failed before the request ended."""
+    """The load had failed before the request ended."""
 
 
 News = Freed | Unwanted | Received | Failed | CanLoad | Quiesced

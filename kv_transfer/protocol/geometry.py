@@ -1,8 +1,8 @@
-"""Which bytes two workers exchange when their blocks or their tensor-parallel ranks are not the same; pure arithmetic.
+"""Which bytes two workers exchange if their block sizes or tensor-parallel ranks differ; pure arithmetic.
 
-A *leg* joins one rank of the producer to one rank of the consumer that needs some of its heads. What travels on a leg
-is cut into *pieces*: the leg's heads, and the tokens of the smaller of both block sizes. Where sizes are equal, which
-is the usual case, a piece is a block.
+A *rank transfer* joins one rank of the producer to one rank of the consumer that needs some of its heads. It is cut
+into *pieces*: its heads, and the tokens of the smaller of both block sizes. With equal sizes, the usual case, a piece
+is a block.
 
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What matters of one rank: `block_size` tokens to a block, and the share of all heads that its place gives it."""
+    """The layout of one rank: `block_size` tokens per block, and its share of all heads."""
 
     block_size: int
     num_ranks: int = 1
@@ -27,7 +27,7 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True)
 class PieceShape:
-    """Where a leg's pieces lie in this rank's blocks.
+    """Where a rank transfer's pieces lie in this rank's blocks.
 
     Piece `block_id * pieces_per_block + i` is the i-th of its block.
     """
@@ -58,7 +58,7 @@ def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None
             return f"{what}: neither of {a} and {b} divides the other"
     for num_ranks in (ours.num_ranks, theirs.num_ranks):
         if num_heads % num_ranks:
-            return f"tensor-parallel ranks: {num_heads} heads cannot be shared by {num_ranks}"
+            return f"tensor-parallel ranks: {num_heads} heads cannot be divided among {num_ranks}"
     return None
 
 
@@ -72,7 +72,7 @@ def peers_of(rank: int, num_ranks: int, num_peer_ranks: int) -> range:
 
 
 def piece_shape(num_heads: int, ours: RankLayout, theirs: RankLayout) -> PieceShape:
-    """How the leg between two ranks lies in our blocks; `mismatch` has nothing against them."""
+    """The layout of the pieces between two ranks in our blocks; requires that `mismatch` returns None."""
     num_tokens = min(ours.block_size, theirs.block_size)
     our_heads, their_heads = num_heads // ours.num_ranks, num_heads // theirs.num_ranks
     our_first, their_first = ours.rank * our_heads, theirs.rank * their_heads

@@ -27,7 +27,7 @@ from kv_transfer.protocol.transports import TransportOffer
 
 @dataclass(frozen=True, slots=True)
 class ConsumerIdentity:
-    """Who this rank is to a producer, and how patient it is."""
+    """How this rank identifies itself to a producer, and its timeouts."""
 
     fingerprint: KVFingerprint
     offer: TransportOffer
@@ -59,7 +59,7 @@ class Loss:
     reason: str
     is_cancelled: bool = False
     is_producers_word: bool = False
-    """The producer said so itself and has forgotten the leg."""
+    """The producer said so itself and has forgotten the rank transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class WantedPieces:
     """Some of the pieces that a message announced, as parallel lists."""
 
     positions: list[int]
-    """Where they stand in the message."""
+    """Their positions in the message."""
     indices: list[int]
     piece_ids: list[int]
-    """Where they go."""
+    """Their targets."""
 
     def __bool__(self) -> bool:
         return bool(self.indices)
@@ -89,45 +89,45 @@ class IncomingTransfer:
     first_piece: int = 0
     num_pieces: int = 0
     block_ids: tuple[int, ...] = ()
-    """Where the prompt goes from `first_piece` on."""
+    """Blocks for the prompt from `first_piece` on."""
     verified: dict[int, int] = field(default_factory=dict)
-    """Version of each piece that is here."""
+    """Version of each verified piece."""
     arriving: dict[int, int] = field(default_factory=dict)
-    """Version of each piece that is being written at this moment."""
+    """Version of each piece being written now."""
     damaged: dict[int, int] = field(default_factory=dict)
     """Version of each piece whose checksum did not match, until it is offered again."""
     num_bad: int = 0
-    """Pieces that were damaged, and were offered again as if nothing had happened to the producer's blocks."""
+    """Damaged pieces that were offered again in the same version."""
     producer_host: str | None = None
-    """Known once it answered an Open."""
+    """Known once the producer answered an Open."""
     transport: str | None = None
     is_unproven: bool = False
     """Some pieces came without checksums."""
     end: End | None = None
     loss: Loss | None = None
     outcome: News | None = None
-    """While DRAINING: what to say when nothing is being written any more."""
+    """While DRAINING: what to report once nothing is being written."""
     opened_at: float = 0.0
     due_at: float = 0.0
-    """When the load has to be over, in the time in which this rank ran."""
+    """Deadline of the load; excludes standstills of this process."""
     first_piece_at: float | None = None
     is_postponed: bool = False
-    """Its load was put off, and the room given back; while HOLDING."""
+    """While HOLDING: its load was postponed, and the room given back."""
     awaits_word: bool = False
-    """Our scheduler is to hear when a load that was put off can go on."""
+    """Our scheduler waits to hear when this postponed load can continue."""
 
     def move_to(self, state: IncomingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
     def reserve(self, first_token: int, block_ids: tuple[int, ...]) -> None:
-        """These blocks are for the prompt's tokens from `first_token` on."""
+        """Reserves these blocks for the prompt's tokens from `first_token` on."""
         self.first_piece = first_token // self.shape.num_tokens
         self.num_pieces = self.shape.num_pieces_for(self.num_tokens) - self.first_piece
         self.block_ids = block_ids
 
     def ask(self, identity: ConsumerIdentity, transports: tuple[str, ...]) -> Open:
-        """Asks for everything that is not here."""
+        """An Open that asks for every missing piece."""
         return Open(
             self.key,
             identity.fingerprint,
@@ -141,7 +141,7 @@ class IncomingTransfer:
         )
 
     def received(self, now: float) -> Received:
-        """The news that it is complete."""
+        """The news that the rank transfer is complete."""
         assert self.end is not None
         first_at = self.first_piece_at if self.first_piece_at is not None else now
         return Received(
@@ -154,7 +154,7 @@ class IncomingTransfer:
         )
 
     def hold_again(self) -> None:
-        """The load was put off and nothing is being written: whatever it had, the next one begins anew."""
+        """The load was postponed and nothing is being written: the next load starts from the beginning."""
         self.move_to(IncomingState.HOLDING)
         self.is_postponed = self.awaits_word = True
         self.verified.clear()
@@ -162,7 +162,7 @@ class IncomingTransfer:
         self.is_unproven = False
 
     def piece_ids(self, indices: list[int]) -> list[int]:
-        """Where in our pool these pieces of the prompt belong."""
+        """The pieces of our pool for these pieces of the prompt."""
         first, num_parts, block_ids = self.first_piece, self.shape.pieces_per_block, self.block_ids
         if num_parts == 1:
             return [block_ids[index - first] for index in indices]
@@ -170,7 +170,7 @@ class IncomingTransfer:
         return [block_ids[block] * num_parts + part for block, part in places]
 
     def claim(self, indices: tuple[int, ...], version: int, now: float) -> WantedPieces:
-        """Those that are neither here, nor on their way, nor beyond what was asked for: they are on their way now."""
+        """Claims the pieces that are neither here, nor on their way, nor beyond what was asked for."""
         if self.first_piece_at is None:
             self.first_piece_at = now
         arriving, verified = self.arriving, self.verified
@@ -198,9 +198,9 @@ class IncomingTransfer:
 
     @property
     def num_valid_tokens(self) -> int:
-        """Of the load's tokens, how many are here without a gap.
+        """How many of the load's tokens are here without a gap.
 
-        Without checksums, nothing but the producer's End says that the bytes were still there to be read.
+        Without checksums, only the producer's End proves that the bytes were intact when they were read.
         """
         if self.is_unproven:
             return 0

@@ -1,18 +1,18 @@
-"""What producer and consumer of a hand-over say to each other, as typed values; knows no socket.
+"""The messages between producer and consumer of a hand-over, as typed values; knows no socket.
 
     consumer (decode)                      producer (prefill)
-      Hold      ---------------------------->   my request waits for room; keep what you compute
-      Open      ---------------------------->   I have room: send pieces from `first_piece` on
-                <----------------------------   Opened (this way, from this pool; how far it is), or Refused
+      Hold      ---------------------------->   the request waits for room; keep what you compute
+      Open      ---------------------------->   there is room: send pieces from `first_piece` on
+                <----------------------------   Opened (transport, pool, progress), or Refused
                 <----------------------------   Pieces, as they are computed: their bytes, or where to read them
       Ack       ---------------------------->   these pieces are verified (and those must be sent again)
                 <----------------------------   End: that was all, and this is the next token
       Release   ---------------------------->   everything is verified; free your blocks
       Cancel    ---------------------------->   from any state; free your blocks
-                <----------------------------   Aborted: from any state; there will be no more
-                <----------------------------   Unreadable: your last message was damaged, or is none of ours
+                <----------------------------   Aborted: from any state; no more pieces will come
+                <----------------------------   Unreadable: your last message was damaged, or has another format
 
-Hold and Open are repeated while nothing else moves: they are the heartbeat that lengthens the lease, their answers are
+Hold and Open are repeated while nothing else moves. They are the heartbeat that extends the lease, their answers are
 the producer's sign of life, and an Open that lists what arrived heals every lost message.
 """
 
@@ -38,7 +38,7 @@ MAX_REASON_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """The one identity of a leg. A restarted process is another incarnation, so nothing meant for it matches."""
+    """The one identity of a rank transfer. A restarted process is another incarnation, so no old message matches it."""
 
     transfer_id: str
     attempt: int
@@ -55,12 +55,12 @@ class ChecksumPolicy(Enum):
     """When a consumer wants every piece's checksum computed and compared."""
 
     AUTO = "auto"
-    """Between hosts."""
+    """Only between hosts."""
     ON = "on"
     OFF = "off"
 
     def applies(self, producer_host: str, consumer_host: str) -> bool:
-        """Both ends answer this alike; so a piece that lacks its checksum is damaged."""
+        """Both ends compute the same answer; so a piece without its checksum is damaged."""
         return self is ChecksumPolicy.ON or (self is ChecksumPolicy.AUTO and producer_host != consumer_host)
 
 
@@ -68,7 +68,7 @@ class ChecksumPolicy(Enum):
 class Hold:
     key: TransferKey
     is_postponed: bool = False
-    """There was room, and it was given back: nothing is to be offered before the next Open."""
+    """There was room, but it was given back: no piece may be offered before the next Open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Open:
     first_piece: int
     """Pieces before this one are in the consumer's prefix cache."""
     received: tuple[int, ...]
-    """Pieces that arrived already; everything else is still wanted."""
+    """Pieces that have arrived; all others are still wanted."""
     received_versions: tuple[int, ...]
-    """Of which version each of them is."""
+    """The version of each of them."""
     host: str
     transports: tuple[str, ...]
     """Transports that the consumer can use, the best first."""
@@ -89,7 +89,7 @@ class Open:
 
     def __post_init__(self) -> None:
         if len(self.received) != len(self.received_versions):
-            raise WireError(f"{len(self.received)} pieces of {len(self.received_versions)} versions")
+            raise WireError(f"{len(self.received)} pieces but {len(self.received_versions)} versions")
         if len(self.transports) > MAX_TRANSPORTS:
             raise WireError(f"{len(self.transports)} transports")
         named = self.fingerprint
@@ -98,24 +98,24 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The answer to Hold, with no transport yet, and to Open."""
+    """The answer to Open and, without a transport yet, to Hold."""
 
     key: TransferKey
     host: str
     transport: str | None
     pool: bytes
-    """How the consumer can read the producer's pool; empty where bytes are sent."""
+    """How the consumer can read the producer's pool; empty if bytes are sent."""
     is_complete: bool = False
     """The whole prompt is computed."""
     is_stuck: bool = False
-    """Nothing is computed before somebody takes a prompt that is complete: room for this one may be in its way."""
+    """Nothing is computed until a complete prompt is taken; room kept for this one may block that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     key: TransferKey
     reason: str
-    """Like every reason, no longer than MAX_REASON_CHARS: it is cut."""
+    """Cut to MAX_REASON_CHARS, like every reason."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)
@@ -123,17 +123,17 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Some of the prompt's pieces are ready. Where bytes are sent, one frame for each follows this header."""
+    """Some of the prompt's pieces are ready. If bytes are sent, one frame for each follows this header."""
 
     key: TransferKey
     version: int
     """How often the producer lost its blocks to a preemption before it computed these."""
     indices: tuple[int, ...]
-    """Positions in the prompt's chain of pieces."""
+    """Positions in the prompt's sequence of pieces."""
     piece_ids: tuple[int, ...]
-    """Where they lie in the producer's pool."""
+    """Where they are in the producer's pool."""
     checksums: tuple[int, ...]
-    """xxh3_64 of each; empty where none were asked for."""
+    """xxh3_64 of each; empty if none were asked for."""
 
     def __post_init__(self) -> None:
         num_pieces = len(self.indices)
@@ -181,7 +181,7 @@ class Aborted:
     key: TransferKey
     reason: str
     is_cancelled: bool
-    """The request itself ended; otherwise only its prefill failed and the consumer may go on without."""
+    """The request itself ended; otherwise only its prefill failed, and the consumer may go on alone."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)
@@ -189,20 +189,20 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Tells a consumer that its message could not be read. Said one way only: two who cannot read each other would
-    never stop.
+    """Tells a consumer that its message could not be read. Only producers send it, since two peers that cannot read
+    each other would never stop.
     """
 
     reason: str
     is_damaged: bool
-    """It suffered on the way, and will be repeated; otherwise we do not speak one language, and nothing will help."""
+    """The message was damaged on the way, and will be repeated; otherwise the protocols are incompatible for good."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)
 
 
 def _cut_reason(message: Refused | Cancel | Aborted | Unreadable) -> None:
-    """A reason may quote the peer, or its reason, which may quote ours."""
+    """A reason may quote the peer, or the peer's reason, which may quote ours."""
     object.__setattr__(message, "reason", message.reason[:MAX_REASON_CHARS])
 
 
@@ -217,13 +217,13 @@ class DamagedFrame(WireError):
 
 
 class OtherVersion(WireError):
-    """The bytes are as they were sent, by somebody of another version of this protocol."""
+    """The bytes are intact, but of another version of this protocol."""
 
 
 class SealedCodec(Generic[M]):
     """A Codec whose frames begin with a seal, the xxh3_64 of all the rest, and with the protocol's version.
 
-    Seal: a flipped bit in a token id must not pass either. Version: what follows may be anything in another one.
+    The seal: even a flipped bit in a token id must not pass. The version: other versions may have any format.
     """
 
     def __init__(self, *kinds: type[M]) -> None:
@@ -233,7 +233,7 @@ class SealedCodec(Generic[M]):
         return seal(self._codec.encode(message), PROTOCOL_VERSION)
 
     def decode(self, frame: bytes) -> M:
-        """The message in a frame; WireError says what is wrong with it: DamagedFrame, OtherVersion, or the message."""
+        """The message in a frame. A WireError says what is wrong: DamagedFrame, OtherVersion, or the message itself."""
         if len(frame) < PREFIX_BYTES or frame[:SEAL_BYTES] != xxhash.xxh3_64_digest(frame[SEAL_BYTES:]):
             raise DamagedFrame(f"a frame of {len(frame)} bytes is damaged")
         version = int.from_bytes(frame[SEAL_BYTES:PREFIX_BYTES])

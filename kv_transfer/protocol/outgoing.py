@@ -27,10 +27,10 @@ from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, Transfer
 from kv_transfer.protocol.transports import SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
-"""A leg sends about this much before it is another one's turn."""
+"""How much a rank transfer sends before the next one's turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
-"""Likewise where the consumer reads: an offer costs nothing by the byte, and copying this much takes 3 ms."""
+"""The same if the consumer reads: an offer has no cost per byte, and copying this much takes 3 ms."""
 
 
 class OutgoingState(Enum):
@@ -50,7 +50,7 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdentity:
-    """Who this rank is to a consumer."""
+    """How this rank identifies itself to a consumer."""
 
     incarnation: str
     fingerprint: KVFingerprint
@@ -60,22 +60,22 @@ class ProducerIdentity:
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One leg as its giver sees it."""
+    """One rank transfer as its producer sees it."""
 
     key: TransferKey
     state: OutgoingState
     rank_transfer: RankTransfer | None = None
-    """None until our own engine has heard of it."""
+    """None until our own engine knows of it."""
     shape: PieceShape | None = None
     piece_nbytes: int = 0
     num_tokens: int = 0
     peer: Peer = b""
     open: Open | None = None
-    """The latest Open; it may come early."""
+    """The latest Open; it may come before our engine knows of the request."""
     transport: str = ""
     version: int = 0
     ready: dict[int, int] = field(default_factory=dict)
-    """Prompt piece index -> piece of our pool, for those that are computed."""
+    """Prompt piece index -> piece of our pool, for computed pieces."""
     unsent: deque[int] = field(default_factory=deque)
     unacked: set[int] = field(default_factory=set)
     acked: set[int] = field(default_factory=set)
@@ -87,12 +87,12 @@ class OutgoingTransfer:
     is_needed: bool = True
     """False once either engine says that the request itself has ended."""
     end_reason: str = ""
-    """Why it ended otherwise than by a Release; the first reason counts."""
+    """Why it ended without a Release; the first reason counts."""
     is_end_sent: bool = False
     is_postponed: bool = False
     """The consumer gave its room back, and waits to hear that the prompt is complete."""
     early_until: float = 0.0
-    """When EARLY ends, however alive the consumer is, in the time in which this rank ran."""
+    """Deadline of EARLY, even if the consumer is alive; excludes standstills of this process."""
 
     def move_to(self, state: OutgoingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -108,7 +108,7 @@ class OutgoingTransfer:
 
     @property
     def is_awaited(self) -> bool:
-        """The consumer keeps room for a prompt that is not complete."""
+        """The consumer keeps room for an incomplete prompt."""
         return (
             self.open is not None and self.first_token is None and self.state is not OutgoingState.CANCELLED
         )
@@ -130,7 +130,7 @@ class OutgoingTransfer:
                 index += 1
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
-        """What the consumer says it has counts, as far as it can know; everything else is offered anew."""
+        """Accepts the consumer's list of arrived pieces as far as they can be valid; all others are offered again."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
@@ -140,13 +140,13 @@ class OutgoingTransfer:
             self._offer(index)
 
     def arrived(self, indices: Iterable[int]) -> None:
-        """The consumer has these. One that was queued to be offered again is not."""
+        """The consumer has these pieces; they are not offered again."""
         self.acked.update(indices)
         if not self.acked.isdisjoint(self.unsent):
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
     def unopen(self) -> None:
-        """The consumer gave its room back, and what it had received with it: a late word of that counts no more."""
+        """The consumer gave its room back, with everything it had received: late acknowledgements no longer count."""
         if self.state is OutgoingState.STREAMING:
             self.move_to(OutgoingState.PREPARING)
             self.version += 1
@@ -155,7 +155,9 @@ class OutgoingTransfer:
         self.is_end_sent, self.is_postponed = False, True
 
     def withdraw(self) -> None:
-        """Its blocks belong to others from now on; of what was read of them, only what is acknowledged counts."""
+        """Its blocks belong to other requests from now on; of the pieces read from them, only acknowledged ones
+        count.
+        """
         self.ready.clear()
         self.unsent.clear()
         self.version += 1
@@ -168,22 +170,24 @@ class OutgoingTransfer:
 
 
 class SendWindow:
-    """Bytes under way to each peer, at most so many, and whose turn it is to send more."""
+    """Bounds the unacknowledged bytes of each peer, and decides whose turn it is to send."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._inflight: Counter[Peer] = Counter()
-        """Offered to each peer and not acknowledged."""
+        """Bytes offered to each peer and not acknowledged."""
         self._turns: deque[OutgoingTransfer] = deque()
         """Rank transfers that may have something to offer."""
 
     def join(self, transfer: OutgoingTransfer) -> None:
-        """Last in line, if it is not there yet."""
+        """Queues a rank transfer last, if it is not queued yet."""
         if transfer not in self._turns:
             self._turns.append(transfer)
 
     def next_turns(self) -> Iterator[tuple[OutgoingTransfer, tuple[int, ...]]]:
-        """Each leg in turn with the next pieces that fit; a leg that has none to offer comes once, and leaves."""
+        """Each rank transfer in turn with the next pieces that fit; one without pieces to offer comes once, and
+        leaves.
+        """
         stalled: list[OutgoingTransfer] = []
         while self._turns:
             transfer = self._turns.popleft()
@@ -200,7 +204,7 @@ class SendWindow:
         self._turns.extend(stalled)
 
     def acknowledged(self, transfer: OutgoingTransfer, index: int) -> bool:
-        """The piece is not under way any more; False if it was not."""
+        """Removes the piece from the unacknowledged ones; False if it is not one of them."""
         if index not in transfer.unacked:
             return False
         transfer.unacked.remove(index)
@@ -208,7 +212,7 @@ class SendWindow:
         return True
 
     def forget_inflight(self, transfer: OutgoingTransfer) -> None:
-        """Nothing that it offered counts as under way any more."""
+        """Clears everything it offered from the unacknowledged bytes."""
         self._inflight[transfer.peer] -= len(transfer.unacked) * transfer.piece_nbytes
         if self._inflight[transfer.peer] <= 0:
             del self._inflight[transfer.peer]
@@ -220,7 +224,7 @@ class SendWindow:
         self.forget_inflight(transfer)
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
-        """One at least where nothing is under way to this peer, however large it is."""
+        """At least one if this peer has no unacknowledged bytes, whatever its size."""
         inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
         num_in_window = (self._max_bytes - inflight) // size
         if inflight == 0:

@@ -1,7 +1,8 @@
-"""Parts: one request's hand-over as the sum of its parts, be they legs of one rank or ranks of one worker; pure.
+"""Parts: one request's hand-over as the sum of its parts, which are rank transfers or ranks; pure.
 
-A load has arrived when all parts have, and has failed when one has; then the others are given up, and it is over when
-the last of them is quiet. What is kept of a failed load is what every part has. Blocks are free when all parts are.
+A load has arrived when all parts have, and has failed when one has. Then the others are given up, and the load ends
+when the last of them is quiet. Of a failed load, only what every part has is kept. Blocks are free when all parts
+are.
 """
 
 from collections.abc import Hashable, Iterable
@@ -21,7 +22,7 @@ class _Load(Generic[P, R]):
     is_cancelled: bool = False
     is_aborted: bool = False
     is_postponed: bool = True
-    """Whatever has failed was only put off."""
+    """All failures so far were postponements."""
 
     def keep(self, num_valid_tokens: int) -> None:
         have = self.num_valid_tokens
@@ -30,7 +31,7 @@ class _Load(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class LoadArrived(Generic[R]):
-    """Every part is here."""
+    """Every part has arrived."""
 
     parts: list[R]
 
@@ -41,30 +42,30 @@ class LoadFailed:
     reason: str
     is_cancelled: bool
     is_postponed: bool = False
-    """All parts were put off, and wait to be loaded again; otherwise those that were have to be aborted."""
+    """All parts were postponed, and wait to be loaded again; otherwise the postponed ones must be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadQuiet:
-    """Given up by its own worker, and over."""
+    """Given up by its own worker, and ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[P]):
-    """One part failed: these are to fail too, each to be reported by `failed`, unless it has arrived meanwhile."""
+    """One part failed: fail these too; each reports `failed`, unless it has arrived meanwhile."""
 
     parts: tuple[P, ...]
     reason: str
     is_cancelled: bool
     is_postponed: bool = False
-    """It was put off, and so are these to be."""
+    """The part was postponed; postpone these too."""
 
 
 LoadOutcome = LoadArrived[R] | LoadFailed | LoadQuiet | GiveUp[P] | None
 
 
 class Loads(Generic[P, R]):
-    """Loads under way by request, and what their parts have reported. P names a part, R is what it reports."""
+    """Current loads by request, with what their parts have reported. P names a part, R is what it reports."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _Load[P, R]] = {}
@@ -106,7 +107,7 @@ class Loads(Generic[P, R]):
         return self._outcome(request_id, load)
 
     def quiet(self, request_id: str, part: P) -> LoadOutcome[R, P]:
-        """An aborted part is over."""
+        """An aborted part has ended."""
         load = self._close(request_id, part)
         return None if load is None else self._outcome(request_id, load)
 
@@ -137,7 +138,7 @@ class Loads(Generic[P, R]):
 
 
 class Sends(Generic[P]):
-    """Hand-overs given, and the parts of each that somebody may still read."""
+    """Hand-overs sent, and the parts of each that may still be read."""
 
     def __init__(self) -> None:
         self._open: dict[str, set[P]] = {}
@@ -146,7 +147,7 @@ class Sends(Generic[P]):
         self._open[request_id] = set(parts)
 
     def freed(self, request_id: str, part: P) -> bool:
-        """Nobody reads this part any more; whether that was the last."""
+        """This part will not be read any more; returns whether it was the last."""
         parts = self._open.get(request_id)
         if parts is None or part not in parts:
             return False
@@ -160,7 +161,7 @@ class Sends(Generic[P]):
         return request_id in self._open
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits to hear that it is free."""
+        """Drops a request whose blocks need no report."""
         self._open.pop(request_id, None)
 
     def __len__(self) -> int:

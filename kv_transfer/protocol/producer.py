@@ -1,9 +1,8 @@
 """Producer: every rank transfer that this rank sends, as one sans-IO state machine; see outgoing.py for its states.
 
-A lease runs from the prefill's end on, and begins anew with every sign of the consumer's life; while the prompt is
-being computed, the request's own deadline applies. EARLY lasts one lease after the last sign of life, and
-MAX_EARLY_LEASES at most. How a leg ended is remembered for a while, and told to a consumer that asks late, and to our
-engine if it does. What comes for another incarnation is refused.
+A lease runs from the prefill's end, and restarts with every sign of the consumer's life; during prefill, the
+request's own deadline applies. EARLY lasts one lease after the last sign of life, and MAX_EARLY_LEASES at most. How a
+rank transfer ended is remembered for late questions. Messages for another incarnation are refused.
 
 Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
 reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
@@ -36,20 +35,20 @@ from kv_transfer.protocol.table import RankTransferTable
 from kv_transfer.protocol.timers import Timers
 
 MAX_EARLY = 1024
-"""Rank transfers that a consumer may announce before this worker's engine has heard of them."""
+"""Rank transfers that consumers may announce before this worker's engine knows of them."""
 
 MAX_EARLY_LEASES = 12
-"""How long a consumer may wait for our engine to hear of its request: it may be in the middle of a long step."""
+"""How long a consumer may wait until our engine knows of its request, which may take a long step."""
 
 MAX_ENDED = 4096
 """Rank transfers whose end is remembered."""
 
 ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
-"""Counters of how hand-overs ended that our engine began; each is in one of them, once."""
+"""Counters of how hand-overs ended that our engine began; each ends in one of them, once."""
 
 
 class Producer:
-    """Feed it orders, messages and the time; do what it returns."""
+    """Call it with commands, messages and the time; carry out the effects it returns."""
 
     def __init__(
         self, identity: ProducerIdentity, lease_s: float, window_bytes: int, counters: Counter[str]
@@ -64,12 +63,12 @@ class Producer:
         self._standstill = Standstill(lease_s / 4)
         self._leases: Timers[TransferKey] = Timers(self._standstill)
         self._farewells: dict[TransferKey, Aborted] = {}
-        """The latest ends that a consumer may not have heard of."""
+        """The latest ends that a consumer may not know of."""
 
-    # orders of this worker's engine
+    # commands of this worker's engine
 
     def note_starvation(self, is_starved: bool) -> list[Effect]:
-        """Whether prompts are queued and none is computed. If so, consumers who keep room for them may hear of it."""
+        """Whether prompts are queued but none is computed. If so, consumers that keep room for them may be told."""
         self._is_starved = is_starved
         if not self._is_stuck():
             return []
@@ -84,7 +83,7 @@ class Producer:
         shape: PieceShape,
         piece_nbytes: int,
     ) -> list[Effect]:
-        """The engine took the request; its prompt will be computed, unless the consumer was told no, or said so.
+        """The engine took the request and will compute its prompt, unless the consumer was refused or has cancelled.
 
         A second claim to one key is never served.
         """
@@ -123,7 +122,7 @@ class Producer:
         return self._pump(transfer)
 
     def withdraw(self, rank_transfer: RankTransfer) -> list[Effect]:
-        """The request was preempted: from now on none of its blocks is offered until it is ready again."""
+        """The request was preempted: none of its blocks is offered until it is ready again."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -146,7 +145,7 @@ class Producer:
         return self._pump(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The request ended otherwise: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
+        """The request ended in another way: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
@@ -159,13 +158,13 @@ class Producer:
         self._remember(farewell)
         return told + self._forget(transfer)
 
-    # what peers and time bring
+    # messages and time
 
     def on_message(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         key = message.key
         if key.producer != self._identity.incarnation or key.producer_rank != self._identity.layout.rank:
             self._counters["kv_foreign_messages"] += 1
-            return [Send(peer, Refused(key, "this worker was restarted since; the blocks are gone"))]
+            return [Send(peer, Refused(key, "this worker has restarted; the blocks are gone"))]
         transfer = self._transfers.get(key)
         if transfer is None:
             return self._on_unknown(peer, message, now)
@@ -198,13 +197,13 @@ class Producer:
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
-        """Ends the leases whose time has come, and tells the consumers, in case they live after all."""
+        """Ends expired leases, and tells their consumers, which may be alive after all."""
         effects: list[Effect] = []
         for key in list(self._leases.pop_due(now)):
             transfer = self._transfers[key]
-            reason = f"nothing was heard of the decode worker for {self._lease_s:g} s"
+            reason = f"the decode worker was silent for {self._lease_s:g} s"
             if transfer.rank_transfer is None:
-                reason = "the prefill worker was not asked for this prompt"
+                reason = "the prefill worker never received this request"
             self._count_end(transfer, "kv_lease_expiries", reason)
             farewell = Aborted(key, reason, is_cancelled=False)
             self._remember(farewell)
@@ -224,7 +223,7 @@ class Producer:
         return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
-        """Asserts that every hand-over that was started is under way, or ended once."""
+        """Asserts that every started hand-over is still running, or ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
@@ -240,20 +239,20 @@ class Producer:
         return Opened(transfer.key, offer.host, transfer.transport or None, pool, is_complete, is_stuck)
 
     def _is_stuck(self) -> bool:
-        """Our engine can compute nothing, and of the complete prompts, which there are, nobody takes any."""
+        """Our engine can compute nothing, and no consumer takes any of the complete prompts."""
         if not self._is_starved:
             return False
         complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
         return bool(complete) and all(transfer.state is OutgoingState.PREPARING for transfer in complete)
 
     def _unopen(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer gave its room back: what was offered counts as under way no more."""
+        """The consumer gave its room back: nothing it was offered counts as unacknowledged any more."""
         effects = self._leave_turns(transfer)
         transfer.unopen()
         return effects
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
-        """News of a leg that is over, or that our own engine has not announced yet."""
+        """A message about a rank transfer that has ended, or that our own engine has not announced yet."""
         key = message.key
         if isinstance(message, Open | Hold) and key in self._farewells:
             return [Send(peer, self._farewells[key])]
@@ -261,7 +260,7 @@ class Producer:
             self._counters["kv_late_messages"] += 1
             return []
         if self._num_early >= MAX_EARLY:
-            return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs are announced already"))]
+            return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs have been announced already"))]
         early_until = self._standstill.running(now) + MAX_EARLY_LEASES * self._lease_s
         early = OutgoingTransfer(key, OutgoingState.EARLY, peer=peer, early_until=early_until)
         self._transfers.add(early)
@@ -271,12 +270,12 @@ class Producer:
             early.is_needed, early.end_reason = not message.is_cancelled, message.reason
             early.move_to(OutgoingState.CANCELLED)
             return []
-        if isinstance(message, Open):  # nothing was sent yet, so nothing can have been received
+        if isinstance(message, Open):  # nothing was sent yet, so nothing can have arrived
             early.open = replace(message, received=(), received_versions=())
         return [Send(peer, self._opened(early))]
 
     def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
-        """The consumer has room. Repeated, it says what arrived so far, and everything else is offered again."""
+        """The consumer has room. A repeated Open lists what arrived; everything else is offered again."""
         if transfer.state is OutgoingState.EARLY:
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
@@ -315,7 +314,7 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # An Open may have come between, and what is acknowledged here may be about to be offered again.
+        # An Open may have come in between, so an acknowledged piece may be queued to be offered again.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)
@@ -328,7 +327,7 @@ class Producer:
         return self._pump(transfer)
 
     def _pump(self, transfer: OutgoingTransfer | None = None) -> list[Effect]:
-        """Offers what the peers' windows allow, some pieces of each leg in turn; `transfer` has news."""
+        """Offers what the peers' windows allow, a few pieces of each rank transfer in turn; `transfer` has news."""
         if transfer is not None and transfer.state is OutgoingState.STREAMING:
             self._window.join(transfer)
         effects: list[Effect] = []
@@ -349,22 +348,22 @@ class Producer:
         )
 
     def _end(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """Everything ready was offered; if that was all there will be, says so once."""
+        """Sends End once, if everything was offered and no more will come."""
         if transfer.first_token is None or transfer.is_end_sent:
             return []
         if transfer.unacked:
-            return []  # the pool may still be read, and only the consumer's word shows that it was read in time
+            return []  # may still be read; only the consumer's Ack shows that it was read in time
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 
     def _count_end(self, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
-        """Once: not what was counted as cancelled before, and not what our engine never began."""
+        """Counts an end once, without those counted as cancelled, and those that our engine never began."""
         transfer.end_reason = transfer.end_reason or reason
         if transfer.rank_transfer is not None and not transfer.is_cancelled:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer is done with it. If our engine still computes for it, the blocks stay until it hears."""
+        """The consumer is done. If our engine still computes the prompt, the blocks stay until the engine is told."""
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(OutgoingState.CANCELLED)
@@ -372,7 +371,7 @@ class Producer:
         return [*unwanted, *self._leave_turns(transfer)]
 
     def _forget(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """Drops every trace, and frees the blocks if an engine holds any for it."""
+        """Drops the rank transfer, and frees its blocks if the engine holds any for it."""
         self._transfers.remove(transfer)
         self._leases.cancel(transfer.key)
         effects = self._leave_turns(transfer)

@@ -1,4 +1,4 @@
-"""RankTransferTable: one end's legs, by what peers call them and by what our engine calls them."""
+"""RankTransferTable: one end's rank transfers, by the peers' keys and by our engine's names."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=_Transfer)
 
 
 class RankTransferTable(Generic[T]):
-    """A transfer has a key from its beginning, and a leg from when our engine knows of it: `bind`."""
+    """A transfer always has a key; `bind` adds our engine's name once our engine knows of it."""
 
     def __init__(self) -> None:
         self._by_key: dict[TransferKey, T] = {}
@@ -36,7 +36,7 @@ class RankTransferTable(Generic[T]):
         self._num_by_producer[transfer.key.producer] += 1
 
     def bind(self, transfer: T) -> None:
-        """From now on it is found by its leg too."""
+        """Makes it available under our engine's name, too."""
         assert transfer.rank_transfer is not None
         self._by_rank_transfer[transfer.rank_transfer] = transfer
 
@@ -59,7 +59,7 @@ class RankTransferTable(Generic[T]):
         return key in self._by_key
 
     def of(self, rank_transfer: RankTransfer) -> T | None:
-        """None of a leg that is over, or whose key another request had claimed before."""
+        """None for a rank transfer that has ended, or whose key another request had claimed before."""
         return self._by_rank_transfer.get(rank_transfer)
 
     def has_from(self, producer: str) -> bool:

@@ -10,19 +10,19 @@ K = TypeVar("K")
 
 
 class Timers(Generic[K]):
-    """At most one deadline per key. One that is put off stays where it is in the heap until its old time has come.
+    """At most one deadline per key. A postponed deadline stays in place in the heap until its old time has come.
 
-    With a `standstill`, time in which this process stood still does not count: all deadlines are put off by it. Then
-    whoever sets a deadline has looked at this moment.
+    With a `standstill`, time during which this process stood still does not count: it postpones all deadlines.
+    Callers that set a deadline must have looked at the standstill at that moment.
     """
 
     def __init__(self, standstill: Standstill | None = None) -> None:
         self._standstill = standstill
         self._when: dict[K, float] = {}
         self._queued: dict[K, float] = {}
-        """Where each key stands in the heap: at its deadline, or before it. Any other entry of it is stale."""
+        """Each key's place in the heap: its deadline, or earlier. Its other entries are stale."""
         self._heap: list[tuple[float, int, K]] = []
-        """As all times here, without what standstills have put them off by."""
+        """These times, like all others here, exclude standstills."""
         self._num_pushed = 0
 
     def set(self, key: K, when: float) -> None:
@@ -42,7 +42,7 @@ class Timers(Generic[K]):
         return min(when, self._standstill.next_look)
 
     def pop_due(self, now: float) -> Iterator[K]:
-        """Takes out every key whose deadline has come, earliest first."""
+        """Removes and returns every key whose deadline has come, earliest first."""
         if self._standstill is not None:
             self._standstill.look(now)
         while (when := self._earliest()) is not None and when <= now:
@@ -66,7 +66,7 @@ class Timers(Generic[K]):
             heapq.heappop(self._heap)
             if queued == self._queued.get(key):
                 del self._queued[key]
-                if when is not None:  # it was put off
+                if when is not None:  # postponed
                     self._push(key, when)
         return None
 

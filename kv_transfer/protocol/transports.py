@@ -1,4 +1,4 @@
-"""Which way the bytes of a leg go, agreed on from what both ends offer; knows no transport's inside."""
+"""The choice of a rank transfer's transport from what both ends offer; knows no transport's details."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ CUDA_IPC = "cuda_ipc"
 NIXL = "nixl"
 
 SENDS_BYTES = frozenset({ZMQ_TCP})
-"""The producer sends the bytes; with all others, the consumer reads them out of the producer's pool."""
+"""The producer sends the bytes; with all other transports, the consumer reads them from the producer's pool."""
 
 SAME_HOST_ONLY = frozenset({SHARED_MEMORY, CUDA_IPC})
 
@@ -19,7 +19,7 @@ class TransportOffer:
     """What one worker offers."""
 
     host: str
-    """Equal on two workers that share a machine's memory, and on no others."""
+    """Equal for two workers that share a machine's memory, and different for all others."""
     transports: tuple[str, ...]
     """Transports it can use, the best first."""
     pools: Mapping[str, bytes] = field(default_factory=dict)
@@ -35,11 +35,11 @@ class TransportOffer:
 
 
 RETRY_S = 30.0
-"""A way that failed is tried again after this long: a peer that always has traffic would otherwise lose it for good."""
+"""A failed transport is retried after this long; otherwise a peer with constant traffic would lose it for good."""
 
 
 class TransportChoices:
-    """How a consumer reaches each rank of its producers: in all the ways it has, but those that failed lately."""
+    """The transports for each rank of a consumer's producers: all it has, except those that failed recently."""
 
     def __init__(self, transports: tuple[str, ...]) -> None:
         self._transports = transports
@@ -54,5 +54,5 @@ class TransportChoices:
         self._failed_until.setdefault(producer, {})[rank, transport] = now + RETRY_S
 
     def forget(self, producer: str) -> None:
-        """The next leg from it tries everything again."""
+        """The next rank transfer from it tries every transport again."""
         self._failed_until.pop(producer, None)

@@ -1,6 +1,6 @@
-"""What a way of moving bytes has to offer; the protocol above knows nothing else of it.
+"""The interface of a transport; the protocol above knows nothing else of it.
 
-Messages always travel on a `Channel`. Bytes travel on it too, or are read by the consumer straight out of the
+Messages always travel on a `Channel`. Bytes either travel on it too, or the consumer reads them directly from the
 producer's pool: then both ends have a `PoolReader` of the same name. Everything here belongs to the transfer thread.
 """
 
@@ -21,12 +21,12 @@ MAX_DESCRIPTION_BYTES = 64 * 1024
 
 
 class TransportError(BatonError):
-    """A peer's pool cannot be read in this way: not from here, not any more, or not what is asked for."""
+    """This transport cannot read a peer's pool: not from here, not any more, or not the requested part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A header that came in. A payload that nobody reads is skipped."""
+    """A header that arrived. An unread payload is skipped."""
 
     peer: Peer
     is_from_producer: bool
@@ -50,7 +50,7 @@ class Channel(Protocol):
         ...
 
     def read_payload(self) -> Iterator[Bytes]:
-        """The payload of the arrival at hand, to be read, not written: spans that are cut where the sender's were."""
+        """The payload of the current arrival, read-only: spans that are cut where the sender's were."""
         ...
 
 
@@ -63,7 +63,7 @@ class Runs:
     lengths: Offsets
 
     def coalesced(self) -> "Runs":
-        """The same bytes in as few runs as possible: neighbours that adjoin on both sides become one."""
+        """The same bytes in as few runs as possible: neighbours that are contiguous on both sides are merged."""
         if len(self.lengths) < 2:
             return self
         adjoins = (self.remote[1:] == self.remote[:-1] + self.lengths[:-1]) & (
@@ -75,7 +75,7 @@ class Runs:
         return Runs(self.remote[starts], self.local[starts], np.add.reduceat(self.lengths, starts))
 
     def check_within(self, remote_nbytes: int, local_nbytes: int) -> None:
-        """TransportError if a run leaves either pool: a peer's word is never trusted."""
+        """TransportError if a run leaves either pool: a peer's values are never trusted."""
         for what, offsets, nbytes in (
             ("the peer's", self.remote, remote_nbytes),
             ("our", self.local, local_nbytes),
@@ -89,7 +89,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A read is over: nothing of it writes our pool any more. `error` says why the bytes are not there."""
+    """A read has ended and writes our pool no more. `error` says why the bytes are missing."""
 
     number: int
     error: str | None
@@ -107,16 +107,16 @@ class RemotePool(Protocol):
         ...
 
     def read(self, runs: Runs) -> int:
-        """Begins to copy; returns the read's number, which `PoolReader.poll` names when it is over.
+        """Begins to copy; returns the read's number, which `PoolReader.poll` reports when it has ended.
 
-        TransportError if that cannot even be begun, or a run lies outside the pool; then nothing is being written.
+        TransportError if the copy cannot begin, or a run lies outside the pool; then nothing is being written.
         """
         ...
 
     def close(self) -> None:
-        """Reads under way are over when this returns, and are still reported.
+        """Current reads have ended when this returns, and are still reported.
 
-        TransportError if something cannot be given back; the reads are over all the same.
+        TransportError if something cannot be released; the reads have ended all the same.
         """
         ...
 
@@ -128,22 +128,24 @@ class PoolReader(Protocol):
     def name(self) -> str: ...
 
     def describe(self) -> bytes | None:
-        """Our pool, for peers to open, in at most MAX_DESCRIPTION_BYTES; None: it cannot be read in this way."""
+        """A description with which peers can open our pool, at most MAX_DESCRIPTION_BYTES; None: this transport
+        cannot read it.
+        """
         ...
 
     def open(self, description: bytes) -> RemotePool:
-        """TransportError if that pool cannot be reached from here, or is none."""
+        """TransportError if that pool cannot be reached from here, or the description is invalid."""
         ...
 
     def poll(self) -> list[ReadDone]:
-        """Reads that are over since the last call."""
+        """Reads that ended since the last call."""
         ...
 
     @property
     def poll_interval_s(self) -> float | None:
-        """How often `poll` wants to be called while reads are under way; None if they are over as soon as begun."""
+        """How often to call `poll` during reads; None if reads end at once."""
         ...
 
     def close(self) -> None:
-        """Ends every read, and lets nobody read our pool any more. TransportError if something cannot be given back."""
+        """Ends every read, and stops others from reading our pool. TransportError if something cannot be released."""
         ...

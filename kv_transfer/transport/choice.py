@@ -1,4 +1,4 @@
-"""Which transports this worker offers: what the configuration asks for, as far as the machine has it."""
+"""Which transports this worker offers: those that the configuration asks for and the machine supports."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,10 +20,9 @@ logger = logging.getLogger(__name__)
 def make_readers(
     config: KVTransferConfig, blocks: Bytes | DeviceBlocks, memory: SharedMemory | None, clock: Clock
 ) -> list[PoolReader]:
-    """Everything but bytes over the channel, the best first. `auto` takes NIXL only where there is RDMA to gain from.
+    """Readers of all transports but the channel, the best first. `auto` takes NIXL only if the machine has RDMA.
 
-    What does not work on this machine is done without, with a warning, unless it is what was asked for.
-    ConfigError if the transport asked for cannot be had here.
+    A transport that does not work here is skipped with a warning. If the configuration names it, ConfigError.
     """
     asked = config.transport
     readers: list[PoolReader] = []
@@ -46,7 +45,7 @@ def make_readers(
                 reason += "; KV on a device needs a UCX with CUDA support (`ucx_info -d` lists cuda_copy)"
             if asked == name:
                 raise ConfigError(f"kv_transfer.transport: {reason}") from error
-            logger.warning("going on without a KV transport: %s", reason)
+            logger.warning("KV transport not available: %s", reason)
     return readers
 
 
@@ -63,7 +62,7 @@ def _device_makers(blocks: DeviceBlocks, clock: Clock) -> dict[str, Callable[[],
 def _host_makers(
     blocks: Bytes, memory: SharedMemory | None, clock: Clock
 ) -> dict[str, Callable[[], PoolReader]]:
-    """Likewise."""
+    """The best first."""
     return {
         SHARED_MEMORY: lambda: SharedMemoryReader(blocks, memory),
         NIXL: lambda: NixlReader(NixlMemory.of(blocks), clock),

@@ -1,7 +1,7 @@
 """CUDA IPC: on one host, a consumer's device copies straight out of the producer's device memory.
 
-Copies are queued on a stream of their own and are over when an event says so; no thread waits for them, and no kernel
-of the engine is between them.
+Copies are queued on a stream of their own, and events report their end. No thread waits for them, and they never
+queue behind the engine's kernels.
 """
 
 import os
@@ -23,13 +23,13 @@ POLL_INTERVAL_S = 0.0005
 
 
 class CudaIpcReader:
-    """Reads pools that are in another process's `CudaMemory`, into ours."""
+    """Reads pools in another process's `CudaMemory` into ours."""
 
     name = CUDA_IPC
     poll_interval_s = POLL_INTERVAL_S
 
     def __init__(self, memory: CudaMemory) -> None:
-        """CudaError where the system does not let processes share a device's memory, as some containers do not."""
+        """CudaError if the system does not let processes share a device's memory, as in some containers."""
         self._memory = memory
         self._driver = memory.driver
         self._handle = self._driver.share(memory.address)
@@ -56,7 +56,7 @@ class CudaIpcReader:
         return CudaPool(self, pid, address, num_bytes, lambda: self._driver.close(address))
 
     def begin(self, source: Address, num_bytes: int, runs: Runs) -> int:
-        """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those are over."""
+        """Queues the copies; see `RemotePool.read`. If only some can be queued, it waits until those have ended."""
         runs.check_within(num_bytes, self._memory.nbytes)
         try:
             queue_copies(self._driver, runs.coalesced(), source, self._memory.address, self._stream)
@@ -82,7 +82,7 @@ class CudaIpcReader:
         return done
 
     def finish(self) -> None:
-        """Waits for every read; on one host that is as long as the copies take."""
+        """Waits for every read; on one host that takes as long as the copies."""
         error = self._wait()
         for number in list(self._under_way):
             self._end(number, error)
@@ -92,9 +92,9 @@ class CudaIpcReader:
         self._driver.drop_stream(self._stream)
 
     def _wait(self) -> str | None:
-        """Nothing that was queued writes any more when this returns; why it may not have been written.
+        """No queued copy writes any more when this returns. Returns why bytes may be missing.
 
-        A wait fails only where the device's context is lost, and with it everything that was queued there.
+        A wait fails only if the device's context is lost, with everything that was queued there.
         """
         try:
             self._driver.wait(self._stream)
@@ -105,15 +105,15 @@ class CudaIpcReader:
     def _end(self, number: int, error: str | None) -> None:
         event = self._under_way.pop(number)
         self._done.append(ReadDone(number, error))
-        with suppress(TransportError):  # it is lost with its context
+        with suppress(TransportError):  # lost with its context
             self._driver.drop(event)
 
     def _check_size(self, address: Address, num_bytes: int) -> None:
-        """To read beyond the memory's end would end every kernel of ours too."""
+        """Reading beyond the memory's end would end every kernel of ours, too."""
         real = self._driver.size_of(address)
         if num_bytes > real:
             raise TransportError(
-                f"a description of {num_bytes} bytes stands for {real} bytes of device memory"
+                f"the description says {num_bytes} bytes, but the device memory has {real} bytes"
             )
 
 

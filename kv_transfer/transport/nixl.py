@@ -1,15 +1,15 @@
 """NixlReader: reads pools through NIXL, over RDMA or within a host; knows no block and no protocol.
 
-Two agents: peers read our pool through the one, which has a thread to answer their connecting; we read theirs through
-the other, which moves on when we poll. NIXL offers no way to end a read that does not end by itself, other than to
-end the agent that reads. Then every read under way ends with an error, and the next one begins with a new agent; peers
-that read from us do not notice. Where no new agent can be had, nothing can be opened or read until one can.
+It has two agents. Peers read our pool through one, which has a thread to answer their connections. We read theirs
+through the other, which advances when we poll. NIXL can only end a stuck read by ending its agent. Then every current
+read ends with an error, and the next one begins with a new agent; peers that read from us do not notice. While no new
+agent can be created, no pool can be opened or read.
 
-What ends a read, as found with NIXL 1.5.1 (UCX), on one host:
+How reads end with NIXL 1.5.1 (UCX), as measured on one host:
 
     the owner's process is killed        an error at once, whenever it happens
     the owner's process is stopped       the bytes arrive; a first read does not end, as the owner does not answer
-    NIXL is asked to cancel a read       it says so at once, but the bytes may still be written later
+    NIXL is asked to cancel a read       it confirms at once, but the bytes may still be written later
     the reading agent is ended           nothing is written any more
 """
 
@@ -33,14 +33,14 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.001
 
 MAX_PEERS = 256
-"""Connections kept for when a closed pool is opened again: UCX leaks a socket on both ends of each that is given up."""
+"""Connections kept for pools that are opened again: UCX leaks a socket on both ends of each closed connection."""
 
 CLOSE_WAIT_S = 0.1
-"""How long closing a pool waits for its reads, before it ends the agent under them: as long as copying 1 GiB takes."""
+"""How long closing a pool waits for its reads before it ends their agent: as long as copying 1 GiB takes."""
 
 
 class NixlPool:
-    """A peer's pool; after the first read that fails it is only to be closed."""
+    """A peer's pool; after its first failed read it can only be closed."""
 
     owner_pid = None
     """What of a peer's memory is mapped, and for how long, is UCX's matter, and outlasts `close`."""
@@ -52,11 +52,11 @@ class NixlPool:
         self._reader = reader
 
     def read(self, runs: Runs) -> int:
-        """Begins to copy. On one host this copies, at memory speed, and without Python's lock."""
+        """Begins to copy. On one host this copies at memory speed, without holding Python's lock."""
         return self._reader.begin(self, runs)
 
     def close(self) -> None:
-        """Reads under way are over when this returns; they have CLOSE_WAIT_S to end well."""
+        """Current reads have ended when this returns; they have CLOSE_WAIT_S to complete."""
         self._reader.forget(self)
 
 
@@ -69,7 +69,7 @@ class Read:
 class NixlReader:
     """One per process; belongs to the transfer thread. ConfigError if NIXL is not installed.
 
-    A peer that is this process itself is as good as any other.
+    A peer may also be this process itself.
     """
 
     name = "nixl"
@@ -79,8 +79,8 @@ class NixlReader:
     ) -> None:
         """TransportError if UCX cannot be set up here.
 
-        `make_current` makes the device's context that of the calling thread, if the memory is on one: UCX makes calls
-        of CUDA on whatever thread reads move on, and ends the process where there is none.
+        If the memory is on a device, `make_current` makes its context current in the calling thread. UCX calls CUDA
+        on every thread that advances reads, and ends the process if there is no context.
         """
         _, self._version = load_nixl()
         self._make_current = make_current
@@ -94,7 +94,7 @@ class NixlReader:
         self._is_closed = False
         self._pools: set[NixlPool] = set()
         self._connected: dict[str, Description] = {}
-        """Whom the reading agent knows, by their agents' names; who connected first comes first."""
+        """Peers that the reading agent knows, by their agents' names, in order of connection."""
         self._reads: dict[int, Read] = {}
         self._done: list[ReadDone] = []
         self._numbers = count()
@@ -104,36 +104,39 @@ class NixlReader:
         return POLL_INTERVAL_S
 
     def describe(self) -> bytes:
-        """Our pool, for peers to open. NIXL lets whoever has it write the pool as well."""
+        """A description with which peers can open our pool. NIXL lets its holders write the pool as well."""
         return encode(self._description())
 
     def open(self, description: bytes) -> NixlPool:
-        """TransportError if that pool cannot be reached from here, or is none. Takes some 10 ms."""
+        """TransportError if that pool cannot be reached from here, or the description is invalid. Takes some 10 ms."""
         theirs = decode(description)
         if theirs.nixl_version != self._version:
-            raise TransportError(f"the peer has NIXL {theirs.nixl_version}, this worker {self._version}")
+            raise TransportError(
+                f"the peer has NIXL {theirs.nixl_version}, but this worker has "
+                f"{self._version}; install the same version"
+            )
         theirs.check_reachable(self._host, self._has_rdma)
         if self._connected.get(theirs.agent, theirs) != theirs:
-            raise TransportError("a pool's description for NIXL takes another one's name")
+            raise TransportError("the NIXL description of a pool uses the name of another agent")
         pool = NixlPool(self, theirs)
         self._connect(pool)
         self._pools.add(pool)
         return pool
 
     def poll(self) -> list[ReadDone]:
-        """Lets reads move on, and returns those that are over since the last call."""
+        """Advances reads, and returns those that ended since the last call."""
         for number in list(self._reads):
-            if number in self._reads:  # it may have ended with another one's agent
+            if number in self._reads:  # it may have ended with another read's agent
                 self._advance(number)
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        """Ends every read, and lets nobody read our pool any more."""
+        """Ends every read, and stops others from reading our pool."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._end_reading("this worker stops")
+        self._end_reading("this worker is stopping")
         self._pools.clear()
         self._serving.close()
 
@@ -188,16 +191,16 @@ class NixlReader:
         )
 
     def _agent(self) -> NixlAgent:
-        """The agent that reads. TransportError if there is none and none can be had."""
+        """The agent that reads. TransportError if there is none and none can be created."""
         if self._is_closed:
-            raise TransportError("this worker reads nothing through NIXL any more")
+            raise TransportError("this worker no longer reads through NIXL")
         self._make_current()
         if self._reading is None:
             self._reading = _new_agent(self._memory, has_progress_thread=False)
         return self._reading
 
     def _connect(self, pool: NixlPool) -> None:
-        """Makes the peer known to the reading agent, if it is not."""
+        """Makes the peer known to the reading agent, unless it is."""
         theirs, reading = pool.description, self._agent()
         if theirs.agent in self._connected:
             return
@@ -210,7 +213,7 @@ class NixlReader:
 
     def _disconnect(self, agent: str) -> None:
         if self._connected.pop(agent, None) is not None:
-            with suppress(NixlError):  # it may have gone by itself
+            with suppress(NixlError):  # it may already be gone
                 self._agent().disconnect(agent)
 
     def _under_way(self, is_meant: Callable[[Read], bool]) -> list[int]:
@@ -224,15 +227,15 @@ class NixlReader:
             self._fail(number, error)
 
     def _finish(self, number: int, error: str | None) -> None:
-        """Reports a read of which nothing writes our pool any more."""
+        """Reports a read that writes our pool no more."""
         handle = self._reads.pop(number).handle
         with suppress(NixlError):
-            assert self._reading is not None, "reads end before their agent does"
+            assert self._reading is not None, "reads must end before their agent"
             self._reading.release(handle)
         self._done.append(ReadDone(number, error))
 
     def _fail(self, number: int, error: NixlError) -> None:
-        """A cut connection takes its reads with it. After any other error NIXL does not say whether parts go on."""
+        """A cut connection ends its reads. After other errors, NIXL does not say whether parts of them continue."""
         pool = self._reads[number].pool
         agent = pool.description.agent
         pool.failure = f"NIXL cannot read the pool of process {pool.description.pid}: {error}"
@@ -245,9 +248,9 @@ class NixlReader:
         self._disconnect(agent)
 
     def _restart(self, reason: str) -> None:
-        """Ends every read under way by ending the reading agent; the next read begins with a new one."""
-        logger.warning("reading through NIXL begins anew, %d reads are lost: %s", len(self._reads), reason)
-        self._end_reading(f"reading through NIXL began anew: {reason}")
+        """Ends every current read by ending the reading agent; the next read begins with a new one."""
+        logger.warning("restarting the NIXL agent, %d reads are lost: %s", len(self._reads), reason)
+        self._end_reading(f"the NIXL agent was restarted: {reason}")
 
     def _end_reading(self, reason: str) -> None:
         for number in list(self._reads):
@@ -263,7 +266,7 @@ def _new_agent(memory: NixlMemory, *, has_progress_thread: bool) -> NixlAgent:
 
 
 def _translated(call: Callable[[], T]) -> T:
-    """What NIXL refuses, as the error that this package's callers know."""
+    """Translates NIXL's errors into TransportError."""
     try:
         return call()
     except NixlError as error:

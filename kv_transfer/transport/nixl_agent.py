@@ -1,7 +1,7 @@
-"""NixlAgent: one agent of the NIXL library over one pool; the only module that imports NIXL, knows no peer's word.
+"""NixlAgent: one agent of the NIXL library over one pool; the only module that imports NIXL, knows no message.
 
-We call the extension module below NIXL's Python layer, because that layer leaves no say over the progress thread: with
-the interval that it sets, the thread spins and takes a whole core from the engine.
+We call the extension module below NIXL's Python layer, because that layer fixes the progress thread's interval. At
+that interval the thread spins, and takes a whole core from the engine.
 """
 
 import importlib
@@ -25,7 +25,7 @@ DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
 """Builds for either CUDA version; without a GPU both work alike."""
 
 PROGRESS_INTERVAL_US = 100_000
-"""The progress thread wakes when something happens, and this often besides: 0.1 % of a core."""
+"""The progress thread wakes on events, and at least this often: 0.1 % of a core."""
 
 RDMA_PORT_STATES = "/sys/class/infiniband/*/ports/*/state"
 
@@ -33,7 +33,7 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class NixlError(Exception):
-    """NIXL refused or gave up; `is_disconnect` if it thereby cut the connection to the peer, and with it every read."""
+    """NIXL refused or gave up; `is_disconnect` if this cut the connection to the peer, and so every read."""
 
     def __init__(self, cause: Exception) -> None:
         self.is_disconnect = type(cause).__name__ == "nixlRemoteDisconnectError"
@@ -53,8 +53,8 @@ class NixlMemory:
     @classmethod
     def of(cls, pool: Bytes) -> "NixlMemory":
         """The bytes of an array, which must outlive every agent over them."""
-        assert pool.flags.c_contiguous, "a pool is one run of bytes"
-        assert pool.flags.writeable, "a pool is read into"
+        assert pool.flags.c_contiguous, "a pool must be one contiguous run of bytes"
+        assert pool.flags.writeable, "a pool must be writable"
         return cls(pool.ctypes.data, pool.nbytes)
 
 
@@ -86,18 +86,19 @@ def nixl_is_available() -> bool:
 
 
 def has_rdma() -> bool:
-    """Whether this machine has a port that is up on an RDMA network."""
+    """Whether this machine has an active port on an RDMA network."""
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 
 
 class NixlAgent:
-    """Owns NIXL's state for one pool. Never listens beyond loopback: with RDMA no TCP at all, without it only on `lo`.
+    """Owns NIXL's state for one pool. Never listens beyond loopback: with RDMA it uses no TCP at all, without RDMA
+    only `lo`.
 
-    UCX's own environment variables (UCX_TLS, UCX_NET_DEVICES) win over both. UCX authenticates nobody.
+    UCX's own environment variables (UCX_TLS, UCX_NET_DEVICES) override both. UCX has no authentication.
     """
 
     def __init__(self, memory: NixlMemory, *, has_progress_thread: bool) -> None:
-        """NixlError if UCX cannot be set up. Peers that connect need the thread; our own reads do not."""
+        """NixlError if UCX cannot be set up. Connecting peers need the progress thread; our own reads do not."""
         self._nixl, _ = load_nixl()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = has_progress_thread
@@ -114,7 +115,7 @@ class NixlAgent:
                 self._segment, [(memory.address, memory.nbytes, memory.device, "")]
             )
             self._agent.registerMem(self._registered, [self._backend])
-        except Exception as error:  # the bindings' exceptions have no root of their own
+        except Exception as error:  # the bindings' exceptions have no common base
             raise NixlError(error) from error
 
     def metadata(self) -> bytes:
@@ -122,11 +123,11 @@ class NixlAgent:
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes) -> None:
-        """NixlError if that agent cannot be reached. Damaged metadata may end this process: check them before."""
+        """NixlError if that agent cannot be reached. Damaged metadata may end this process, so check it before."""
         self._do(self._agent.loadRemoteMD, metadata)
 
     def disconnect(self, peer: str) -> None:
-        """No read from that agent may be under way."""
+        """No read from that agent may be running."""
         self._do(self._agent.invalidateRemoteMD, peer)
 
     def prepare(
@@ -137,7 +138,7 @@ class NixlAgent:
         local: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
     ) -> int:
-        """A read of `lengths` bytes each, between offsets of both pools; NixlError if NIXL will not have it."""
+        """Prepares a read of `lengths` bytes each, between offsets of both pools; NixlError if NIXL refuses."""
         ours = self._descriptors(self._memory, local, lengths)
         segment = getattr(self._nixl, f"{theirs.kind}_SEG")
         return int(
@@ -153,25 +154,25 @@ class NixlAgent:
         )
 
     def start(self, handle: int) -> bool:
-        """Begins a prepared read; whether it is over already. On one host this is when the bytes are copied."""
+        """Begins a prepared read; returns whether it has already ended. On one host, this call copies the bytes."""
         return self._is_over(self._do(self._agent.postXferReq, handle, b""))
 
     def advance(self, handle: int) -> bool:
-        """Lets reads move on; whether this one is over. NixlError if it failed."""
+        """Advances reads; returns whether this one has ended. NixlError if it failed."""
         return self._is_over(self._do(self._agent.getXferStatus, handle))
 
     def release(self, handle: int) -> None:
-        """Forgets a read. If it is not over, NIXL says that it cancelled it, but it goes on writing: see `close`."""
+        """Forgets a read. If it has not ended, NIXL claims to cancel it, but it keeps writing: see `close`."""
         self._do(self._agent.releaseXferReq, handle)
 
     def close(self) -> None:
-        """Nothing reads or writes the pool through this agent any more, however its reads stood. Release them first."""
+        """This agent neither reads nor writes the pool any more when this returns. Release its reads first."""
         try:
             self._do(self._agent.deregisterMem, self._registered, [self._backend])
         except NixlError as error:
-            reason = str(error)  # a record with the error itself would keep the agent alive
-            logger.warning("NIXL does not give a pool back: %s", reason)
-        del self._agent  # its destructor closes every connection, and gives back what is left
+            reason = str(error)  # a log record with the error itself would keep the agent alive
+            logger.warning("NIXL does not release a pool: %s", reason)
+        del self._agent  # its destructor closes every connection, and releases the rest
 
     def _is_over(self, status: Any) -> bool:
         return bool(status == self._nixl.NIXL_SUCCESS)
@@ -190,5 +191,5 @@ class NixlAgent:
     def _do(call: Any, *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except Exception as error:  # the bindings' exceptions have no root of their own
+        except Exception as error:  # the bindings' exceptions have no common base
             raise NixlError(error) from error

@@ -1,7 +1,7 @@
-"""How a pool is described to those who read it through NIXL, and who may rely on such words; knows no library.
+"""The description of a pool for peers that read it through NIXL, and its checks; knows no library.
 
-A description is sealed, since NIXL may crash over damaged metadata. The seal is no signature: whom to believe is for
-the channel that carries descriptions to know.
+A description is sealed, since NIXL may crash over damaged metadata. The seal is no signature: the channel that
+carries descriptions authenticates peers.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ SEAL_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A pool, the process that owns it, and how NIXL gets there."""
+    """A pool, the process that owns it, and how NIXL reaches it."""
 
     nixl_version: str
     host: str
@@ -42,14 +42,14 @@ class Description:
         return NixlMemory(self.address, self.nbytes, "VRAM" if self.is_on_device else "DRAM", self.device)
 
     def check_reachable(self, host: str, has_rdma: bool) -> None:
-        """TransportError unless its memory can be read without its owner's help, from this host.
+        """TransportError unless its memory can be read from this host without its owner's help.
 
-        Where it cannot, UCX would ask the owner over TCP. That is slower than the portable transport, and UCX
-        aborts an owner whose reader died before the answer.
+        Otherwise UCX would ask the owner over TCP. That is slower than the portable transport, and UCX aborts an
+        owner whose reader died before the answer.
         """
         if self.host != host:
             if not (has_rdma and self.has_rdma):
-                raise TransportError("the pool is on another host, and there is no RDMA on both")
+                raise TransportError("the pool is on another host, and not both hosts have RDMA")
         elif not self.is_on_device and not has_rdma:
             check_readable(self.pid, self.address)
 
@@ -65,20 +65,22 @@ def encode(description: Description) -> bytes:
 def decode(data: bytes) -> Description:
     """TransportError says what is wrong with it."""
     if len(data) > MAX_DESCRIPTION_BYTES:
-        raise TransportError(f"a pool's description of {len(data)} bytes exceeds {MAX_DESCRIPTION_BYTES}")
+        raise TransportError(
+            f"the pool description has {len(data)} bytes; at most {MAX_DESCRIPTION_BYTES} are allowed"
+        )
     magic, seal, body = data[: len(MAGIC)], data[len(MAGIC) :][:SEAL_BYTES], data[len(MAGIC) + SEAL_BYTES :]
     if magic != MAGIC or seal != xxhash.xxh3_64_digest(body):
-        raise TransportError(f"{len(data)} bytes are not a pool's description for NIXL, or are damaged")
+        raise TransportError(f"{len(data)} bytes are not a NIXL pool description, or are damaged")
     try:
         description = CODEC.decode(body)
     except WireError as error:
-        raise TransportError(f"a pool's description for NIXL cannot be read: {error}") from error
+        raise TransportError(f"cannot read a NIXL pool description: {error}") from error
     if not (
         0 < description.address < description.address + description.nbytes <= 2**64
         and 0 < description.pid < 2**31
         and 0 <= description.device < 2**31
     ):
-        raise TransportError("a pool's description for NIXL names no memory")
+        raise TransportError("a NIXL pool description has an invalid memory range")
     return description
 
 
@@ -96,7 +98,7 @@ class IoVec(ctypes.Structure):
 
 
 def check_readable(pid: int, address: int) -> None:
-    """Reads one byte of another process's memory; TransportError if the system does not let us."""
+    """Reads one byte of another process's memory; TransportError if the system forbids it."""
     byte = ctypes.create_string_buffer(1)
     local, remote = IoVec(ctypes.addressof(byte), 1), IoVec(address, 1)
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
@@ -105,4 +107,4 @@ def check_readable(pid: int, address: int) -> None:
     read.restype = ctypes.c_ssize_t
     if read(pid, local, 1, remote, 1, 0) != 1:
         reason = os.strerror(ctypes.get_errno())
-        raise TransportError(f"the memory of process {pid} cannot be read from this one: {reason}")
+        raise TransportError(f"cannot read the memory of process {pid}: {reason}")

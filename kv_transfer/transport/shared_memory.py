@@ -1,7 +1,7 @@
 """Shared memory: on one host, a consumer maps the producer's pool and copies out of it; one copy, no socket.
 
-The pool lives in a sealed memfd. It has no name in any file system, so it is gone with the last process that maps it,
-however that ends; and it cannot shrink, so reading it cannot fail half-way.
+The pool lives in a sealed memfd. It has no name in any file system, so it disappears with the last process that maps
+it. It cannot shrink, so reading it cannot fail half-way.
 """
 
 import fcntl
@@ -20,22 +20,22 @@ from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 
 FORMAT = 1
 MIN_BYTES_FOR_TWO = 2 * 1024 * 1024
-"""A read of so much is shared by two threads: one core seldom uses all of a memory's bandwidth."""
+"""Two threads share a read of this size: one core seldom uses all of a memory's bandwidth."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def host_id() -> str:
-    """Equal for processes that can map each other's memory: one kernel, and one space of process ids."""
+    """Equal for processes that can map each other's memory: same kernel, same process ids."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class SharedMemory:
-    """`num_bytes` zeros that other processes of this host and user may map.
+    """`num_bytes` zeroed bytes that other processes of this host and user may map.
 
-    All of it is taken at once: a block's first page faults, in the middle of a hand-over, cost several times the copy.
-    OSError if the system has not got so much.
+    All of it is allocated at once: a block's first page faults, in the middle of a hand-over, cost several times the
+    copy. OSError if the system has too little memory.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -50,7 +50,7 @@ class SharedMemory:
 
 
 class SharedMemoryReader:
-    """Reads pools that are in another process's `SharedMemory`; `memory` is ours, if ours is."""
+    """Reads pools in another process's `SharedMemory`; `memory` is ours, if our pool is in one."""
 
     name = SHARED_MEMORY
     poll_interval_s = None
@@ -72,25 +72,26 @@ class SharedMemoryReader:
     def open(self, description: bytes) -> "MappedPool":
         pid, fd, inode, num_bytes = _parse(description)
         try:
-            # Should it be another process by now, the file may be a pipe, whose opening waits for a writer.
+            # O_NONBLOCK: if the pid belongs to another process by now, the file may be a pipe, which waits for a
+            # writer.
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
+            raise TransportError(f"cannot map the memory of process {pid}: {error}") from error
         try:
             stat = os.fstat(ours)
             if (stat.st_ino, stat.st_size) != (inode, num_bytes):
-                raise TransportError(f"process {pid} is not the one that shared its memory")
+                raise TransportError(f"process {pid} is not the process that shared its memory")
             if fcntl.fcntl(ours, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise TransportError(f"the memory of process {pid} may shrink")
             mapped = np.frombuffer(mmap.mmap(ours, num_bytes, prot=mmap.PROT_READ), np.uint8)
             return MappedPool(self, pid, mapped)
         except (OSError, ValueError) as error:
-            raise TransportError(f"the memory of process {pid} cannot be mapped: {error}") from error
+            raise TransportError(f"cannot map the memory of process {pid}: {error}") from error
         finally:
             os.close(ours)
 
     def copy(self, source: Bytes, runs: Runs) -> int:
-        """Copies at once; the number of the read that is over."""
+        """Copies at once; returns the number of the finished read."""
         runs.check_within(source.nbytes, self._pool.nbytes)
         if runs.lengths.sum() < MIN_BYTES_FOR_TWO:
             _copy(source, self._pool, runs)
@@ -108,7 +109,7 @@ class SharedMemoryReader:
         return done
 
     def close(self) -> None:
-        """Mappings end with the arrays that stand for them."""
+        """Mappings end with their arrays."""
         self._copier.shutdown()
 
 
@@ -126,7 +127,7 @@ class MappedPool:
         return self._reader.copy(self._source, runs)
 
     def close(self) -> None:
-        self._source = None  # the last reference to the mapping
+        self._source = None  # drops the last reference to the mapping
 
 
 def _copy(source: Bytes, target: Bytes, runs: Runs) -> None:

@@ -1,4 +1,5 @@
-"""ZmqChannel: messages, and bytes behind them: one ROUTER that others connect to, one DEALER per worker we connect to.
+"""ZmqChannel: messages with bytes behind them: one ROUTER that others connect to, one DEALER per worker we connect
+to.
 
 Knows no protocol. Nothing here blocks: what cannot be queued is dropped and counted, and the protocol heals it.
 """
@@ -22,37 +23,37 @@ from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""Of payload, to one peer."""
+"""Payload bytes queued for one peer."""
 
 MAX_PEERS = 256
-"""Connections kept from turn to turn; past this those unused for longest are closed, and opened again when needed."""
+"""Connections kept open; beyond this, the least recently used ones are closed, and reopened when needed."""
 
 IDLE_S = 30.0
-"""A connection over which nothing was said for this long is closed: its peer may be gone, and nobody would tell."""
+"""A connection that was unused for this long is closed, since nothing would report a dead peer."""
 
 LINGER_MS = 1000
-"""What was said over a connection just before it was closed still has so long to leave."""
+"""How long messages sent just before closing may take to leave."""
 
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
-"""A peer that does not answer is tried again after the first; the pause doubles, up to the last."""
+"""Delay before reconnecting to an unresponsive peer; doubles up to the second value."""
 
 UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
-"""Its queue is full, its peer is gone, its address, which another process gave us, is none, or no socket is left."""
+"""The queue is full, the peer is gone, its address (from another process) is invalid, or no socket is left."""
 
 MIN_FRAME_BYTES = 128 * 1024
-"""Smaller spans are copied into one: a frame of their own would cost more."""
+"""Smaller spans are copied into one frame: a frame of their own would cost more."""
 
 MAX_ARRIVALS_PER_TURN = 64
-"""A peer that never stops sending must not keep orders and deadlines waiting."""
+"""A peer that never stops sending must not delay commands and deadlines."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    """To a worker that we spoke to."""
+    """A connection to a worker."""
 
     socket: "zmq.Socket[bytes]"
     used_at: float
-    """When we last said something."""
+    """Time of the last message sent."""
 
 
 class ZmqChannel:
@@ -69,12 +70,12 @@ class ZmqChannel:
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         idle_s: float = IDLE_S,
     ) -> None:
-        """`block_nbytes`: of the largest piece. Without `keys`, everybody who can connect is heard.
+        """`block_nbytes`: size of the largest piece. Without `keys`, every process that can connect is admitted.
 
-        The hosts are those of `network` in the configuration; ConfigError if this machine has no such place.
-        A payload for a peer that has not taken `max_queued_bytes` of earlier ones yet is dropped; that something was
-        taken, we learn a little later than the peer. Peers answer over the connection we made: `idle_s` must exceed the
-        pauses between what is said of a hand-over.
+        The hosts are those of `network` in the configuration; ConfigError if this machine has no such address. A
+        payload is dropped while its peer has not read `max_queued_bytes` of earlier ones. The channel learns of reads
+        slightly later than the peer. Peers answer over the connection we made, so `idle_s` must exceed the pauses
+        within a hand-over.
         """
         self._keys = keys
         self._clock = clock
@@ -87,23 +88,23 @@ class ZmqChannel:
         self._doorkeeper = PeerAuthenticator("the KV plane", self._router, keys)
         self.address = listen(self._router, bind_host, advertise_host)
         self._connections: dict[str, _Connection] = {}
-        """By the peer's address; the one unused for longest comes first."""
+        """By the peer's address, least recently used first."""
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._doorkeeper.register(self._poller)
         self._reading: zmq.Socket[bytes] | None = None
         self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
-        """Payloads that ZMQ may still read, and their bytes, oldest first."""
+        """Payloads that ZMQ may still read, with their sizes, oldest first."""
         self.num_dropped = 0
 
     @property
     def num_denied(self) -> int:
-        """Connections that were turned away; from any thread."""
+        """Refused connections; readable from any thread."""
         return self._doorkeeper.num_denied
 
     @property
     def num_disconnections(self) -> int:
-        """Connections of others that ended, whoever ended them; from any thread."""
+        """Connections of peers that ended, closed by either side; readable from any thread."""
         return self._doorkeeper.num_disconnections
 
     def wake_on(self, fd: int) -> None:
@@ -111,7 +112,7 @@ class ZmqChannel:
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
-        """Sleeps until something arrives or the time is over, seldom less, then yields what has arrived."""
+        """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals."""
         self._close_unused()
         ready = dict(self._poller.poll(self._timeout_ms(timeout_s)))
         self._doorkeeper.attend(ready)
@@ -122,13 +123,13 @@ class ZmqChannel:
                 yield from self._arrivals(connection.socket, address)
 
     def read_payload(self) -> Iterator[Bytes]:
-        """The payload of the arrival at hand, where ZMQ received it."""
+        """The payload of the current arrival, in ZMQ's memory."""
         assert self._reading is not None
         while self._reading.getsockopt(zmq.RCVMORE):
             yield np.frombuffer(self._reading.recv(copy=False).buffer, np.uint8)
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
-        """Queues a header and the payload behind it, which ZMQ reads where it is, when its turn comes."""
+        """Queues a header and the payload behind it, which ZMQ reads in place, later."""
         frames = list(_worth_a_frame(payload))
         more = zmq.SNDMORE if frames else 0
         if frames and self._num_queued_bytes(peer) >= self._max_queued_bytes:
@@ -161,7 +162,7 @@ class ZmqChannel:
         self._context.term()
 
     def _num_queued_bytes(self, peer: Peer) -> int:
-        """What this peer has not taken yet."""
+        """Bytes that this peer has not read yet."""
         for other in list(self._queued) if len(self._queued) > MAX_PEERS else [peer]:
             queued = self._queued.get(other, deque())
             while queued and queued[0][0].done:
@@ -190,7 +191,7 @@ class ZmqChannel:
         return dealer
 
     def _close_unused(self) -> None:
-        """Between turns only: within one, an arrival of any connection may be at hand."""
+        """Called between turns only, since within one an arrival of any connection may be current."""
         now, num_surplus = self._clock.now(), len(self._connections) - MAX_PEERS
         for position, (address, connection) in enumerate(list(self._connections.items())):
             if position >= num_surplus and now < connection.used_at + self._idle_s:
@@ -200,7 +201,7 @@ class ZmqChannel:
             connection.socket.close(LINGER_MS)
 
     def _timeout_ms(self, timeout_s: float | None) -> int | None:
-        """Also wakes for a connection that is to be closed."""
+        """Also wakes for a connection that must be closed."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
             idle_s = oldest.used_at + self._idle_s - self._clock.now()
@@ -216,7 +217,7 @@ class ZmqChannel:
         return socket
 
     def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:
-        """Headers until the socket is empty, or it is somebody else's turn. What a reader left is skipped."""
+        """Headers until the socket is empty, or the turn is over. Unread payloads are skipped."""
         self._reading = socket
         for _ in range(MAX_ARRIVALS_PER_TURN):
             try:
@@ -230,7 +231,7 @@ class ZmqChannel:
 
 
 def _worth_a_frame(payload: Sequence[Bytes]) -> Iterator[Bytes]:
-    """The same bytes; small spans that follow one another are copied into one."""
+    """The same bytes; consecutive small spans are merged into one."""
     small: list[Bytes] = []
     for span in payload:
         if span.nbytes < MIN_FRAME_BYTES:

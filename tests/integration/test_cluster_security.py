@@ -85,7 +85,7 @@ def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: p
     )
     assert done.returncode == 1
     assert json.loads(done.stdout)["kind"] == "ConfigError"
-    assert f"there is no {model.parent}/cluster.secret; copy it" in done.stderr
+    assert f"{model.parent}/cluster.secret does not exist; copy it" in done.stderr
     assert not (model.parent / "cluster.secret").exists()
 
 

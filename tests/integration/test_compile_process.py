@@ -84,7 +84,7 @@ def test_a_model_without_an_end_or_a_tokenizer_file_says_so(folder: Path, tmp_pa
         async with grammar_check(folder, eos=()) as grammars:
             assert "no end-of-sequence token" in await verdict(grammars, regex("yes"))
         async with grammar_check(tmp_path) as grammars:
-            assert "tokenizer cannot be read" in await verdict(grammars, regex("yes"))
+            assert "cannot read this model's tokenizer" in await verdict(grammars, regex("yes"))
 
     asyncio.run(run())
 

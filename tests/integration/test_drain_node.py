@@ -77,9 +77,9 @@ def test_a_fleet_of_another_secret_is_an_error_at_once(
     [
         ([], "either WORKER or --node"),
         (["w1", "--node", "n1"], "either WORKER or --node"),
-        (["w1", "--timeout", "5"], "go with --node"),
-        (["w1", "--fleet-address", "a:1"], "go with --node"),
-        (["--node", "n1", "--secret-file", "x"], "--secret-file goes with --fleet-address"),
+        (["w1", "--timeout", "5"], "need --node"),
+        (["w1", "--fleet-address", "a:1"], "need --node"),
+        (["--node", "n1", "--secret-file", "x"], "--secret-file needs --fleet-address"),
         (["--node", "n1", "--fleet-address", "nowhere"], "cluster.fleet_address: got 'nowhere'"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     # It is asked for the whole picture, and answers.
     drained = baton("drain", "--target", target, "w9")
     assert drained.returncode == 1
-    assert "no worker is called 'w9'; there are w0, w1, w2" in drained.stderr
+    assert "there is no worker 'w9'; there are w0, w1, w2" in drained.stderr
     after = until_whole(target)
     assert {name: worker["incarnation"] for name, worker in after.items()} == {
         name: worker["incarnation"] for name, worker in before.items()
@@ -104,7 +104,7 @@ def test_a_stopped_controller_is_killed_and_restarted(serve: ServeProcess, targe
     former.suspend()
     ask(target)
     former.wait(HEALING_TIMEOUT_S)
-    assert "no worker is called 'w9'" in baton("drain", "--target", target, "w9").stderr
+    assert "there is no worker 'w9'" in baton("drain", "--target", target, "w9").stderr
     after = until_whole(target)
     assert {worker["incarnation"] for worker in after.values()} == {
         worker["incarnation"] for worker in before.values()

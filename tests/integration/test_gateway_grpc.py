@@ -255,7 +255,7 @@ def test_what_a_worker_finds_invalid_is_the_clients_mistake(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"text": ""}, "prompt: it is empty"),
+        ({"text": ""}, "prompt: must not be empty"),
         ({"text": None}, "prompt: set one of"),
         ({"text": None, "token_ids": [1, 99_999]}, "token_ids: 99999"),
         ({"text": None, "token_ids": [1] * 256}, "prompt: 256 tokens leave no room"),

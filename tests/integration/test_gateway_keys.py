@@ -272,7 +272,7 @@ def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path) -> N
                     await client.models.list()
             assert refused.value.code == "invalid_api_key"
             async with openai.AsyncOpenAI(base_url=base_url, api_key=WATCHER, max_retries=0) as client:
-                with pytest.raises(openai.PermissionDeniedError, match="lacks the scope 'generate'"):
+                with pytest.raises(openai.PermissionDeniedError, match="needs the scope 'generate'"):
                     await client.post("/chat/completions", body={}, cast_to=object)
 
     run(test())

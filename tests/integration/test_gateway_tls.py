@@ -219,8 +219,8 @@ def test_commands_show_a_key_and_a_certificate(
             refused = [*target, *own, "--api-key", "baton-wrong"]
             assert await asyncio.to_thread(main, ["status", *refused]) == REFUSED
             error = capsys.readouterr().err
-            assert "UNAUTHENTICATED: this API key is not known here" in error
-            assert "takes its key from --api-key-file" in error
+            assert "UNAUTHENTICATED: unknown or revoked API key" in error
+            assert "pass an API key with --api-key-file" in error
             assert "baton-wrong" not in error
 
     run(test())
@@ -244,12 +244,12 @@ def test_a_client_is_told_why_there_is_no_connection(
             credentials=files.credentials(has_own=True),
         ) as under_test:
             port, own = under_test.gateway.grpc_port, files.credentials(has_own=True)
-            assert "is by none of the authorities" in await why_not(port, others.credentials())
-            assert "its certificate is for another name" in await why_not(port, own, MAPPED)
-            assert "it asks for a certificate of ours" in await why_not(port, files.credentials())
-            assert "and does it speak TLS?" in await why_not(port, Credentials())
+            assert "is not signed by a trusted CA" in await why_not(port, others.credentials())
+            assert "its certificate is for another host name" in await why_not(port, own, MAPPED)
+            assert "it requires a client certificate" in await why_not(port, files.credentials())
+            assert "and does it use TLS?" in await why_not(port, Credentials())
         async with gateway_with(folder, {}, {}) as under_test:
-            assert "it does not speak TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
+            assert "it does not use TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
         assert (await why_not(1, Credentials())).endswith("is `baton serve` running?")
         assert (await why_not(1, files.credentials())).endswith("is `baton serve` running?")
 
@@ -268,10 +268,10 @@ def test_files_that_cannot_be_used_are_named(
         ({"cert_file": "/none"}, "gateway.tls.cert_file /none: cannot be read: No such file"),
         ({"key_file": str(tmp_path)}, f"gateway.tls.key_file {tmp_path}: cannot be read: Is a directory"),
         ({"client_ca_file": "/none"}, "gateway.tls.client_ca_file /none: cannot be read"),
-        ({"cert_file": good["key_file"]}, "gateway.tls.cert_file .* holds no certificate"),
-        ({"key_file": good["cert_file"]}, "gateway.tls.key_file .* holds no private key"),
-        ({"key_file": others.tls()["key_file"]}, "is not that of the certificate in cert_file"),
-        ({"key_file": str(secret)}, "is encrypted, and nobody is there to type"),
+        ({"cert_file": good["key_file"]}, "gateway.tls.cert_file .* contains no certificate"),
+        ({"key_file": good["cert_file"]}, "gateway.tls.key_file .* contains no private key"),
+        ({"key_file": others.tls()["key_file"]}, "does not match the certificate in cert_file"),
+        ({"key_file": str(secret)}, "is encrypted, and its passphrase cannot be entered"),
         ({"cert_file": str(broken)}, "gateway.tls: cert_file .*broken.pem and key_file .* cannot be used"),
         ({"client_ca_file": str(broken)}, "gateway.tls.client_ca_file .*broken.pem: "),
     ):
@@ -290,7 +290,7 @@ def test_half_a_renewal_changes_nothing(
     shutil.copy(others.folder / "gateway.pem", tmp_path)
     clock.advance(1.0)
     assert certificates.current() is before
-    assert "is not that of the certificate" in caplog.text
+    assert "does not match the certificate" in caplog.text
     shutil.copy(others.folder / "gateway.key", tmp_path)
     assert certificates.current() is before  # looks are a second apart
     clock.advance(1.0)

@@ -151,7 +151,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
             assert caught.value.message == INTERNAL
-            assert "log knows it as request" in caught.value.advice
+            assert "log has details under request" in caught.value.advice
 
     with caplog.at_level(logging.ERROR):
         run(test())

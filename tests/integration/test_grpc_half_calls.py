@@ -51,7 +51,7 @@ def test_who_may_not_call_is_told_so_before_it_has_sent_a_message(folder: Path) 
             for path in (GENERATE, "/baton.v1.ClusterService/DrainWorker", "/no.Service/Call", "no path"):
                 code, details = await end_of(channel.stream_stream(path)())
                 assert code is grpc.StatusCode.UNAUTHENTICATED, path
-                assert details.startswith("this gateway asks for an API key")
+                assert details.startswith("this gateway needs an API key")
 
     run(test())
 
@@ -81,7 +81,7 @@ def test_a_call_without_its_message_ends(folder: Path, monkeypatch: pytest.Monke
             await call.done_writing()
             code, details = await end_of(call)
             assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert details == "request: the call ended without the message that it takes"
+            assert details == "request: the call ended without a message"
             monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.2)
             code, details = await end_of(channel.stream_stream(GENERATE)(metadata=AS_SOMEBODY))
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED

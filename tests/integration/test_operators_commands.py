@@ -103,7 +103,7 @@ def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
             assert drain.stderr == "baton drain: FAILED_PRECONDITION: w1 is the last of its role\n"
             unknown = await command(under_test, "role", "w7", "decode", "--json")
             assert (unknown.returncode, unknown.stdout) == (REFUSED, "")
-            assert "no worker is called 'w7'; there are w0, w1" in unknown.stderr
+            assert "there is no worker 'w7'; the fleet has w0, w1" in unknown.stderr
             rollout = await command(under_test, "rollout")
             assert rollout.returncode == REFUSED
             assert rollout.stderr.endswith("w1 is the last of its role; by then 1 of 2 lived anew: w0\n")
@@ -253,7 +253,7 @@ def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:
             shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")
             await asyncio.to_thread(shown.wait_for, b"crash loop")
         try:
-            await asyncio.to_thread(shown.wait_for, b"what follows is old")
+            await asyncio.to_thread(shown.wait_for, b"the data below is old")
             async with gateway_with(folder, {"w5": silent}, {}, grpc_port=port):
                 await asyncio.to_thread(shown.wait_for, b"w5")
             shown.press(b"q")

@@ -172,7 +172,7 @@ def test_prompts_are_bounded_before_work_is_put_into_them(folder: Path) -> None:
             assert "3000000 tokens leave no room for an answer" in await why_not(stub, ids)
             empty = pb.Chat.Message(role="user")
             chat = pb.GenerateRequest(chat=pb.Chat(messages=[empty] * (MAX_MESSAGES + 1)))
-            assert f"a conversation has 1 to {MAX_MESSAGES} messages" in await why_not(stub, chat)
+            assert f"a conversation must have 1 to {MAX_MESSAGES} messages" in await why_not(stub, chat)
             text = pb.GenerateRequest(text="x" * 1_000_000)
             assert (await why_not(stub, text)).startswith("prompt: ")
 

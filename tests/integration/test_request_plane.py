@@ -290,7 +290,7 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
         assert isinstance(beat, Heartbeat)
         assert (beat.status.state, beat.status.failure) == (
             WorkerState.DEAD,
-            "its request plane ended: no status",
+            "its request plane failed: no status",
         )
         gateway.socket.close()
     server.stop()
@@ -316,7 +316,7 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
 ) -> None:
     gateway.socket.send(msgpack.packb(["Hello", 99, "what", "ever"]))
     assert gateway.receive() == Heartbeat(STATUS, None, 0)
-    assert f"it speaks version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
+    assert f"it uses version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
     assert (server.num_foreign_hellos, server.num_bad_messages) == (1, 0)
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(Hello("life-1", None, 0))

@@ -201,7 +201,7 @@ def test_a_role_of_other_ranks_is_refused_and_its_own_is_no_change(tmp_path: Pat
         async with worker(tmp_path, prefill_ranks=2) as under_test:
             await under_test.set_role(WorkerRole.DECODE, 0.0)
             with pytest.raises(
-                FleetError, match="it has 1 tensor-parallel ranks, and prefill workers have 2"
+                FleetError, match="it has 1 tensor-parallel ranks, but prefill workers have 2"
             ):
                 await under_test.set_role(WorkerRole.PREFILL, 1.0)
             assert under_test.host.status().state is WorkerState.READY

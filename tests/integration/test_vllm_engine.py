@@ -162,15 +162,15 @@ def test_constraints_reach_the_worker(folder: Path) -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tokenized": None}, "input: set one of"),
-    ({"tokenized": pb.TokenizedInput()}, "prompt: it is empty"),
+    ({"tokenized": pb.TokenizedInput()}, "prompt: must not be empty"),
     ({"tokenized": pb.TokenizedInput(input_ids=[99_999])}, "token_ids: 99999"),
-    ({"kv_transfer_params_json": "{}"}, "kv_transfer_params_json: this gateway picks the workers"),
+    ({"kv_transfer_params_json": "{}"}, "kv_transfer_params_json: this gateway chooses workers"),
     (
         {"kv_transfer_params": pb.KvTransferParams(remote_host="10.0.0.1", remote_port=1)},
         "kv_transfer_params:",
     ),
     ({"data_parallel_rank": 0}, "data_parallel_rank:"),
-    ({"mm_inputs": pb.MultimodalInputs()}, "mm_inputs: models here read text only"),
+    ({"mm_inputs": pb.MultimodalInputs()}, "mm_inputs: models here read only text"),
     ({"extra_mm_inputs": [pb.MultimodalInputs()]}, "extra_mm_inputs:"),
     ({"media_refs": pb.MediaRefs()}, "media_refs:"),
     ({"sampling": {"n": 129}}, "n: must be at most 128"),
@@ -236,7 +236,7 @@ def test_an_engine_without_workers_is_not_healthy(folder: Path) -> None:
             async with grpc.aio.insecure_channel(target) as channel:
                 stub: Any = VllmEngineStub(channel)
                 health = await stub.HealthCheck(pb.HealthCheckRequest())
-                assert (health.healthy, health.message) == (False, "no decode worker is heard of")
+                assert (health.healthy, health.message) == (False, "no decode worker is reachable")
 
     run(test())
 

@@ -83,7 +83,9 @@ def test_a_watch_ends_some_time_so_that_its_key_is_asked_for_again(
 
     async def test() -> None:
         async with gateway_with(folder, {}, {}) as under_test:
-            with pytest.raises(GatewayError, match=r"UNAVAILABLE: a watch lasts 0\.1 s at most; watch again"):
+            with pytest.raises(
+                GatewayError, match=r"UNAVAILABLE: a watch lasts at most 0\.1 s; start another one"
+            ):
                 [description async for description in under_test.client.watch(interval_s=0.1)]
             async with (
                 httpx2.AsyncClient(timeout=20) as client,
@@ -107,7 +109,7 @@ def test_so_many_may_watch_and_no_more(folder: Path, monkeypatch: pytest.MonkeyP
                 async with aclosing(client.watch()) as first, aclosing(client.watch()) as second:
                     await anext(first)
                     await anext(second)
-                    with pytest.raises(GatewayError, match="2 calls watch already") as caught:
+                    with pytest.raises(GatewayError, match="2 calls are watching already") as caught:
                         await anext(client.watch())
                     assert caught.value.details.retry_after_s == 10.0
                 await under_test.until(lambda: service._num_watches == 0)

@@ -116,7 +116,7 @@ def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab(folde
             browser() as running,
         ):
             page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
-            for key, shown in (("baton-wrong", "not known here"), (WATCHER, "")):
+            for key, shown in (("baton-wrong", "unknown or revoked"), (WATCHER, "")):
                 await page.until("document.querySelector('#key-dialog').open")
                 await page.evaluate("document.querySelector('#key-input').select()")
                 await page.type(key)

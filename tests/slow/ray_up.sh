@@ -267,7 +267,7 @@ serve_as_a_job() {
     say "ray job stop"
     on_head "ray job stop baton" >"$WORK/job.log" || fail "ray job stop: $(cat "$WORK/job.log" "$WORK/on_head.log")"
     grep -q "was stopped" "$WORK/job.log" || fail "ray job stop: $(cat "$WORK/job.log")"
-    on_head "ray job logs baton" | grep "everything it started is gone" || fail "$(on_head 'ray job logs baton')"
+    on_head "ray job logs baton" | grep "all processes of this deployment have ended" || fail "$(on_head 'ray job logs baton')"
     ! pgrep -a -f 'ray::Worker' || fail "a worker outlives the job"
 }
 

@@ -1,1 +1,1 @@
-"""OpenAI's API: what its requests mean here, and the shapes of its answers."""
+"""OpenAI's API: its requests as our own values, and the shapes of its answers."""

@@ -1,6 +1,6 @@
 """The shapes of OpenAI's answers, whole and in chunks; /openapi.json describes them from here.
 
-Completions are written as JSON in pieces, by `whole` and `events`, and tests hold them against what is said here.
+`whole` and `events` write the JSON of completions in pieces; tests compare it with these shapes.
 """
 
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from typing import Literal
 FinishReason = Literal["stop", "length"]
 
 MIN_LOGPROB = -9999.0
-"""What OpenAI says of a token that could not come, since JSON has no infinity."""
+"""OpenAI's value for an impossible token, since JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokensDetails:
-    """Of the prompts' tokens."""
+    """Details of the prompts' tokens."""
 
     cached_tokens: int
-    """Those that a prefix cache had."""
+    """Tokens found in a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer took. A prompt counts once, however many answers it got."""
+    """The tokens of an answer. A prompt counts once, however many answers it got."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,12 +32,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and how likely it was, as the model saw it before any sampling setting."""
+    """A token and its log-probability under the model, before any sampling setting."""
 
     token: str
     logprob: float
     bytes: list[int]
-    """Of the text; a character may be spread over several tokens, whose `token` then is no more than a stand-in."""
+    """Bytes of the text. A character may be spread over several tokens, whose `token` is then only a placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class CompletionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessageAnswer:
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -124,7 +124,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What is new. The first one has the role."""
+    """The new part. The first one has the role."""
 
     content: str
     role: Literal["assistant"] | None = None
@@ -132,7 +132,7 @@ class ChatDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatChunkChoice:
-    """What is new of one of n answers."""
+    """The new part of one of n answers."""
 
     index: int
     delta: ChatDelta
@@ -154,7 +154,7 @@ class ChatCompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunkChoice:
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     index: int
     text: str
@@ -181,13 +181,13 @@ class ErrorDetail:
     message: str
     type: str
     param: str | None
-    """The field that is to blame."""
+    """The field at fault."""
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """Every error, as the answer's body or as a stream's last event."""
+    """Every error, as a response body or as a stream's last event."""
 
     error: ErrorDetail
 

@@ -14,7 +14,7 @@ ROLE = '"delta":{"role":"assistant","content":""}'
 
 
 class ChatAnswer:
-    """How one chat completion is written; see `respond.Answer`."""
+    """Writes one chat completion; see `respond.Answer`."""
 
     def __init__(self, head: Head, num_choices: int, tokens: ChatTokens | None) -> None:
         """`tokens` writes log-probabilities, if they are asked for."""
@@ -39,7 +39,7 @@ class ChatAnswer:
         return whole_answer(self._head, "chat.completion", map(self._choice, answers), usage)
 
     def _choice(self, answer: Collected) -> Iterator[str]:
-        """ChatChoice behind its index."""
+        """ChatChoice after its index."""
         yield '"message":{"role":"assistant","content":"'
         yield from answer.text()
         yield '","refusal":null},"logprobs":'

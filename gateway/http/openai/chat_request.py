@@ -14,7 +14,7 @@ MAX_PARTS = 1024
 
 
 class TextPart(Body):
-    """A piece of a message's text. There are no other kinds here: no images, no audio, no files."""
+    """A piece of a message's text. Images, audio and files are not supported."""
 
     type: Literal["text"]
     text: str
@@ -23,11 +23,11 @@ class TextPart(Body):
 class Message(Body):
     """One turn of the conversation so far.
 
-    An assistant's message may come back as it went out, with its empty fields.
+    An assistant's message may be sent back unchanged, with its empty fields.
     """
 
     role: Literal["developer", "system", "user", "assistant"] = Field(
-        description="The model's template hears `developer`, OpenAI's newer name, as `system`."
+        description="The model's template receives `developer`, OpenAI's newer name, as `system`."
     )
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: NotSupported = None
@@ -39,30 +39,28 @@ class Message(Body):
     tool_call_id: NotSupported = None
 
     def as_chat_message(self) -> ChatMessage:
-        """Pieces of a text belong together without anything between them."""
+        """Text parts are joined without separators."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return ChatMessage("system" if self.role == "developer" else self.role, text)
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-"""One problem is told, so nobody looks for more: a body may have very many."""
+"""Only one problem is reported, so checking stops there: a body may have very many."""
 
 
 class ChatCompletionRequest(GenerationFields):
-    """What is OpenAI's is as OpenAI documents it, unless it says otherwise here."""
+    """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
-        description="OpenAI's newer name for max_tokens. Neither: all that the prompt leaves room for.",
+        description="OpenAI's newer name for max_tokens. Default: all that the prompt leaves room for.",
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
-    safety_identifier: str | None = Field(
-        None, max_length=1024, description="Accepted; nothing is done with it."
-    )
+    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
@@ -86,12 +84,13 @@ class ChatCompletionRequest(GenerationFields):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs", "it needs logprobs: true")
+            raise InvalidRequest("top_logprobs", "needs logprobs: true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) == 2:
             raise InvalidRequest(
                 "max_tokens",
-                f"{self.max_tokens} contradicts max_completion_tokens ({self.max_completion_tokens}); give one",
+                f"{self.max_tokens} contradicts max_completion_tokens ({self.max_completion_tokens}); set "
+                "only one",
             )
         return self
 
@@ -100,6 +99,6 @@ class ChatCompletionRequest(GenerationFields):
         return [message.as_chat_message() for message in self.messages]
 
     def sampling(self, room: int) -> SamplingParams:
-        """For a conversation that leaves room for so many tokens."""
+        """Sampling for a conversation that leaves room for so many tokens."""
         wanted = self.max_completion_tokens or self.max_tokens or room
         return self.sampling_params(min(wanted, room), (self.top_logprobs or 0) if self.logprobs else None)

@@ -1,4 +1,4 @@
-"""What all answers to one request of a client came to: their texts, and what they took."""
+"""The results of all answers to one client request: their texts and their usage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from gateway.requests.request import Delta, Finish
 
 @dataclass(slots=True)
 class UsageCount:
-    """Adds up what all answers took. A prompt counts once, with what its first answer found in a prefix cache."""
+    """Adds up the usage of all answers. A prompt counts once, with the cached tokens of its first answer."""
 
     num_prompt_tokens: int
     num_samples: int
@@ -28,7 +28,7 @@ class UsageCount:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """The usage so far."""
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
@@ -39,7 +39,7 @@ class UsageCount:
 
 @dataclass(slots=True)
 class Collected:
-    """One whole answer, from its deltas; as compact as it can be had."""
+    """One whole answer, from its deltas, as compact as possible."""
 
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     finish: Finish | None = None
@@ -51,7 +51,7 @@ class Collected:
         self.finish = delta.finish
 
     def text(self) -> Iterator[str]:
-        """As JSON without its quotes, in pieces."""
+        """JSON without its quotes, in pieces."""
         return string_pieces(self._text.getvalue())
 
     @property

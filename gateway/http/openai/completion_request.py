@@ -10,7 +10,7 @@ from gateway.choices import MAX_CHOICES
 from gateway.http.openai.fields import GenerationFields, NotSupported, TokenId
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -18,7 +18,7 @@ ManyTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOI
 
 
 def _kind(prompt: object) -> str:
-    """By what it begins with, so that an error is about what the client meant."""
+    """Decides by the first element, so that an error refers to what the client meant."""
     if not isinstance(prompt, list):
         return "text"
     match prompt[:1]:
@@ -40,7 +40,7 @@ AnyPrompt = Annotated[
 
 
 class CompletionRequest(GenerationFields):
-    """What is OpenAI's is as OpenAI documents it, unless it says otherwise here."""
+    """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     prompt: AnyPrompt = Field(
         description="A text, token ids, or several of either. Each gets n answers, in the prompts' order."
@@ -48,13 +48,11 @@ class CompletionRequest(GenerationFields):
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description=f"{DEFAULT_MAX_TOKENS} unless given, and at most what the prompt leaves room for.",
+        description=f"Default {DEFAULT_MAX_TOKENS}; at most what the prompt leaves room for.",
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = Field(
-        None, description="The prompt's text goes before the answer's. Not with logprobs."
-    )
-    best_of: int | None = Field(None, ge=1, description="Only as many as n: all answers are returned.")
+    echo: bool | None = Field(None, description="Repeat the prompt before the answer. Not with logprobs.")
+    best_of: int | None = Field(None, ge=1, description="Must equal n: all answers are returned.")
     suffix: NotSupported = None
 
     @model_validator(mode="after")
@@ -62,22 +60,23 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != self.num_samples:
             raise InvalidRequest(
                 "best_of",
-                f"must be n ({self.num_samples}), got {self.best_of}: answers are not chosen among here, ask for "
-                "more with n",
+                f"best_of > n is not supported: must be n ({self.num_samples}), got {self.best_of}; use n",
             )
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest("logprobs", "a prompt's tokens have none here; leave out echo or logprobs")
+            raise InvalidRequest(
+                "logprobs", "logprobs of prompt tokens are not supported; drop echo or logprobs"
+            )
         if len(self.prompts) * self.num_samples > MAX_CHOICES:
             raise InvalidRequest(
                 "n",
-                f"{len(self.prompts)} prompts with {self.num_samples} answers each are more than {MAX_CHOICES}; "
-                "send several requests",
+                f"{len(self.prompts)} prompts with {self.num_samples} answers each exceed the limit of "
+                f"{MAX_CHOICES}; send several requests",
             )
         return self
 
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """Each by itself; token ids that stand alone are one prompt."""
+        """Each prompt by itself; a flat list of token ids is one prompt."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -88,5 +87,5 @@ class CompletionRequest(GenerationFields):
         ]
 
     def sampling(self, room: int) -> SamplingParams:
-        """For a prompt that leaves room for so many tokens."""
+        """Sampling for a prompt that leaves room for so many tokens."""
         return self.sampling_params(min(self.max_tokens or DEFAULT_MAX_TOKENS, room), self.logprobs)

@@ -13,12 +13,12 @@ from gateway.requests.request import Delta
 
 
 class CompletionAnswer:
-    """How one completion is written; see `respond.Answer`."""
+    """Writes one completion; see `respond.Answer`."""
 
     def __init__(
         self, head: Head, echoes: Sequence[str], logprobs: Sequence[CompletionLogprobsStream] | None
     ) -> None:
-        """`echoes`: what goes before each choice's text; `logprobs`: one for each choice, if they are asked for."""
+        """`echoes`: text before each choice's text; `logprobs`: one for each choice, if they are asked for."""
         self._head = head
         self._echoes = echoes
         self._logprobs = logprobs
@@ -45,7 +45,7 @@ class CompletionAnswer:
         return whole_answer(self._head, "text_completion", choices, usage)
 
     def _choice(self, index: int, answer: Collected) -> Iterator[str]:
-        """CompletionChoice behind its index."""
+        """CompletionChoice after its index."""
         yield '"text":"'
         yield from string_pieces(self._echoes[index])
         yield from answer.text()

@@ -9,8 +9,8 @@ from gateway.http.openai.answers import ErrorAnswer
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "The request is at fault, or comes at the wrong moment"},
-    "5XX": {"model": ErrorAnswer, "description": "No worker could serve it, or not in time"},
+    "4XX": {"model": ErrorAnswer, "description": "The request is invalid, or cannot be served now"},
+    "5XX": {"model": ErrorAnswer, "description": "No worker could serve the request, or not in time"},
 }
 
 
@@ -31,7 +31,7 @@ def answers_of(chunk: type) -> dict[int | str, dict[str, Any]]:
 
 
 def _whole_schema(chunk: type) -> Any:
-    """One that refers to nothing outside of itself."""
+    """A schema without references to anything outside itself."""
     schema = TypeAdapter(chunk).json_schema(mode="serialization")
     parts = schema.pop("$defs", {})
 

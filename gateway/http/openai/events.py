@@ -1,7 +1,6 @@
-"""A stream's answer as server-sent events: everything that does not change is written once, since there is an event for
-every token.
+"""A stream's answer as server-sent events; the constant parts are written once, since there is an event per token.
 
-JSON is ASCII here, as some clients split lines at U+2028 and its like.
+JSON is ASCII here, as some clients split lines at characters such as U+2028.
 """
 
 import json
@@ -19,7 +18,7 @@ from gateway.requests.request import Delta
 DONE = b"data: [DONE]\n\n"
 
 LogprobsOf = Callable[[int, Delta], Iterator[str]]
-"""Of a choice's delta, as JSON in the shape of its API."""
+"""Log-probabilities of a choice's delta, as JSON in the shape of its API."""
 
 FINISH_REASONS = {
     None: "null",
@@ -33,7 +32,7 @@ _USAGE = TypeAdapter(Usage)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all of an answer's chunks begin with."""
+    """The common beginning of an answer's chunks."""
 
     id: str
     created: int
@@ -42,7 +41,7 @@ class Head:
 
 @dataclass(slots=True)
 class EventWriter:
-    """Writes one answer's events. `before_text` and `after_text` stand around a piece of text in a choice."""
+    """Writes one answer's events. `before_text` and `after_text` surround a piece of text in a choice."""
 
     head: Head
     object: str
@@ -50,7 +49,7 @@ class EventWriter:
     after_text: str
     logprobs_of: LogprobsOf | None = None
     says_usage: bool = False
-    """Every chunk has the key `usage`, as OpenAI does once a client wants to know."""
+    """Every chunk has the key `usage`, as in OpenAI's streams once a client asks for it."""
     _start: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +62,7 @@ class EventWriter:
         self._start = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":['
 
     def piece(self, index: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        """What is new of one choice."""
+        """The new part of one choice."""
         logprobs = "null"
         if self.logprobs_of is not None:
             logprobs = in_ascii("".join(self.logprobs_of(index, delta)))
@@ -77,7 +76,7 @@ class EventWriter:
         return self._event(index, content, "null", "null", None)
 
     def total(self, usage: Usage) -> bytes:
-        """The event that has no choice."""
+        """The event without a choice."""
         return f'{self._start}],"usage":{usage_json(usage)}}}\n\n'.encode("ascii")
 
     def _event(self, index: int, content: str, logprobs: str, reason: str, usage: Usage | None) -> bytes:
@@ -94,5 +93,7 @@ def usage_json(usage: Usage) -> str:
 
 
 def error_event(body: dict[str, Any]) -> bytes:
-    """The last event of a stream that fails, which no [DONE] follows. Nameless: some clients read `data` alone."""
+    """The last event of a failed stream, without a [DONE] after it. It has no name, since some clients read `data`
+    alone.
+    """
     return f"data: {json.dumps(body)}\n\n".encode("ascii")

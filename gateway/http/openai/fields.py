@@ -1,6 +1,6 @@
-"""What chat completions and completions have in common: how to sample, how to answer, and where it may run.
+"""Common fields of chat completions and completions: sampling, form of the answer, and routing.
 
-`null` means that a field is not given, as OpenAI has it. A field that is not honoured is refused by name.
+`null` means that a field is absent, as in OpenAI's API. Unsupported fields are refused by name.
 """
 
 import re
@@ -40,29 +40,29 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "ignore_eos",
 )
-"""Those with the name and the meaning that they have in SamplingParams."""
+"""Fields with the same name and meaning as in SamplingParams."""
 
 
 def _refuse(value: object) -> None:
     if value is not None:
-        raise PydanticCustomError("not_supported", "this is not supported here; leave it out")
+        raise PydanticCustomError("not_supported", "this is not supported; remove it")
 
 
 NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]
 
 
 class Body(BaseModel):
-    """Part of a request: an unknown field is an error, and a number in quotes is no number."""
+    """Part of a request: unknown fields are errors, and a number in quotes is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(Body):
-    """How a stream tells what it cost."""
+    """How a stream reports its usage."""
 
-    include_usage: bool = Field(False, description="A last chunk without choices has the usage.")
+    include_usage: bool = Field(False, description="Add a last chunk with the usage and without choices.")
     continuous_usage_stats: bool = Field(
-        False, description="vLLM's: with include_usage, every chunk has the usage so far."
+        False, description="vLLM's extension: with include_usage, every chunk has the usage so far."
     )
     include_obfuscation: Literal[False] | None = None
 
@@ -70,23 +70,23 @@ class StreamOptions(Body):
 class GenerationFields(Body):
     """Common to both kinds of completions."""
 
-    model: str = Field(description="As GET /v1/models names it.", max_length=MAX_NAME_CHARACTERS)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Independent answers.")
+    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_NAME_CHARACTERS)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, description="At most as many as the prompt leaves room for.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: float | None = Field(None, ge=0.0, le=100.0, description="1 unless given; 0 is greedy.")
+    temperature: float | None = Field(None, ge=0.0, le=100.0, description="Default 1; 0 is greedy.")
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
-        None, description="By token id, in quotes as JSON wants its keys."
+        None, description="By token id, in quotes, since JSON's keys are strings."
     )
-    user: str | None = Field(None, max_length=1024, description="Accepted; nothing is done with it.")
+    user: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
 
-    # Beyond OpenAI's; names and meanings are vLLM's.
+    # Extensions to OpenAI's API; names and meanings are vLLM's.
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
@@ -94,32 +94,36 @@ class GenerationFields(Body):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = Field(
-        None, description="Leave them out of the text; true unless given."
+        None, description="Leave special tokens out of the text; default true."
     )
-    response_format: ResponseFormat | None = Field(None, description="What the answer must be.")
-    structured_outputs: StructuredOutputs | None = Field(None, description="What the answer must match.")
+    response_format: ResponseFormat | None = Field(None, description="Form of the answer.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Grammar that the answer must match."
+    )
     cache_salt: str | None = Field(
         None,
         min_length=1,
         max_length=1024,
-        description="Prompts share a prefix cache with those of the same salt.",
+        description="Prompts share a prefix cache only with prompts of the same salt.",
     )
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower goes first.")
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
     request_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._:\-]{1,128}$", description="No other running request may have it."
+        None,
+        pattern=r"^[A-Za-z0-9._:\-]{1,128}$",
+        description="Must differ from those of all running requests.",
     )
-    # Baton's own
+    # Baton's own extensions
     routing_mode: Literal["disaggregated", "local"] | None = Field(
-        None, description="Prefill and decode on two workers, or all on a decode worker."
+        None, description="Prefill and decode on two workers, or everything on a decode worker."
     )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """What a client may set each alone, but not together: InvalidRequest passes pydantic by."""
+        """Checks fields that are valid alone but not together; pydantic lets InvalidRequest pass through."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "it needs stream: true")
+            raise InvalidRequest("stream_options", "needs stream: true")
         if self.response_format is not None and self.structured_outputs is not None:
-            raise InvalidRequest("structured_outputs", "it contradicts response_format; give one of the two")
+            raise InvalidRequest("structured_outputs", "contradicts response_format; set only one")
         return self
 
     @property
@@ -152,7 +156,7 @@ class GenerationFields(Body):
     def _biases(self) -> dict[int, float]:
         biases: dict[int, float] = {}
         for key, bias in (self.logit_bias or {}).items():
-            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):  # no two of which are the same number
-                raise InvalidRequest("logit_bias", f"its keys are token ids, got {key[:60]!r}")
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):  # no two such keys are the same number
+                raise InvalidRequest("logit_bias", f"keys must be token ids, got {key[:60]!r}")
             biases[int(key)] = bias
         return biases

@@ -1,7 +1,7 @@
-"""Log-probabilities in OpenAI's two shapes, as JSON in pieces; knows tokens and their bytes, and no request.
+"""Log-probabilities in OpenAI's two shapes, as JSON in pieces; knows tokens and their bytes, but no request.
 
-A token may come with twenty others, and a request with a hundred thousand tokens: an object for each would cost 14 KiB
-a token and stop the event loop. So they are kept as numbers, and what is written of a token is remembered.
+A token may come with twenty others, and a request may have a hundred thousand tokens. An object for each would cost
+14 KiB per token and block the event loop. So they are kept as numbers, and each token's JSON is cached.
 """
 
 from array import array
@@ -20,7 +20,7 @@ TOKENS_PER_PIECE = 48
 """With MAX_LOGPROBS each, a thousand numbers: some 0.3 ms."""
 
 MAX_REMEMBERED = 2**14
-"""Tokens; a few hundred bytes each."""
+"""Number of cached tokens; a few hundred bytes each."""
 
 
 class LogprobColumns:
@@ -61,17 +61,17 @@ class LogprobColumns:
 
 
 Row = tuple[Sequence[int], Sequence[str]]
-"""One position: tokens, and how likely each is, in JSON."""
+"""One position: tokens, and their log-probabilities in JSON."""
 
 
 def _numbers(logprobs: Sequence[float]) -> list[str]:
-    """In JSON; one call for many of them, which takes a tenth of one for each."""
+    """Numbers in JSON; one call for many takes a tenth of the time."""
     bounded = [max(logprob, MIN_LOGPROB) for logprob in logprobs]
     return to_json(bounded, inf_nan_mode="null")[1:-1].decode().split(",")
 
 
 def _list(before: str, columns: LogprobColumns, write: Callable[[Row], str]) -> Iterator[str]:
-    """The positions behind `before`, which opens a list, with commas between."""
+    """The positions after `before`, which opens a list, separated by commas."""
     yield before
     comma = ""
     for rows in columns.pieces():
@@ -96,7 +96,7 @@ class ChatTokens:
         return f'{one},"top_logprobs":[{",".join([token + "}" for token in top])}]}}'
 
     def _token(self, token_id: int, number: str) -> str:
-        """All but the brace at its end, as a position goes on with more."""
+        """All but the closing brace, since the position continues with more."""
         before, behind = self._around(token_id)
         return f"{before}{number}{behind}"
 
@@ -107,19 +107,19 @@ class ChatTokens:
 
 
 class CompletionTokens:
-    """How tokens are called in completions; one instance serves all answers."""
+    """Token names in completions; one instance serves all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.name = lru_cache(MAX_REMEMBERED)(self._write_name)
-        """Of a token id, in JSON."""
+        """A token's name by its id, in JSON."""
 
     def _write_name(self, token_id: int) -> str:
         return json_string(token_name(self.tokenizer.token_bytes(token_id)))
 
 
 class CompletionLogprobsStream:
-    """One choice's log-probabilities as its tokens come; counts where each begins in the text."""
+    """One choice's log-probabilities as its tokens arrive; tracks where each begins in the text."""
 
     def __init__(
         self, tokens: CompletionTokens, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
@@ -129,7 +129,7 @@ class CompletionLogprobsStream:
         self._offset = 0
 
     def write(self, columns: LogprobColumns) -> Iterator[str]:
-        """CompletionLogprobs in pieces, of tokens that follow those written before."""
+        """CompletionLogprobs in pieces, for tokens that follow those written before."""
         lists = (
             ('{"tokens":[', self._token),
             ('],"token_logprobs":[', _own_number),
@@ -144,14 +144,14 @@ class CompletionLogprobsStream:
         return self._name(row[0][0])
 
     def _top(self, row: Row) -> str:
-        """Two tokens may have one name; the latter one's number stands."""
+        """Two tokens may have the same name; the later one's number stays."""
         named = {
             self._name(token_id): number for token_id, number in zip(row[0][1:], row[1][1:], strict=True)
         }
         return f"{{{','.join([f'{name}:{number}' for name, number in named.items()])}}}"
 
     def _next_offset(self, row: Row) -> str:
-        """A token that only begins a character is where the character is."""
+        """A token that only begins a character has that character's offset."""
         offset = self._offset
         self._offset += len(self._detokenizer.push(row[0][0]))
         return str(offset)

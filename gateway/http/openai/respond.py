@@ -30,19 +30,20 @@ class OpenAIAnswer(Protocol):
     """One of the API's two shapes."""
 
     def events(self, says_usage: bool) -> EventWriter:
-        """For a stream."""
+        """The writer of a stream's events."""
 
     def opening(self, events: EventWriter) -> bytes:
-        """What a stream says before its first token; goes out with it."""
+        """What a stream sends before its first token, together with it."""
 
     def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """All at once, as JSON in pieces, each of which is little work."""
+        """The whole answer, as JSON in pieces that are each quick to make."""
 
 
 class Generated(Response):
     """Generates while it is sent. A client that leaves ends its requests on all workers.
 
-    Errors before the first token are raised, and so get their status; later ones are a stream's last event.
+    Errors before the first token are raised, and so get a status of their own; later ones become a stream's last
+    event.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Generated(Response):
         stream_options: StreamOptions | None,
         names: Mapping[str, str],
     ) -> None:
-        """`generations`: `num_samples` of each prompt. `stream_options`: None for a whole answer.
-        `names`: what the client calls fields that we call otherwise."""
+        """`generations`: `num_samples` of each prompt. `stream_options`: None for a whole answer. `names`: the
+        client's names of fields that we name differently."""
         super().__init__()
         self._driver = driver
         self._generations = generations
@@ -80,7 +81,7 @@ class Generated(Response):
         await send_json(self._answer.whole(answers, self._usage.usage), send)
 
     async def _stream(self, options: StreamOptions, write: Write) -> None:
-        """One event for each delta; those of all choices that are there at once go out at once."""
+        """Sends one event per delta; events that are available together are sent together."""
         events = self._answer.events(options.include_usage)
         says_usage_so_far = options.continuous_usage_stats and options.include_usage
         opening = self._answer.opening(events)
@@ -104,7 +105,7 @@ class Generated(Response):
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """The client's own. Workers know it, too; this is for a client whose worker says nothing any more."""
+        """The client's deadline. Workers know it, too; this covers a worker that no longer responds."""
         try:
             async with asyncio.timeout(self._generations[0].timeout_s):
                 yield
@@ -112,7 +113,7 @@ class Generated(Response):
             raise DeadlinePassed("the request's deadline passed") from None
 
     async def _batches(self) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
-        """Tells of errors in the client's words."""
+        """Reports errors under the client's names."""
         try:
             async with aclosing(batches_of(self._driver, self._generations)) as batches:
                 async for batch in batches:
@@ -122,7 +123,7 @@ class Generated(Response):
 
 
 def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
-    """The same error by the client's name for the field."""
+    """The same error under the client's name for the field."""
     field = names.get(error.field)
     return error if field is None else type(error)(field, error.problem)
 

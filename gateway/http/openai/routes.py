@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: from a body to requests that can be served, and what answers them."""
+"""The routes of OpenAI's API: from a body to valid requests, and to the responses for them."""
 
 import asyncio
 import time
@@ -46,21 +46,21 @@ TimeoutMs = Annotated[
         alias=TIMEOUT_HEADER,
         ge=1,
         le=MAX_TIMEOUT_MS,
-        description="When the client has given up: what is not answered by then ends on all workers.",
+        description="When the client gives up, in milliseconds; unfinished work then ends on all workers.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """What a request says of itself outside of its body."""
+    """A request's properties outside of its body."""
 
     request_id: str
     api: str
     caller: Caller
     trace: TraceContext | None
     deadline: float | None
-    """By the event loop's clock; None: the client waits for as long as it takes."""
+    """By the event loop's clock; None: the client waits without limit."""
 
     @classmethod
     def of(cls, request: Request, body: GenerationFields, api: str, timeout_ms: int | None) -> Self:
@@ -83,7 +83,7 @@ class HttpCall:
 
 
 class OpenAIRoutes:
-    """What becomes of a body; one instance serves all calls."""
+    """Handles parsed bodies; one instance serves all calls."""
 
     def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
         self._driver = driver
@@ -151,7 +151,7 @@ class OpenAIRoutes:
             generations += self._preprocessor.samples(generation, body.num_samples, body.keep_special_tokens)
         if not body.stream:
             check_whole_answer(generations, names)
-        # Later prompts were tokenised while the first ones had theirs.
+        # Tokenising later prompts used up time of the first ones, too.
         return [replace(generation, timeout_s=call.time_left_s) for generation in generations]
 
     def _head(self, kind: str, call: HttpCall) -> Head:
@@ -204,20 +204,20 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
         return await api.completion(body, HttpCall.of(request, body, "completions", timeout_ms))
 
     @routes.head("/v1/models", include_in_schema=False)
-    @routes.get("/v1/models", summary="What is served here")
+    @routes.get("/v1/models", summary="The models served here")
     async def models() -> ModelList:
         return ModelList("list", [card])
 
     @routes.get("/v1/models/{name:path}", summary="One model", responses=ERRORS)
     async def one_model(name: str) -> ModelCard:
         if name != model.name:
-            raise UnknownModel("model", f"{name!r} is not served here, {model.name!r} is")
+            raise UnknownModel("model", f"{name!r} is not served here; use {model.name!r}")
         return card
 
     return routes
 
 
 def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
-    """What a client of this API calls the fields that errors may name otherwise."""
+    """This API's names of fields that errors may name differently."""
     grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
     return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}

@@ -1,4 +1,4 @@
-"""Answers that must match something: OpenAI's response_format and vLLM's structured_outputs, as grammars."""
+"""Answers that must match a grammar: OpenAI's response_format and vLLM's structured_outputs, as grammars."""
 
 import json
 import re
@@ -20,7 +20,7 @@ class _Part(BaseModel):
 
 
 class TextFormat(_Part):
-    """Any text, which is what there is without a format."""
+    """Any text, which is the default."""
 
     type: Literal["text"]
 
@@ -34,10 +34,10 @@ class JsonObjectFormat(_Part):
 class JsonSchema(_Part):
     """A schema with its name, as OpenAI's clients send it."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted; nothing is done with it.")
-    description: str | None = Field(None, description="Accepted; nothing is done with it.")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and ignored.")
+    description: str | None = Field(None, description="Accepted and ignored.")
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+    strict: bool | None = Field(None, description="Answers always match the schema.")
 
 
 class JsonSchemaFormat(_Part):
@@ -56,13 +56,13 @@ class StructuredOutputs(_Part):
     json_: dict[str, Any] | Source | None = Field(None, alias="json", description="A JSON schema.")
     regex: Source | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar: Source | None = Field(None, description="A context-free grammar as Lark writes them.")
+    grammar: Source | None = Field(None, description="A context-free grammar in Lark's notation.")
 
 
 def structured_output_of(
     response_format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> StructuredOutput | None:
-    """At most one of the two is given; InvalidRequest names it by the client's name."""
+    """At most one of the two is set; InvalidRequest uses the client's name for it."""
     if outputs is not None:
         return _checked("structured_outputs", *_grammar_of(outputs))
     match response_format:
@@ -82,7 +82,7 @@ def _grammar_of(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
     ]
     if len(given) != 1:
         raise InvalidRequest(
-            "structured_outputs", f"give one of json, regex, choice and grammar, got {len(given)}"
+            "structured_outputs", f"set exactly one of json, regex, choice and grammar, got {len(given)}"
         )
     if outputs.json_ is not None:
         schema = outputs.json_

@@ -1,4 +1,4 @@
-"""What both shapes of whole answers have around and between their choices, as JSON in pieces."""
+"""The common frame of both shapes of whole answers, as JSON in pieces."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,7 +11,7 @@ from gateway.http.openai.events import Head, usage_json
 def whole_answer(
     head: Head, object_name: str, choices: Iterable[Iterator[str]], usage: Usage
 ) -> Iterator[str]:
-    """Choices in their order, each in pieces of its own."""
+    """Choices in order, each in pieces of its own."""
     start = {"id": head.id, "object": object_name, "created": head.created, "model": head.model}
     yield f'{to_json(start).decode()[:-1]},"choices":['
     for index, choice in enumerate(choices):

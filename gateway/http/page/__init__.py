@@ -1,4 +1,4 @@
-"""The live page: files that a browser runs as they are; they ask this gateway alone, and load nothing else."""
+"""The live page: files that a browser runs unchanged; they contact only this gateway, and load nothing else."""
 
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -29,7 +29,7 @@ FILES = (
 )
 
 HEADERS = {
-    # Nothing inline, nothing from elsewhere: text that a model or a worker's name brings cannot become a program.
+    # No inline scripts, and nothing from other hosts: text from a model or a worker's name cannot become a script.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -39,7 +39,7 @@ HEADERS = {
 
 
 def page_routes() -> APIRouter:
-    """The page at `/`, and what belongs to it below `/page/`; everybody may have them."""
+    """The page at `/`, and its files below `/page/`; open to everyone."""
     routes = APIRouter(include_in_schema=False)
     for name in FILES:
         path = "/" if name == "index.html" else f"/page/{name}"

@@ -14,7 +14,7 @@ export class Cluster {
     this.cards = new Map();
   }
 
-  // Returns whether any card came, went or moved.
+  // Returns whether any card appeared, disappeared or moved.
   draw(workers) {
     let hasMoved = false;
     for (const [name, card] of this.cards) {
@@ -45,7 +45,7 @@ export class Cluster {
     return hasMoved;
   }
 
-  // Marks those that somebody's request runs on.
+  // Marks the workers that run the page's request.
   mark(names) {
     for (const [name, card] of this.cards) card.element.classList.toggle("mine", names.includes(name));
   }

@@ -1,4 +1,4 @@
-// Makes elements. Whatever comes from the cluster or a model goes in as text or as an attribute's value, never as markup.
+// Makes elements. Data from the cluster or a model becomes text or an attribute's value, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,7 +23,7 @@ export function setAttributes(element, attributes) {
   }
 }
 
-// What did not change is left alone, so that an idle page costs no layout.
+// Leaves unchanged values alone, so that an idle page costs no layout.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

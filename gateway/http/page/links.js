@@ -1,5 +1,5 @@
-// Hand-overs: links between workers, and dots that cross them. What is counted comes from the workers; however much that
-// is, at most MAX_DOTS move, each standing for several where it must. Positions change only when cards do.
+// Hand-overs: links between workers, and dots that cross them. Workers do the counting. At most MAX_DOTS move, each
+// standing for several hand-overs if necessary. Positions change only when cards do.
 
 import { byId, make, makeSvg, setAttributes, setText } from "./dom.js";
 import { plural, rate, size } from "./numbers.js";
@@ -39,8 +39,8 @@ export class Links {
     this.#say();
   }
 
-  // What is new on each pair since the last snapshot. A pair that was not there before, or has smaller counts, began at
-  // zero; but at first sight of the cluster, and where it has more pairs than are told, there is nothing to compare with.
+  // New hand-overs of each pair since the last snapshot. A pair that is new, or has smaller counts, began at zero. With
+  // the first snapshot, and with more pairs than snapshots report, there is nothing to compare with.
   #count(handovers, second) {
     const crossing = [];
     const isComparable = this.second !== null && handovers.length < MAX_PAIRS;
@@ -60,7 +60,7 @@ export class Links {
     return crossing;
   }
 
-  // Links of pairs that handed over lately; where there are few workers, the others too, faintly.
+  // Links of pairs with recent hand-overs; with few workers, faint links of the others too.
   #choose(workers) {
     const prefill = workers.filter((worker) => worker.role === "prefill");
     const decode = workers.filter((worker) => worker.role === "decode");
@@ -94,7 +94,7 @@ export class Links {
     }
   }
 
-  // Dots on their way would follow links that are elsewhere now.
+  // Moving dots would follow links that have moved.
   place() {
     for (const dot of this.dots) dot.remove();
     this.dots.clear();
@@ -155,7 +155,7 @@ export class Links {
     dot.style.width = dot.style.height = `${diameter}px`;
     this.layer.append(dot);
     this.dots.add(dot);
-    // Transforms alone move it, which costs the page no layout and no script while it is on its way.
+    // Only transforms move it, which costs no layout and no script meanwhile.
     const moving = dot.animate(
       Array.from({ length: CURVE_STEPS + 1 }, (_, step) => {
         const [x, y] = along(curve, step / CURVE_STEPS);

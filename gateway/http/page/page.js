@@ -1,4 +1,4 @@
-// The page: follows the cluster, and hands each snapshot to those who draw a part of it.
+// The page: follows the cluster, and passes each snapshot to the modules that draw its parts.
 
 import { Cluster } from "./cluster.js";
 import { byId, make, setText } from "./dom.js";
@@ -72,7 +72,7 @@ function pathRow(name) {
   return { bar, number };
 }
 
-// The connection, and the key that it may need.
+// The connection, and its key if it needs one.
 
 const follower = new Follower("/cluster/events", draw, tell);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
@@ -104,7 +104,7 @@ byId("key-dialog").addEventListener("close", () => {
   follower.start();
 });
 
-// The theme: as the system has it, unless somebody says otherwise.
+// The theme: the system's, unless the user chooses another.
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;

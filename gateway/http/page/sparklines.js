@@ -1,4 +1,4 @@
-// Lines of the last minute: one point a second, gaps where nothing came.
+// Lines of the last minute: one point a second, gaps for seconds without data.
 
 import { makeSvg, setAttributes } from "./dom.js";
 import { niceCeiling } from "./numbers.js";
@@ -16,7 +16,7 @@ export class Sparkline {
     svg.append(...(this.area ? [this.area] : []), ...this.lines);
   }
 
-  // Returns what the top of the scale stands for; null if there is nothing to draw.
+  // Returns the value at the top of the scale; null if there is nothing to draw.
   draw(series) {
     const highest = Math.max(0, ...series.flat().filter((value) => value !== null));
     const ceiling = niceCeiling(highest);
@@ -39,7 +39,7 @@ function linePath(values, at) {
       return;
     }
     const [x, y] = at(value, index, values);
-    // A second that stands alone would be too small to be seen.
+    // A single second would be too small to see.
     const isAlone = !isDown && (values[index + 1] ?? null) === null;
     path += isDown ? `L${x.toFixed(1)} ${y.toFixed(1)}` : `M${(x - (isAlone ? 3 : 0)).toFixed(1)} ${y.toFixed(1)}${isAlone ? "h3" : ""}`;
     isDown = true;

@@ -1,4 +1,4 @@
-// The way of one request in four stages. Each has a state while it runs, and its place on a common time axis once it is over.
+// The way of one request in four stages. Each has a state while it runs, and its place on a common time axis at its end.
 
 import { make, setText } from "./dom.js";
 import { duration } from "./numbers.js";
@@ -50,7 +50,7 @@ export class Stages {
     for (const id of Object.keys(NAMES)) if (this.state(id) === "active") this.set(id, "failed");
   }
 
-  // `spans`: of each stage the [from, to, className] in seconds. What lies behind `until_s` runs off the axis.
+  // `spans`: of each stage the [from, to, className] in seconds. Spans beyond `until_s` run off the axis.
   drawTimes(spans, until_s) {
     for (const [id, { track, time }] of Object.entries(this.stages)) {
       const parts = spans[id] ?? [];

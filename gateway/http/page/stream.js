@@ -16,7 +16,7 @@ export class Refused extends Error {
   }
 }
 
-// To ask again with the same key would be vain.
+// Retrying with the same key would fail again.
 const isFinal = (error) => error instanceof Refused && [401, 403].includes(error.status);
 
 // Yields [name, data] of each event; Refused if the answer is an error.
@@ -45,7 +45,7 @@ function parse(part) {
   return [fields.event, JSON.parse(fields.data)];
 }
 
-// Follows snapshots for as long as the page is looked at. `tell` hears of "live", "away" and "refused".
+// Follows snapshots while the page is visible. `tell` receives "live", "away" and "refused".
 export class Follower {
   constructor(path, take, tell) {
     this.path = path;
@@ -96,7 +96,7 @@ export class Follower {
 
   #watchdog() {
     return setTimeout(() => {
-      this.tell("away", new Error("nothing was heard for a while"));
+      this.tell("away", new Error("no data for a while"));
       this.start();
     }, SILENCE_MS);
   }

@@ -30,7 +30,7 @@ function tokenTimes({ ttft_s: ttft, itl_s: gaps }) {
   return times;
 }
 
-// The whole of it, unless the answer takes so long that what comes before could not be seen.
+// The whole time, unless the answer takes so long that the earlier stages would be invisible.
 function axis(timing, decoding_s, last_s) {
   return Math.min(Math.max(last_s, timing.ttft_s), decoding_s / AXIS_SHARE);
 }

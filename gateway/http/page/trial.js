@@ -1,4 +1,4 @@
-// The prompt box: runs one request and shows its way, stage by stage, as the gateway tells it.
+// The prompt box: runs one request and shows its way, stage by stage, as the gateway reports it.
 
 import { byId, setText } from "./dom.js";
 import { duration, plural, rate, size } from "./numbers.js";
@@ -7,7 +7,7 @@ import { events } from "./stream.js";
 import { timeline } from "./timeline.js";
 
 export class Trial {
-  // `refused` hears when a key is asked for, `runsOn` of the workers that have the request, none once it is over.
+  // `refused` is called when a key is required; `runsOn` with the request's workers, and with none at its end.
   constructor({ refused, runsOn }) {
     this.refused = refused;
     this.runsOn = runsOn;
@@ -153,7 +153,7 @@ export class Trial {
   }
 }
 
-// What a time is made of, without the parts that took none: "first token 104 ms = gateway 31 ms + ...".
+// The parts of a time, without empty ones: "first token 104 ms = gateway 31 ms + ...".
 function sum(what, total_s, parts) {
   if (!parts) return "";
   const named = Object.entries(parts).filter(([, seconds]) => seconds >= 0.00005);

@@ -41,7 +41,7 @@ TIMING: dict[str, Any] = {
             "transport": "shared_memory",
             "bytes": 1_105_920,
             "events": [{"name": "prefilled", "at_s": 0.1}, {"name": "failed", "at_s": 0.2}],
-            "reason": "nothing was heard",
+            "reason": "the decode worker was silent for 10 s",
             "exposed_s": 0.0,
         },
     ],
@@ -81,7 +81,10 @@ def test_the_timeline_names_every_stage_with_its_share() -> None:
     assert "1.11 MB of KV cache, p0 -> d0" in transfer
     assert "4 tokens on d0, 40 tokens/s" in decode
     assert taken.strip() == "d0 from p0, attempt 1: asked 2.0 ms, verified 125.0 ms"
-    assert given.strip() == "p0 to d0, attempt 1: prefilled 100.0 ms, failed 200.0 ms (nothing was heard)"
+    assert (
+        given.strip()
+        == "p0 to d0, attempt 1: prefilled 100.0 ms, failed 200.0 ms (the decode worker was silent for 10 s)"
+    )
     assert prefill.count("█") == decode.count("█") > transfer.count("█") > queue.count("█") > 0
     assert "first token after 125.0 ms, next one 50.0 ms later; mode disaggregated, attempts 1" in total
 

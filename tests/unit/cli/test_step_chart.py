@@ -52,7 +52,7 @@ queue                   1
 def test_preemption_swap_and_prefix_hits() -> None:
     picture = """
 w0  decode worker, 100 tokens a step, 50 blocks of 16
-no last word: the worker still runs, or was killed
+the trace has no end: the worker still runs, or was killed
                  step   1    2    3   4-13  14   15    16    17    18
 request  prompt    ms  0.0  10.0 20.0 30.0 130  140   150   160   170
 old          48        [48]  1    1   1x10  1  ■ length
@@ -81,7 +81,7 @@ tokens of 100          100█           50▄
 free blocks             40             40
 
 d0  decode worker, 100 tokens a step, 50 blocks of 16
-the last line is cut: the worker was killed, or just writes it
+the last line is incomplete: the worker was killed, or is writing it
                  step        1   2-6      7-13  14  15
 request  prompt    ms       15.0 55.0     105  175 195
 bbbb         40             [40]   1x5    1x7   1   1  ■ error

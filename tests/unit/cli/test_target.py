@@ -37,11 +37,11 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, content: str) -
     file = tmp_path / "file"
     file.write_text(content)
     with pytest.raises(
-        ConfigError, match=r"--api-key-file .*file: holds no API key; it is one word"
+        ConfigError, match=r"--api-key-file .*file: no valid API key; expected one word"
     ) as caught:
         target("--api-key-file", str(file))
     assert "two" not in str(caught.value)
-    with pytest.raises(ConfigError, match="BATON_API_KEY: holds no API key"):
+    with pytest.raises(ConfigError, match="BATON_API_KEY: no valid API key"):
         target(environment={KEY_VARIABLE: content})
 
 
@@ -54,7 +54,7 @@ def test_certificates_imply_tls(tmp_path: Path) -> None:
     assert (with_ca.uses_tls, with_ca.ca_pem) == (True, b"PEM")
     own = target("--tls-cert", str(pem), "--tls-key", str(pem)).credentials
     assert (own.uses_tls, own.cert_pem, own.key_pem) == (True, b"PEM", b"PEM")
-    with pytest.raises(ConfigError, match="--tls-cert and --tls-key belong together"):
+    with pytest.raises(ConfigError, match="--tls-cert and --tls-key must be given together"):
         target("--tls-cert", str(pem))
     with pytest.raises(ConfigError, match="--tls-ca /none: cannot be read: No such file"):
         target("--tls-ca", "/none")

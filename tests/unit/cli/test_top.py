@@ -93,7 +93,7 @@ def test_a_wide_terminal_adds_nodes_queues_and_lives() -> None:
 
 def test_transfers_show_what_moved_between_two_looks() -> None:
     line = next(line for line in screen(80) if line.startswith("w0 > w1"))
-    assert " ".join(line.split()) == f"w0 > w1 shared_memory 12.5 MiB/s {'━' * 10} 5.0/s 35 MiB in all"
+    assert " ".join(line.split()) == f"w0 > w1 shared_memory 12.5 MiB/s {'━' * 10} 5.0/s 35 MiB in total"
 
 
 def test_a_failure_is_one_line_whatever_it_holds() -> None:
@@ -121,7 +121,7 @@ def test_the_first_look_has_no_rates() -> None:
 
 
 def test_what_is_old_says_so() -> None:
-    assert "what follows is old: UNAVAILABLE: no gateway" in screen(80, notice="UNAVAILABLE: no gateway")
+    assert "the data below is old: UNAVAILABLE: no gateway" in screen(80, notice="UNAVAILABLE: no gateway")
 
 
 def test_an_absent_controller_is_named_with_the_reason() -> None:

@@ -60,7 +60,7 @@ def test_it_draws_a_part(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--steps", "7:"], "w0.jsonl: nothing to draw; the trace holds steps 1 to 5"),
-        (["--requests", "x,yy"], "no request in these steps begins with 'x' or 'yy'"),
+        (["--requests", "x,yy"], "no request id in these steps starts with 'x' or 'yy'"),
     ],
 )
 def test_nothing_to_draw_is_a_refusal(
@@ -73,8 +73,8 @@ def test_nothing_to_draw_is_a_refusal(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "w.jsonl: empty"),
-        ("# Notes\n", "w.jsonl:1: not a trace of steps"),
+        ("", "w.jsonl: the file is empty"),
+        ("# Notes\n", "w.jsonl:1: not a step trace"),
         (
             encode_header(CHUNKED.header).decode(),
             "w.jsonl: nothing to draw; the worker has not finished a step yet",
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_trace_is_a_refusal(
         (["no-such-file"], "No such file or directory: 'no-such-file'"),
         (["FILE", "--svg", "/no/such/folder/x.svg"], "/no/such/folder/x.svg"),
         (["FILE", "--steps", "one"], "--steps: got 'one'"),
-        (["FILE", "--steps", "3:2"], "--steps: got '3:2', which ends before it begins"),
+        (["FILE", "--steps", "3:2"], "--steps: got '3:2'; the last step must not be before the first"),
         (["FILE", "--max-columns", "0"], "--max-columns: got 0"),
     ],
 )

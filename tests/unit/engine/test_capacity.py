@@ -46,17 +46,20 @@ def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"scheduler": {"max_model_len": 257}}, r"max_model_len: got 257, but this model was made for 256"),
+        (
+            {"scheduler": {"max_model_len": 257}},
+            r"max_model_len: got 257, but this model supports at most 256",
+        ),
         (
             {"engine": {"kv_cache_memory_mib": 1}, "scheduler": {"block_size": 9999}},
-            "does not hold two blocks",
+            "too little for two blocks",
         ),
         (
             {
                 "engine": {"swap_space_mib": 1},
                 "scheduler": {"preemption": "swap", "block_size": 9999, "num_blocks": 3},
             },
-            "swap_space_mib: got 1, which does not hold one block",
+            "swap_space_mib: got 1, which is too little for one block",
         ),
     ],
 )

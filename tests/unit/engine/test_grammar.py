@@ -94,8 +94,8 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
         (StructuredOutput(GrammarKind.REGEX, "(yes"), "invalid regex .* unclosed group"),
         (StructuredOutput(GrammarKind.LARK, 'start: "x" foo'), 'unknown name: "foo"'),
         (StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "objekt"}'), "Invalid type: objekt"),
-        (StructuredOutput(GrammarKind.JSON_SCHEMA, "[1"), "the schema is not JSON"),
-        (StructuredOutput(GrammarKind.JSON_SCHEMA, "[1]"), "a schema is a JSON object, got list"),
+        (StructuredOutput(GrammarKind.JSON_SCHEMA, "[1"), "the schema is not valid JSON"),
+        (StructuredOutput(GrammarKind.JSON_SCHEMA, "[1]"), "a schema must be a JSON object, got list"),
     ],
 )
 def test_c13_what_does_not_compile_says_why_and_the_next_one_is_served(
@@ -110,7 +110,7 @@ def test_c13_what_does_not_compile_says_why_and_the_next_one_is_served(
 def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(model_dir: Path, tmp_path: Path) -> None:
     endless, mute = Compiler(model_dir, eos_token_ids=()), Compiler(tmp_path)
     assert "no end-of-sequence token" in (endless.error_of(YES_OR_NO) or "")
-    assert "tokenizer cannot be read" in (mute.error_of(YES_OR_NO) or "")
+    assert "cannot read this model's tokenizer" in (mute.error_of(YES_OR_NO) or "")
     for compiler in (endless, mute):
         compiler.compiler.close()
 

@@ -120,7 +120,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are Llama"),
         ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
@@ -135,7 +135,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
                 "use_sliding_window": True,
                 "layer_types": ["chunked_attention"] * 3,
             },
-            "layer_types must hold",
+            "layer_types must list",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_closing_early_ends_the_threads(files: list[Path]) -> None:
 
 def test_a_file_that_ends_early_is_named(files: list[Path]) -> None:
     stream = WeightStream([FilePart(files[0], 9_990, 20)], HostCopies(), num_readers=2, buffer_bytes=64)
-    with pytest.raises(ModelError, match=r"a ends early: at byte 10000"):
+    with pytest.raises(ModelError, match=r"a ends early, at byte 10000"):
         stream.take()
     stream.close()
 

@@ -83,12 +83,14 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
         load(path)
     path = make_model_dir(tmp_path / "misshapen")
     rewrite(path, {name: torch.zeros(128, 63)})
-    with pytest.raises(ModelError, match=rf"{name} has shape \[128, 63\], config.json says \[128, 64\]"):
+    with pytest.raises(
+        ModelError, match=rf"{name} has shape \[128, 63\], but config.json implies \[128, 64\]"
+    ):
         load(path)
     path = make_model_dir(tmp_path / "unexpected")
     rewrite(path, {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(
-        ModelError, match=r"1 tensors that .* does not have: model.layers.1.self_attn.q_proj.bias"
+        ModelError, match=r"1 tensors do not belong to .*: model.layers.1.self_attn.q_proj.bias"
     ):
         load(path)
 

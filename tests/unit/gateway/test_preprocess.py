@@ -53,9 +53,9 @@ def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> Non
 @pytest.mark.parametrize(
     ("token_ids", "complaint"),
     [
-        ((), "it is empty"),
+        ((), "must not be empty"),
         ((1,) * MAX_MODEL_LEN, f"{MAX_MODEL_LEN} tokens leave no room"),
-        ((1, VOCAB_SIZE), f"{VOCAB_SIZE} is not among the model's {VOCAB_SIZE}"),
+        ((1, VOCAB_SIZE), f"{VOCAB_SIZE} is not one of the model's {VOCAB_SIZE}"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(
@@ -85,7 +85,7 @@ def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_toke
 ) -> None:
     with pytest.raises(InvalidRequest, match="leave no room"):
         take_in(preprocessor, "x" * MAX_MODEL_LEN)
-    with pytest.raises(InvalidRequest, match="characters are more than the model can take"):
+    with pytest.raises(InvalidRequest, match="characters exceed the model's limit"):
         take_in(preprocessor, "x" * 100 * MAX_MODEL_LEN)
 
 

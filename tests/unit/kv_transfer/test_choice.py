@@ -93,7 +93,7 @@ def test_a_ucx_without_cuda_is_refused_with_what_is_missing(
     with pytest.raises(ConfigError, match=r"nixl cannot be set up here: .*BACKEND; .* UCX with CUDA support"):
         names("nixl", on_device())
     assert names("auto", on_device()) == ["cuda_ipc"]
-    assert "going on without a KV transport: nixl" in caplog.text
+    assert "KV transport not available: nixl" in caplog.text
 
 
 def test_a_system_that_shares_no_device_memory_does_without(

@@ -101,7 +101,7 @@ def test_what_is_no_description_is_refused(host: FakeHost, description: bytes) -
 def test_memory_that_is_gone_or_smaller_than_said_is_refused(host: FakeHost) -> None:
     producer, consumer = Process(host), Process(host)
     _, pid, handle, _ = msgpack.unpackb(description_of(producer))
-    with pytest.raises(TransportError, match="2048 bytes stands for 1024"):
+    with pytest.raises(TransportError, match="2048 bytes, but the device memory has 1024"):
         consumer.reader.open(msgpack.packb([1, pid, handle, 2 * NBYTES]))
     assert consumer.driver.opened == []
     description = description_of(producer)

@@ -147,7 +147,7 @@ def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_in_the_e
     wire.advance(MAX_EARLY_LEASES * LEASE_S + HEARTBEAT_S)
     wire.load(0, 1)
     assert isinstance(wire.news[0], Failed)
-    assert "was not asked" in wire.news[0].reason
+    assert "never received" in wire.news[0].reason
     wire.assert_at_rest()
 
 

@@ -117,7 +117,7 @@ def test_equal_workers_exchange_whole_blocks_in_place() -> None:
     [
         (RankLayout(16), RankLayout(24), "block_size: neither of 16 and 24 divides the other"),
         (RankLayout(16, 2), RankLayout(16, 3), "tensor-parallel ranks: neither of 2 and 3"),
-        (RankLayout(16, 16), RankLayout(16), "tensor-parallel ranks: 8 heads cannot be shared by 16"),
+        (RankLayout(16, 16), RankLayout(16), "tensor-parallel ranks: 8 heads cannot be divided among 16"),
         (RankLayout(16, 2), RankLayout(64, 8), None),
     ],
 )

@@ -54,7 +54,7 @@ def test_noise_is_no_description(noise: bytes) -> None:
 
 
 def test_a_description_beyond_the_limit_is_not_looked_at() -> None:
-    with pytest.raises(TransportError, match="exceeds"):
+    with pytest.raises(TransportError, match="are allowed"):
         decode(bytes(MAX_DESCRIPTION_BYTES + 1))
 
 
@@ -72,7 +72,7 @@ def test_a_description_beyond_the_limit_is_not_looked_at() -> None:
     ],
 )
 def test_a_sealed_lie_is_refused(lie: dict[str, int]) -> None:
-    with pytest.raises(TransportError, match="names no memory"):
+    with pytest.raises(TransportError, match="invalid memory range"):
         decode(encode(replace(OURS, **lie)))  # type: ignore[arg-type]
 
 

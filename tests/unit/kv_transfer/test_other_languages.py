@@ -96,7 +96,7 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
     start(fabric, prefill, decode)
     (failed,) = decode.news().failed_recving
     assert failed.reason.endswith(
-        f"cannot read each other: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
+        f"protocol mismatch with the prefill worker: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
     )
     assert fabric.clock.now() == 0.0
     for worker in (prefill, decode):
@@ -119,7 +119,7 @@ def test_a_message_that_nobody_understands_fails_its_load_at_once() -> None:
     fabric.alter = with_changed("Open", lambda parts: parts.append(0))
     start(fabric, prefill, decode)
     (failed,) = decode.news().failed_recving
-    assert "cannot read each other: Open: expected 9 fields" in failed.reason
+    assert "protocol mismatch with the prefill worker: Open: expected 9 fields" in failed.reason
     assert counters(decode)["kv_version_mismatches"] == 0
 
 

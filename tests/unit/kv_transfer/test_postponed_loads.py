@@ -34,7 +34,7 @@ def start_stuck(*, transport: str = ZMQ_TCP, window_blocks: int = 4) -> Wire:
 
 
 def postponed(num_valid_tokens: int) -> Failed:
-    reason = "the prefill worker waits until others are loaded"
+    reason = "the prefill worker is stuck until other prompts are loaded"
     return Failed(RankTransfer("r"), num_valid_tokens, reason, False, is_postponed=True)
 
 

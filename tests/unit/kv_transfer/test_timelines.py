@@ -101,7 +101,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     fabric.advance(LEASE_S)
     given = told(prefill)
     assert (given.events[-1].kind, given.at(TransferEventKind.PREFILLED)) == (TransferEventKind.FAILED, 1.5)
-    assert given.reason == f"nothing was heard of the decode worker for {LEASE_S:g} s"
+    assert given.reason == f"the decode worker was silent for {LEASE_S:g} s"
 
 
 def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:

@@ -24,15 +24,15 @@ from worker.step_trace import TraceEnd, read_trace
         ({"engine": {"device": "cuda"}}, "engine.device: got 'cuda'"),
         (
             {"scheduler": {"max_model_len": 9_999}},
-            "scheduler.max_model_len: got 9999, but this model was made for 1024",
+            "scheduler.max_model_len: got 9999, but this model supports at most 1024",
         ),
         (
             {"scheduler": {"block_size": 1024}, "engine": {"kv_cache_memory_mib": 1}},
-            "does not hold two blocks",
+            "too little for two blocks",
         ),
         (
             {"scheduler": {"preemption": "swap", "block_size": 8192}, "engine": {"swap_space_mib": 1}},
-            "engine.swap_space_mib: got 1, which does not hold one block",
+            "engine.swap_space_mib: got 1, which is too little for one block",
         ),
         (
             {"scheduler": {"enable_chunked_prefill": False}},

@@ -280,10 +280,10 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
         late = running.until_finished("late")
         assert (late.error_kind, late.error) == (
             ErrorKind.OVERLOADED,
-            "this worker is about to become a decode worker",
+            "this worker is changing to a decode worker",
         )
         for call in (lambda: running.loop.drain(1.0), lambda: running.loop.set_role(PrefillWorker(9), 1.0)):
-            with pytest.raises(FleetError, match="it is about to become a decode worker"):
+            with pytest.raises(FleetError, match="it is changing to a decode worker"):
                 call()
         connector.news.append(KVConnectorOutput(finished_sending=("p",)))
         running.commands.wake()

@@ -165,7 +165,7 @@ def test_where_files_run_out_metrics_are_read_again_later(
         assert answer.read() == b"ok"
     server.stop()
     assert listener.has_failed
-    assert "cannot accept a reader of metrics, trying again: [Errno 24] Too many open files" in caplog.text
+    assert "cannot accept a metrics connection, retrying: [Errno 24] Too many open files" in caplog.text
 
 
 def test_a_reader_that_asks_a_byte_at_a_time_does_not_keep_others_from_reading(

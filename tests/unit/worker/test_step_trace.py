@@ -105,12 +105,15 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"", "empty; not even"),
-        (b"\n", ":1: not a trace of steps"),
-        (b"# notes\n", ":1: not a trace of steps"),
-        (encode_step(FIRST), ":1: not a trace of steps, .*worker: Field required"),
-        (encode_header(HEADER)[:20], ":1: not a trace of steps"),
-        (encode_header(make_header(baton_trace=9)), ":1: a trace of version 9; this command reads version 1"),
+        (b"", "the file is empty"),
+        (b"\n", ":1: not a step trace"),
+        (b"# notes\n", ":1: not a step trace"),
+        (encode_step(FIRST), ":1: not a step trace, .*worker: Field required"),
+        (encode_header(HEADER)[:20], ":1: not a step trace"),
+        (
+            encode_header(make_header(baton_trace=9)),
+            ":1: this trace has version 9, but this command reads version 1",
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, data: bytes, complaint: str) -> None:

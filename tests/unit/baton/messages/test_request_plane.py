@@ -46,7 +46,7 @@ def test_everything_else_is_of_no_other_version(frame: bytes) -> None:
 
 @pytest.mark.parametrize("parts", [[0, True, b"1234567", b""], [0, True, b"", b"123456789"]])
 def test_half_a_hash_is_none(parts: list[object]) -> None:
-    with pytest.raises(WireError, match="no whole number of hashes"):
+    with pytest.raises(WireError, match="not a whole number of hashes"):
         TO_GATEWAY.decode(msgpack.packb(["KVEvents", *parts]))
     events = KVEvents(3, False, b"12345678", b"8765432112345678")
     assert TO_GATEWAY.decode(TO_GATEWAY.encode(events)) == events

@@ -59,8 +59,8 @@ def test_a_lost_order_ends_the_session_on_both_ends_once() -> None:
     line.submit()
     line.submit(is_lost=True)
     gap, loss = line.greet()
-    assert gap == "of 2 orders, 1 came"
-    assert loss == "it had lost us, and ended what it did for us"
+    assert gap == "1 of 2 commands arrived"
+    assert loss == "it had lost this gateway and ended its requests"
     line.submit()
     assert line.greet() == (None, None)
 
@@ -80,7 +80,7 @@ def test_a_gateway_learns_that_it_was_forgotten() -> None:
     assert line.worker.end(GATEWAY)
     assert not line.worker.end(GATEWAY)
     assert not line.worker.count_outputs(GATEWAY), "there is nobody to send them to"
-    assert line.greet() == (None, "it had lost us, and ended what it did for us")
+    assert line.greet() == (None, "it had lost this gateway and ended its requests")
 
 
 def test_orders_of_a_session_that_is_over_are_refused_and_not_counted() -> None:
@@ -89,7 +89,7 @@ def test_orders_of_a_session_that_is_over_are_refused_and_not_counted() -> None:
     with pytest.raises(WireError, match="has not said Hello"):
         line.submit()
     line.worker.hear(GATEWAY, line.gateway.hello(), 0.0)
-    with pytest.raises(WireError, match="SubmitRequest of session 1 in session 2"):
+    with pytest.raises(WireError, match="SubmitRequest belongs to session 1, but the current session is 2"):
         line.submit()
     assert line.greet()[1] is not None
     line.submit()
@@ -101,7 +101,7 @@ def test_a_gateway_that_connects_anew_gets_a_session_of_its_own() -> None:
     line = Line()
     line.submit()
     line.gateway = GatewaySession("life")
-    assert line.greet() == ("of 0 orders, 1 came", None)
+    assert line.greet() == ("1 of 0 commands arrived", None)
 
 
 def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:

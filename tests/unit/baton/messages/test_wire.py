@@ -119,7 +119,7 @@ def test_request_plane_messages_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (msgpack.packb(["Nobody"]), "unknown kind of message 'Nobody'"),
+        (msgpack.packb(["Nobody"]), "unknown message kind 'Nobody'"),
         (msgpack.packb(["Hello"]), "Hello: expected 4 fields"),
         (msgpack.packb(["Hello", 2, 5, 1, 0]), "Hello.incarnation: expected str, got 5"),
         (msgpack.packb(["Hello", 2, None, None, 0]), "Hello.incarnation: expected str, got None"),

@@ -70,7 +70,7 @@ def test_no_secret_no_keys() -> None:
 
 def test_a_libzmq_without_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
-    with pytest.raises(ConfigError, match=r"network\.security: got 'curve', which libzmq"):
+    with pytest.raises(ConfigError, match=r"network\.security is 'curve', but libzmq"):
         derive_keys(SECRET)
 
 

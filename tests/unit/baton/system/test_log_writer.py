@@ -52,7 +52,7 @@ def test_who_logs_waits_for_no_reader_and_what_is_too_much_is_counted() -> None:
     writer.close()
     *lines, dropped, after = stream.getvalue().splitlines()
     assert lines == ["0123456789"] * 5
-    assert dropped == "3 lines were dropped here, since nobody read the log"
+    assert dropped == "3 lines were dropped here because the log was not read"
     assert after == "after"
 
 

@@ -88,7 +88,7 @@ def test_two_processes_that_race_get_the_same_one(tmp_path: Path) -> None:
 
 
 def test_nobody_but_serve_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"there is no {tmp_path}/cluster\.secret; copy it"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/cluster\.secret does not exist; copy it"):
         read(tmp_path / "cluster.secret")
     assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +104,9 @@ def test_a_file_that_others_can_use_is_refused(file: Path, mode: int) -> None:
 def test_a_file_of_somebody_else_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(ConfigError, match=rf"{file} \(mode 0600\) belongs to user {me}, not to {me + 1}"):
+    with pytest.raises(
+        ConfigError, match=rf"{file} \(mode 0600\) belongs to user {me}, but this process runs as {me + 1}"
+    ):
         read(file)
 
 

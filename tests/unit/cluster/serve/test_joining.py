@@ -164,7 +164,7 @@ def test_one_file_serves_fleet_and_gateway_since_the_flag_wins_over_it() -> None
 
 def test_two_ways_to_one_fleet_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--ray-address", "auto", "--fleet-address", "fleet:50050"]) == USAGE
-    assert "two ways to one fleet; set one of them" in capsys.readouterr().err
+    assert "both name the fleet; set only one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_two_ways_to_one_fleet_are_one_too_many(capsys: pytest.CaptureFixture[st
 )
 def test_a_fleet_has_an_address_with_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--fleet-address", address]) == USAGE
-    assert f"cluster.fleet_address: got '{address}'; HOST:PORT" in capsys.readouterr().err
+    assert f"cluster.fleet_address: got '{address}'; use HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["fleet:50050", "10.1.2.3:1", "[::1]:65535", "fleet.ns.svc:5"])

@@ -35,9 +35,9 @@ def test_keys_open_what_their_scopes_say() -> None:
     assert admit(door, ["bearer   " + ALICE], None).name == "alice"  # RFC 7235: the scheme in any case
     assert admit(door, bearer(WATCHER), Right.OBSERVE).name == "watcher"
     assert admit(door, bearer(ADMIN), Right.ADMINISTER).may_administer
-    with pytest.raises(PermissionDenied, match="'alice' lacks the scope 'administer'"):
+    with pytest.raises(PermissionDenied, match="scope 'administer', which the key of 'alice' lacks"):
         admit(door, bearer(ALICE), Right.ADMINISTER)
-    with pytest.raises(PermissionDenied, match="'watcher' lacks the scope 'generate'"):
+    with pytest.raises(PermissionDenied, match="scope 'generate', which the key of 'watcher' lacks"):
         admit(door, bearer(WATCHER), Right.GENERATE)
 
 
@@ -131,7 +131,7 @@ def test_a_key_file_that_broke_changes_nothing_and_is_logged_without_its_content
         clock.advance(1.0)
         with caplog.at_level(logging.DEBUG):
             assert admit(door, bearer(key), None).name == "n0"
-    assert "cannot be used, so what was read before stays" in caplog.text
+    assert "cannot be used; keeping the previous content" in caplog.text
     assert len(caplog.records) == 5
     assert key not in caplog.text
     path.unlink()
@@ -153,7 +153,7 @@ def test_with_an_empty_key_file_nobody_comes_in(tmp_path: Path) -> None:
         ("- name: a\n  sha256: baton-secret\n", "64 hexadecimal digits"),
         ("- baton-secret\n", "must be a mapping"),
         ("{baton-secret", "neither YAML nor JSON"),
-        ("- {name: anybody, sha256: " + "0" * 64 + "}", "'anybody' is what callers without a key are called"),
+        ("- {name: anybody, sha256: " + "0" * 64 + "}", "'anybody' is the name of callers without a key"),
         ("- {name: a, sha256: " + "0" * 64 + ", scopes: [root]}", "scopes"),
         ("- {name: a, sha256: " + "0" * 64 + ", max_concurent: 1}", "max_concurent: unknown key"),
     ],
@@ -173,7 +173,7 @@ def test_a_key_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     write(path, "k")
     path.chmod(0o646)
-    with pytest.raises(ConfigError, match="others may write it"):
+    with pytest.raises(ConfigError, match="other users may write it"):
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())

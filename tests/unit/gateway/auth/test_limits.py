@@ -13,7 +13,7 @@ def test_a_minutes_worth_may_come_at_once_and_then_one_by_one() -> None:
     rates, caller = RequestRates(), Caller("a", requests_per_minute=6)
     for _ in range(6):
         rates.count(caller, 100.0)
-    with pytest.raises(RateLimited, match=r"'a' grants 6 requests a minute.* in 10\.0 s") as caught:
+    with pytest.raises(RateLimited, match=r"'a' allows 6 requests per minute.* in 10\.0 s") as caught:
         rates.count(caller, 100.0)
     assert caught.value.retry_after_s == pytest.approx(10.0)
     rates.count(caller, 100.0 + caught.value.retry_after_s)

@@ -222,7 +222,7 @@ def test_c57_where_there_is_no_room_the_caller_with_most_of_them_waiting_is_refu
         assert [await each for each in mallory] == [
             "ok",
             "ok",
-            "3 grammars wait to be compiled, which is the limit",
+            "3 grammars are waiting to be compiled, which is the limit",
         ]
 
     play(scene)

@@ -132,7 +132,7 @@ def test_choices_that_are_too_long_are_not_even_written_down(monkeypatch: pytest
     monkeypatch.setattr(vllm_convert, "_literally", never)
     message = vllm_engine_pb2.SamplingParams()
     message.choice.choices.extend(["+" * 1000] * 1000)
-    with pytest.raises(InvalidRequest, match="choice: its texts have more than 100000 bytes"):
+    with pytest.raises(InvalidRequest, match="choice: its texts are larger than 100000 bytes"):
         vllm_convert.sampling_params_from(message, 9)
 
 
@@ -142,7 +142,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 def test_one_call_ends_so_many_requests_and_no_more() -> None:
     assert convert.ids_to_abort(["a"] * convert.MAX_ABORTED) == ["a"] * convert.MAX_ABORTED
-    with pytest.raises(InvalidRequest, match="request_ids: one call ends at most 4096, got 4097"):
+    with pytest.raises(InvalidRequest, match="request_ids: one call can end at most 4096 requests, got 4097"):
         convert.ids_to_abort(["a"] * (convert.MAX_ABORTED + 1))
 
 

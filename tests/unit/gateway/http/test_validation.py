@@ -41,9 +41,9 @@ def problem(body: dict[str, Any]) -> tuple[str, str]:
         ({"number": "1"}, "number", "must be a valid integer, got '1'"),
         ({"number": True}, "number", "must be a valid integer, got true"),
         ({"stored": True}, "stored", "must be false, got true"),
-        ({"nmber": 1}, "nmber", "this field is not known here; leave it out"),
+        ({"nmber": 1}, "nmber", "unknown field; remove it"),
         ({"content": 1}, "content", "must be a valid string or must be a valid list, got 1"),
-        ({"content": [{"kind": "text"}]}, "content.0.text", "it is missing, and must be given"),
+        ({"content": [{"kind": "text"}]}, "content.0.text", "required, but missing"),
         ({"content": [{"kind": "image", "text": ""}]}, "content.0.kind", "must be 'text', got 'image'"),
         ({"nested": {"nested": {"number": None}}}, "nested.nested.number", "must be a valid integer"),
         ({"form": "x" * 9}, "form", "must have at most 3 characters, got 'xxxxxxxxx'"),
@@ -76,4 +76,4 @@ def test_a_body_that_is_no_json() -> None:
         "input": {},
         "ctx": {"error": "Expecting ','"},
     }
-    assert first_problem([finding], "{") == ("body", "it cannot be read as JSON: Expecting ','")
+    assert first_problem([finding], "{") == ("body", "invalid JSON: Expecting ','")

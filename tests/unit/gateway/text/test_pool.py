@@ -70,9 +70,7 @@ def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Path) ->
             assert pool.max_characters == MAX_TOKENS * longest
             with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
                 await pool.encode("x" * (pool.max_characters + 1))
-            with pytest.raises(
-                InvalidRequest, match=r"chat: \d+ characters are more than the model can take"
-            ):
+            with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
                 await pool.encode_chat([ChatMessage("user", "x" * pool.max_characters)])
 
     asyncio.run(run())
@@ -147,11 +145,11 @@ def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: 
     ("template", "complaint"),
     [
         (None, "no chat template; send text or token ids"),
-        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
-        ("{{ messages[0].content.nothing.at.all }}", "refuses it: "),
-        ("{{ 1 / 0 }}", "refuses it: "),
-        ("{{ ''.__class__.__mro__ }}", "refuses it: "),
-        ("{% for", "refuses it: "),
+        ("{{ raise_exception('roles must alternate') }}", "refused the conversation: roles must alternate"),
+        ("{{ messages[0].content.nothing.at.all }}", "refused the conversation: "),
+        ("{{ 1 / 0 }}", "refused the conversation: "),
+        ("{{ ''.__class__.__mro__ }}", "refused the conversation: "),
+        ("{% for", "refused the conversation: "),
     ],
 )
 def test_a_template_that_cannot_be_used_is_the_clients_to_hear_of(
@@ -178,7 +176,7 @@ def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) 
             loops = [pool.encode_chat([ChatMessage("user", "loop")]) for _ in range(4)]
             errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
             assert {str(error) for error in errors} == {
-                "chat: the model's chat template took longer than 0.2 s for it"
+                "chat: the model's chat template took longer than 0.2 s"
             }
             assert await pool.encode_chat(HELLO) == own.encode("fine")
 
