@@ -17,11 +17,10 @@ import logging
 from collections.abc import Callable, Iterable
 from itertools import starmap
 
-from baton.errors import DeadlinePassed, DeadlineTooClose, InvalidRequest, RequestError
+from baton.errors import DeadlinePassed, DeadlineTooClose, RequestError
 from baton.request import FinishReason, RequestOutput
 from baton.worker import WorkerStatus
 from gateway.auth.callers import Caller
-from gateway.auth.limits import Concurrency
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.events import (
     AbortAt,
@@ -42,6 +41,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.fair_queue import QueueEntry
 from gateway.requests.latency_window import LatencyWindow
+from gateway.requests.open_requests import OpenRequests
 from gateway.requests.queue import RequestQueue
 from gateway.requests.record import Outcome, Tally, record_of
 from gateway.requests.request import Delta, GatewayRequest
@@ -86,17 +86,12 @@ class Dispatcher:
         self._must_not_fall_back = must_not_fall_back
         self._workers = WorkerList()
         self._prefill_times = PrefillTimes()
-        self._concurrency = Concurrency()
         self._queue = RequestQueue[RequestState](max_queued, self._try_to_place, placement_timeout_s)
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """Of requests that wait."""
         self._placed: dict[str, RequestState] = {}
         """By the id that workers know."""
-        self._open: dict[GatewayRequest, RequestState] = {}
-        """Every request whose stream has not ended."""
-        self._calls: dict[tuple[str, str], dict[str, RequestState]] = {}
-        """Admitted ones by their caller's name and the call's, then by their own ids: callers have names of
-        their own."""
+        self._open = OpenRequests()
         self._may_have_room = False
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -149,7 +144,7 @@ class Dispatcher:
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """The requests of one call of a caller's, by what the caller calls it, whose streams have not ended."""
-        return [state.request for state in self._calls.get((caller.name, call_id), {}).values()]
+        return self._open.of_call(call_id, caller)
 
     # a request comes and goes
 
@@ -160,31 +155,14 @@ class Dispatcher:
             request, self._workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
         state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
-        self._open[request] = state
-        if error := self._admit(state):
+        if error := self._open.add(state):
             self._refuse(state, error)
         else:
             self._enqueue(state)
 
-    def _admit(self, state: RequestState) -> RequestError | None:
-        request = state.request
-        answers = self._calls.get(_call_of(request), {})
-        if request.request_id in answers:
-            return InvalidRequest("request_id", f"{request.request_id!r} is in use by a running request")
-        if error := self._concurrency.begin(request.caller):
-            return error
-        self._calls.setdefault(_call_of(request), answers)[request.request_id] = state
-        return None
-
     def _on_stream_ended(self, request: GatewayRequest, error: BaseException | None) -> None:
-        state = self._open.pop(request)
+        state = self._open.remove(request)
         self._drop(state)
-        answers = self._calls.get(_call_of(request), {})
-        if answers.get(request.request_id) is state:
-            del answers[request.request_id]
-            if not answers:
-                del self._calls[_call_of(request)]
-            self._concurrency.end(request.caller)
         if error is None:
             outcome, finish = Outcome.FINISHED, state.finish
             assert finish is not None, "a whole answer has an end"
@@ -354,15 +332,15 @@ class Dispatcher:
 
     def _on_report(self, status: WorkerStatus) -> None:
         self._workers.update(status)
-        self.router.heard(status)
-        self._prefill_times.told(status.ref.name, status.load.prefill_tokens_per_s, self._now)
+        self.router.on_status(status)
+        self._prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, self._now)
         self._may_have_room = True
 
     def _on_worker_lost(self, worker: str, reason: str) -> None:
         logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
         was_draining = self._workers.is_draining(worker)
         self._workers.remove(worker)
-        self.router.gone(worker)
+        self.router.on_worker_lost(worker)
         self._prefill_times.forget(worker)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
@@ -371,10 +349,6 @@ class Dispatcher:
                     self._fail(state, failure)
                 else:
                     self._count_ended(attempt)
-
-
-def _call_of(request: GatewayRequest) -> tuple[str, str]:
-    return request.caller.name, request.call_id or request.request_id
 
 
 def _client_error(state: RequestState, error: BaseException, now: float) -> BaseException:
