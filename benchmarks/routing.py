@@ -174,7 +174,7 @@ def _warm_router(policy: str, num_workers: int) -> Router:
         counts = RequestCounts(rng.randrange(1, 40), 0, 0)
         ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
         blocks = KVBlockCounts(8192, 6000, 0, 0)
-        router.heard(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
+        router.on_status(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
         has_it = number % 8 < 2
         router.kv_events(name, KVEvents(0, True, b"", stored if has_it else b""))
     return router

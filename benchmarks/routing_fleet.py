@@ -206,7 +206,7 @@ class VirtualFleet:
         self._at(self._now + HEARTBEAT_S * self._rng.uniform(0.95, 1.05), partial(self._beat, worker))
 
     def _take_status(self, status: WorkerStatus) -> None:
-        self._router.heard(status)
+        self._router.on_status(status)
         self._place_all()
 
     # workers

@@ -30,19 +30,18 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 async def batches_of(
-    driver: RequestDriver, generations: Sequence[GatewayRequest]
+    driver: RequestDriver, requests: Sequence[GatewayRequest]
 ) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
     """Each answer's deltas in order, up to its finish; those that are there at once come at once. If one fails, so do
     all; closing ends all of them everywhere."""
-    if len(generations) == 1:
-        async with aclosing(driver.generate(generations[0])) as deltas:
+    if len(requests) == 1:
+        async with aclosing(driver.generate(requests[0])) as deltas:
             async for delta in deltas:
                 yield ((0, delta),)
         return
-    waiting: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(len(generations))
+    waiting: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(len(requests))
     tasks = [
-        asyncio.create_task(_pump(driver, index, generation, waiting))
-        for index, generation in enumerate(generations)
+        asyncio.create_task(_pump(driver, index, request, waiting)) for index, request in enumerate(requests)
     ]
     num_open = len(tasks)
     try:
@@ -65,38 +64,38 @@ async def batches_of(
 async def _pump(
     driver: RequestDriver,
     index: int,
-    generation: GatewayRequest,
+    request: GatewayRequest,
     waiting: "asyncio.Queue[ChoiceDelta | Exception]",
 ) -> None:
     try:
-        async with aclosing(driver.generate(generation)) as deltas:
+        async with aclosing(driver.generate(request)) as deltas:
             async for delta in deltas:
                 await waiting.put((index, delta))
     except Exception as error:
         await waiting.put(error)
 
 
-def check_whole_answer(generations: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
+def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """InvalidRequest if the answers together could hold more than MAX_VALUES. Without `max_tokens` an answer may fill
     the room behind its prompt, so that counts. `names`: what the client calls fields that we call otherwise."""
-    num_values = sum(map(_num_values, generations))
+    num_values = sum(map(_num_values, requests))
     if num_values <= MAX_VALUES:
         return
-    longest = max(generation.sampling_params.max_tokens for generation in generations)
-    num_top = generations[0].sampling_params.logprobs or 0
+    longest = max(request.sampling_params.max_tokens for request in requests)
+    num_top = requests[0].sampling_params.logprobs or 0
     max_tokens, logprobs = (names.get(name, name) for name in ("max_tokens", "logprobs"))
-    fitting = MAX_VALUES // (len(generations) * (1 + num_top))
+    fitting = MAX_VALUES // (len(requests) * (1 + num_top))
     fewer = f"lower {logprobs} or n" if num_top else "lower n"
     raise InvalidRequest(
         max_tokens,
-        f"{longest} tokens x {1 + num_top} values each (the token, {num_top} {logprobs}) x {len(generations)} answers "
+        f"{longest} tokens x {1 + num_top} values each (the token, {num_top} {logprobs}) x {len(requests)} answers "
         f"are {num_values} values; an answer that is not streamed may hold {MAX_VALUES}. Set {max_tokens} to at most "
         f"{fitting}, {fewer}, or set stream: true",
     )
 
 
-def _num_values(generation: GatewayRequest) -> int:
-    params = generation.sampling_params
+def _num_values(request: GatewayRequest) -> int:
+    params = request.sampling_params
     return params.max_tokens * (1 + (params.logprobs or 0))
 
 

@@ -55,7 +55,7 @@ class Preprocessor:
         """Files with which a client can tokenise as this gateway does."""
         return await asyncio.to_thread(self._tokenizer.files)
 
-    async def generation(
+    async def preprocess(
         self,
         prompt: Prompt,
         sampling: SamplingInRoom,
@@ -121,24 +121,24 @@ class Preprocessor:
         return room
 
     def samples(
-        self, generation: GatewayRequest, number: int, keep_special_tokens: bool
+        self, request: GatewayRequest, number: int, keep_special_tokens: bool
     ) -> list[GatewayRequest]:
         """`number` independent answers to one request: itself, and others with ids and seeds made of its own.
 
         The same seed gives the same answers again, and the first of many equals a single one.
         """
-        params = generation.sampling_params
+        params = request.sampling_params
         others = [
             replace(
-                generation,
-                request_id=f"{generation.request_id}-{index}",
-                call_id=generation.call_id or generation.request_id,
+                request,
+                request_id=f"{request.request_id}-{index}",
+                call_id=request.call_id or request.request_id,
                 sampling_params=replace(params, seed=_derived(params.seed, index)),
-                text=self._text(params, keep_special_tokens, generation.prompt_token_ids),
+                text=self._text(params, keep_special_tokens, request.prompt_token_ids),
             )
             for index in range(1, number)
         ]
-        return [generation, *others]
+        return [request, *others]
 
     def _text(
         self, params: SamplingParams, keep_special_tokens: bool, prompt_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""GenerationService: gRPC's calls for text and tokens; the intake and the request driver say what they mean."""
+"""GenerationService: gRPC's calls for text and tokens; the preprocessor and the request driver say what they mean."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -31,10 +31,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def Generate(  # noqa: N802 - gRPC's name; an async generator is an async iterator
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        generation = await self._generation(request, context)
-        async with aclosing(self._driver.generate(generation)) as deltas:
+        gateway_request = await self._preprocess(request, context)
+        async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
-                yield convert.delta_to_response(generation.request_id, delta)
+                yield convert.delta_to_response(gateway_request.request_id, delta)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
         caller = current_caller.get()
@@ -56,9 +56,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             has_chat_template=self._preprocessor.has_chat_template,
         )
 
-    async def _generation(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
+    async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
         self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
-        return await self._preprocessor.generation(
+        return await self._preprocessor.preprocess(
             convert.prompt_from(request),
             partial(convert.sampling_params_from, request.sampling_params),
             request_id=request.request_id,

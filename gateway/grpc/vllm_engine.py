@@ -63,9 +63,11 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[Any]:
         """An answer that is not streamed comes as serialised bytes; else GenerateResponses."""
-        generations = await self._generations(request, context)
-        async with aclosing(batches_of(self._driver, generations)) as batches:
-            answer = _streamed(generations, batches) if request.stream else _whole(generations, batches)
+        gateway_requests = await self._preprocess(request, context)
+        async with aclosing(batches_of(self._driver, gateway_requests)) as batches:
+            answer = (
+                _streamed(gateway_requests, batches) if request.stream else _whole(gateway_requests, batches)
+            )
             async for response in answer:
                 yield response
 
@@ -179,13 +181,13 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         clients = self._driver.fleet.clients
         return [client.status for client in clients if client.status is not None and not client.is_silent]
 
-    async def _generations(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
+    async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         self._preprocessor.room_behind(
             len(request.tokenized.input_ids)
         )  # before millions of them become a tuple
         params = request.sampling_params
         keep_special_tokens = not params.skip_special_tokens
-        generation = await self._preprocessor.generation(
+        gateway_request = await self._preprocessor.preprocess(
             convert.prompt_from(request),
             partial(convert.sampling_params_from, params),
             request_id=request.request_id,
@@ -195,24 +197,24 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             trace=trace_of(context),
             api="vllm",
         )
-        generations = self._preprocessor.samples(generation, max(1, params.n), keep_special_tokens)
+        gateway_requests = self._preprocessor.samples(gateway_request, max(1, params.n), keep_special_tokens)
         if not request.stream:
-            check_whole_answer(generations)
-        return generations
+            check_whole_answer(gateway_requests)
+        return gateway_requests
 
 
 async def _streamed(
-    generations: Sequence[GatewayRequest], batches: Batches
+    gateway_requests: Sequence[GatewayRequest], batches: Batches
 ) -> AsyncIterator[pb.GenerateResponse]:
-    num_prompt_tokens = len(generations[0].prompt_token_ids)
+    num_prompt_tokens = len(gateway_requests[0].prompt_token_ids)
     async for index, delta in (each async for batch in batches for each in batch):
         yield convert.delta_to_chunk(index, delta, num_prompt_tokens)
         if delta.finish is not None:
             yield convert.to_complete(index, delta, delta.finish)
 
 
-async def _whole(generations: Sequence[GatewayRequest], batches: Batches) -> AsyncIterator[bytes]:
-    answers = [WholeResponse(index) for index in range(len(generations))]
+async def _whole(gateway_requests: Sequence[GatewayRequest], batches: Batches) -> AsyncIterator[bytes]:
+    answers = [WholeResponse(index) for index in range(len(gateway_requests))]
     async for index, delta in in_turns(batches):
         answers[index].take(delta)
         if delta.finish is not None:

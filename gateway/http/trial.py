@@ -52,7 +52,7 @@ class PageTrial:
         prompt = (
             [ChatMessage("user", request.prompt)] if self._preprocessor.has_chat_template else request.prompt
         )
-        generation = await self._preprocessor.generation(
+        gateway_request = await self._preprocessor.preprocess(
             prompt,
             lambda room: SamplingParams(
                 max_tokens=min(request.max_tokens, room), temperature=request.temperature
@@ -63,14 +63,16 @@ class PageTrial:
             api="page",
             trace=trace,
         )
-        return self._events(generation)
+        return self._events(gateway_request)
 
-    async def _events(self, generation: GatewayRequest) -> AsyncGenerator[bytes, None]:
-        arrived_at = self._clock.now() - generation.intake_s
-        num_prompt_tokens = len(generation.prompt_token_ids)
-        yield event("received", {"request_id": generation.request_id, "num_prompt_tokens": num_prompt_tokens})
+    async def _events(self, gateway_request: GatewayRequest) -> AsyncGenerator[bytes, None]:
+        arrived_at = self._clock.now() - gateway_request.intake_s
+        num_prompt_tokens = len(gateway_request.prompt_token_ids)
+        yield event(
+            "received", {"request_id": gateway_request.request_id, "num_prompt_tokens": num_prompt_tokens}
+        )
         try:
-            async with aclosing(self._news(generation)) as news:
+            async with aclosing(self._news(gateway_request)) as news:
                 async for item in news:
                     at_s = self._clock.now() - arrived_at
                     if isinstance(item, Placement):
@@ -85,10 +87,10 @@ class PageTrial:
         except BatonError as error:
             yield event("error", body_of(error))
 
-    async def _news(self, generation: GatewayRequest) -> AsyncGenerator[Placement | Delta, None]:
+    async def _news(self, gateway_request: GatewayRequest) -> AsyncGenerator[Placement | Delta, None]:
         """Deltas, and each placement before those that come from it."""
         placements: asyncio.Queue[Placement] = asyncio.Queue()  # one an attempt, whose number is bounded
-        watched = replace(generation, on_placed=placements.put_nowait)
+        watched = replace(gateway_request, on_placed=placements.put_nowait)
         async with aclosing(self._driver.generate(watched)) as deltas:
             delta = asyncio.create_task(_next(deltas))
             placed = asyncio.create_task(placements.get())

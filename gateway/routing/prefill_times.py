@@ -40,7 +40,7 @@ class _Worker:
         of_size = self.prompts.setdefault(num_tokens.bit_length(), deque(maxlen=MAX_SEEN))
         of_size.append(_Prompt(now, num_tokens, seconds))
 
-    def told(self, tokens_per_s: float, now: float) -> None:
+    def on_rate(self, tokens_per_s: float, now: float) -> None:
         while self.rates and self.rates[-1][1] <= tokens_per_s:
             self.rates.pop()
         self.rates.append((now, tokens_per_s))
@@ -65,10 +65,10 @@ class PrefillTimes:
         """So many tokens, found in no cache, took so long from the first step to the first token."""
         self._workers.setdefault(worker, _Worker()).computed(num_tokens, seconds, now)
 
-    def told(self, worker: str, tokens_per_s: float, now: float) -> None:
+    def on_rate(self, worker: str, tokens_per_s: float, now: float) -> None:
         """What a worker measures in steps that compute prompts; 0 if it has measured nothing yet."""
         if tokens_per_s > 0.0:
-            self._workers.setdefault(worker, _Worker()).told(tokens_per_s, now)
+            self._workers.setdefault(worker, _Worker()).on_rate(tokens_per_s, now)
 
     def least_s(self, lacking: Mapping[str, int], now: float) -> float:
         """From the first step to the first token, on whichever of these workers that is, of which each lacks so many

@@ -1,7 +1,7 @@
 """Router: chooses the workers of each request; pure logic, so that a simulator can run it too.
 
-Its inputs are the workers' reports (`heard`, `gone`, `kv_events`), the gateway's actions (`sent`, `ended`) and
-measurements (`measured`); `route` asks it. It has no clock: all times are durations it was told.
+Its inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions (`sent`,
+`ended`) and measurements (`measured`); `route` asks it. It has no clock: all times are durations it was told.
 """
 
 from collections.abc import Collection
@@ -42,11 +42,11 @@ class Router:
         self._turn = count()
 
     @property
-    def num_legs(self) -> dict[str, int]:
+    def num_sub_requests(self) -> dict[str, int]:
         """Running prefill and decode requests, by worker."""
-        return {name: len(worker.legs) for name, worker in self._workers.items()}
+        return {name: len(worker.sub_requests) for name, worker in self._workers.items()}
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         """Applies a worker's status. While it is ready, it gets requests of its role, which may have changed."""
         name = status.ref.name
         worker = self._workers.setdefault(name, WorkerSnapshot(name))
@@ -58,7 +58,7 @@ class Router:
         if (worker.service, worker.block_size) != before:
             self._note_change()
 
-    def gone(self, name: str) -> None:
+    def on_worker_lost(self, name: str) -> None:
         """The worker is lost, silent or removed: it gets no requests until it is heard again. Unknown names are no
         error.
         """
@@ -221,7 +221,7 @@ class Router:
 
     def _drop_if_over(self, worker: WorkerSnapshot) -> None:
         """Drops a worker that is gone once its requests have ended."""
-        if worker.is_gone and not worker.legs:
+        if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 

@@ -33,17 +33,17 @@ class WorkerSnapshot:
         "block_size",
         "decode_step",
         "is_gone",
-        "legs",
         "name",
         "num_requests",
         "num_waiting_tokens",
         "prefill_rate",
         "room",
+        "sub_requests",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.legs: dict[int, Placement] = {}
+        self.sub_requests: dict[int, Placement] = {}
         """Running requests, oldest first; by identity, since two may be equal."""
         self.is_gone = True
         """Unknown, or lost."""
@@ -85,7 +85,7 @@ class WorkerSnapshot:
         self.is_gone = status.state in (WorkerState.STOPPED, WorkerState.DEAD)
         self._since_word.clear()
         self._num_given_back = 0
-        self._num_others = max(0, self._num_told - len(self.legs))
+        self._num_others = max(0, self._num_told - len(self.sub_requests))
         self._num_others_tokens = max(0, status.load.num_queued_prompt_tokens - self._num_own_tokens)
         if status.load.prefill_tokens_per_s > 0.0:
             self.prefill_rate.add(status.load.prefill_tokens_per_s)
@@ -100,20 +100,20 @@ class WorkerSnapshot:
         return self._status is not None and self._status.ref.incarnation != status.ref.incarnation
 
     def sent(self, placement: Placement) -> None:
-        assert id(placement) not in self.legs, f"{placement} was already sent to {self.name}"
-        self.legs[id(placement)] = placement
+        assert id(placement) not in self.sub_requests, f"{placement} was already sent to {self.name}"
+        self.sub_requests[id(placement)] = placement
         self._num_own_tokens += self._tokens(placement)
         self._since_word.add(id(placement))
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
         """If it is unknown what requests share, its blocks count as free only once the worker reports them."""
-        without_blocks = set(islice(reversed(self.legs), self._num_without_blocks()))
+        without_blocks = set(islice(reversed(self.sub_requests), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
-        del self.legs[id(placement)]
+        del self.sub_requests[id(placement)]
         self._since_word.discard(id(placement))
         if had_blocks and are_hits_known:
-            shared = max(map(self._num_hit_blocks, [placement, *self.legs.values()]))
+            shared = max(map(self._num_hit_blocks, [placement, *self.sub_requests.values()]))
             self._num_given_back += max(0, placement.num_decode_blocks - shared)
         self._num_own_tokens -= self._tokens(placement)
         self._refresh()
@@ -128,7 +128,7 @@ class WorkerSnapshot:
 
     @property
     def has_none_of_ours(self) -> bool:
-        return not self.legs
+        return not self.sub_requests
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -136,34 +136,40 @@ class WorkerSnapshot:
     def _refresh(self) -> None:
         if self._status is None:
             return  # requests of a former incarnation
-        self.num_requests = len(self.legs) + self._num_others
+        self.num_requests = len(self.sub_requests) + self._num_others
         self.num_waiting_tokens = self._num_waiting_tokens()
-        spoken_for = sum(leg.num_decode_blocks for leg in self._youngest(self._num_without_blocks()))
+        spoken_for = sum(
+            sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
+        )
         self.room = self._status.kv_blocks.free - spoken_for + self._num_given_back - self.num_requests
 
     def _num_without_blocks(self) -> int:
         if self._status is None:
-            return len(self.legs)
+            return len(self.sub_requests)
         counts = self._status.requests
-        return max(len(self._since_word), len(self.legs) - counts.running - counts.waiting_for_remote_kvs)
+        return max(
+            len(self._since_word), len(self.sub_requests) - counts.running - counts.waiting_for_remote_kvs
+        )
 
-    def _num_hit_blocks(self, leg: Placement) -> int:
+    def _num_hit_blocks(self, sub_request: Placement) -> int:
         """What this worker had of a prompt that it decodes, as far as known."""
-        lacking = leg.num_prefill_tokens if leg.prefill is None else leg.num_transfer_tokens
-        return leg.num_decode_blocks - self.num_blocks_for(lacking)
+        lacking = (
+            sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
+        )
+        return sub_request.num_decode_blocks - self.num_blocks_for(lacking)
 
     def _num_waiting_tokens(self) -> int:
         """The lower of two bounds, each of which may be far too high. One is all of our running prompts, some of
         which are partly computed. The other is its report, of which some is computed by now, plus what was sent
         since."""
         as_told = self.status.load.num_queued_prompt_tokens
-        num_unseen = max(len(self._since_word), len(self.legs) - self._num_told)
-        as_told += sum(self._tokens(leg) for leg in self._youngest(num_unseen))
+        num_unseen = max(len(self._since_word), len(self.sub_requests) - self._num_told)
+        as_told += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))
         return min(as_told, self._num_own_tokens + self._num_others_tokens)
 
-    def _tokens(self, leg: Placement) -> int:
-        is_computed_here = leg.prefill == self.name or leg.prefill is None
-        return leg.num_prefill_tokens if is_computed_here else 0
+    def _tokens(self, sub_request: Placement) -> int:
+        is_computed_here = sub_request.prefill == self.name or sub_request.prefill is None
+        return sub_request.num_prefill_tokens if is_computed_here else 0
 
-    def _youngest(self, num_legs: int) -> list[Placement]:
-        return list(islice(reversed(self.legs.values()), num_legs))
+    def _youngest(self, num_sub_requests: int) -> list[Placement]:
+        return list(islice(reversed(self.sub_requests.values()), num_sub_requests))

@@ -302,7 +302,7 @@ class Consumer:
 
     def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
         if message.is_stuck and transfer.is_loading:
-            return self._postpone(transfer, "the prefill worker waits until others are loaded", now)
+            return self._postpone(transfer, "the prefill worker is stuck until other prompts are loaded", now)
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:

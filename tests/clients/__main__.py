@@ -38,7 +38,7 @@ async def measure(num_each: int, num_rounds: int) -> bool:
                 held.append(await held_by(under_test))
                 print(f"round {number + 1}   {held[-1]}", flush=True)
     first, before, last = held[0], held[-2], held[-1]
-    is_rid = last.num_runs == last.num_legs == 0 and last.num_tasks <= first.num_tasks
+    is_rid = last.num_runs == last.num_sub_requests == 0 and last.num_tasks <= first.num_tasks
     return is_rid and last.num_files <= before.num_files and last.rss_mib - before.rss_mib <= MAX_GROWTH_MIB
 
 

@@ -51,7 +51,7 @@ class Held:
     num_files: int
     num_tasks: int
     num_runs: int
-    num_legs: int
+    num_sub_requests: int
 
 
 async def held_by(under_test: GatewayUnderTest) -> Held:
@@ -61,7 +61,7 @@ async def held_by(under_test: GatewayUnderTest) -> Held:
         num_files=len(os.listdir("/proc/self/fd")),
         num_tasks=len(asyncio.all_tasks()),
         num_runs=num_runs,
-        num_legs=sum(under_test.gateway._driver.router.num_legs.values()),
+        num_sub_requests=sum(under_test.gateway._driver.router.num_sub_requests.values()),
     )
 
 

@@ -229,9 +229,9 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway sees {name} {state}" for name, state in seen.items() if state != "ready"]
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     driver = cluster.gateway._driver
-    legs = {name: number for name, number in driver.router.num_legs.items() if number}
-    if legs or driver.num_in_flight or driver._dispatcher._placed:
-        found.append(f"the gateway has {driver.num_in_flight} requests and legs {legs}")
+    counted = {name: number for name, number in driver.router.num_sub_requests.items() if number}
+    if counted or driver.num_in_flight or driver._dispatcher._placed:
+        found.append(f"the gateway has {driver.num_in_flight} requests and sub-requests {counted}")
     return found
 
 

@@ -43,7 +43,7 @@ def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> None:
             before = await held_by(under_test)
             await swarm(under_test, 50)
             after = await held_by(under_test)
-            assert (after.num_runs, after.num_legs) == (0, 0)
+            assert (after.num_runs, after.num_sub_requests) == (0, 0)
             assert after.num_tasks <= before.num_tasks
             assert after.num_files <= before.num_files
             assert after.rss_mib <= before.rss_mib + 30.0

@@ -315,7 +315,7 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
             unknown = CallFrame(99, 5.0, msgpack.packb(["PauseWorker", "w1"]))
             reply = await client.carrier.exchange(unknown)
             assert isinstance(reply, FailureFrame)
-            assert reply.failure == CallFailure("WireError", "unknown kind of message 'PauseWorker'")
+            assert reply.failure == CallFailure("WireError", "unknown message kind 'PauseWorker'")
             torn = CallFrame(100, 5.0, msgpack.packb(["DrainWorker", 7]))
             reply = await client.carrier.exchange(torn)
             assert isinstance(reply, FailureFrame)

@@ -36,7 +36,7 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelno >= logging.WARNING and not record.name.startswith("engine")
+        if record.levelno >= logging.WARNING and not record.name.startswith("worker")
     ]
 
 

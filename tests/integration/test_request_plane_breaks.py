@@ -130,7 +130,7 @@ def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCa
         async with worker_behind_a_line(folder) as (under_test, d0, line):
             line.swallows = "to worker"
             tokens = asyncio.create_task(tokens_of(under_test))
-            await under_test.until(lambda: under_test.gateway._driver.router.num_legs["d0"] == 1)
+            await under_test.until(lambda: under_test.gateway._driver.router.num_sub_requests["d0"] == 1)
             await add_healthy_worker(under_test)
             line.cut()
             line.mend()

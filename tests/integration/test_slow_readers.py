@@ -35,8 +35,8 @@ def generation_of(folder: Path, *stop: str) -> GatewayRequest:
     return GatewayRequest(request_id="slow", prompt_token_ids=(5, 6, 7), sampling_params=params, text=text)
 
 
-def num_legs(under_test: GatewayUnderTest) -> int:
-    return sum(under_test.gateway._driver.router.num_legs.values())
+def num_sub_requests(under_test: GatewayUnderTest) -> int:
+    return sum(under_test.gateway._driver.router.num_sub_requests.values())
 
 
 def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None
             assert (await first).token_ids == (5,)
             w0.say(leg, outputs_of(leg, [6, 7], start=1, finish=None))
             w0.say(leg, outputs_of(leg, [8, 9], start=3, finish=FinishReason.LENGTH))
-            await under_test.until(lambda: num_legs(under_test) == 0)
+            await under_test.until(lambda: num_sub_requests(under_test) == 0)
             rest = [delta async for delta in deltas]
             assert [delta.token_ids for delta in rest] == [(6, 7, 8, 9)]
             assert rest[0].finish is not None
@@ -102,7 +102,7 @@ def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> None:
             await first
             w0.say(leg, outputs_of(leg, [8, 9, 8, 8], start=1, finish=None))
             assert await w0.next_abort() == leg.request_id
-            assert num_legs(under_test) == 0
+            assert num_sub_requests(under_test) == 0
             assert [delta.finish.matched_stop async for delta in deltas if delta.finish] == [stop]
 
     run(test())
@@ -119,7 +119,7 @@ def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path
             await first
             w0.say(leg, outputs_of(leg, [6] * (MAX_UNREAD + 1), start=1, finish=None))
             assert await w0.next_abort() == leg.request_id
-            assert num_legs(under_test) == 0
+            assert num_sub_requests(under_test) == 0
             with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
                 await anext(deltas)
             assert under_test.gateway._driver.tally.counters["aborted"] == 1

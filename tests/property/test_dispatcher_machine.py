@@ -293,7 +293,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             if asked.is_over:
                 left = [place for place in self.open if place[1] in asked.engine_ids]
                 assert not left, "no sub-request of it is open at a worker"
-        counted = {name: number for name, number in self.router.num_legs.items() if number}
+        counted = {name: number for name, number in self.router.num_sub_requests.items() if number}
         assert counted == {
             name: number for name in WORKERS if (number := sum(place[0] == name for place in self.open))
         }

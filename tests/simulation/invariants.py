@@ -98,8 +98,10 @@ class Invariants:
             if self._is_crowded and client.end is End.ERROR:
                 raise Violation("room is found for everybody", f"{client.spec.request_id}: {client.error}")
         expect("rest: no timer is set", gateway.dispatcher.next_deadline() is None, gateway.name)
-        legs = {name: number for name, number in gateway.router.num_legs.items() if number}
-        expect("rest: no leg is counted", not legs, f"the router of {gateway.name} counts {legs}")
+        counted = {name: number for name, number in gateway.router.num_sub_requests.items() if number}
+        expect(
+            "rest: no sub-request is counted", not counted, f"the router of {gateway.name} counts {counted}"
+        )
 
     def _check_transfers(self, worker: Worker) -> None:
         try:

@@ -226,7 +226,7 @@ def overlook_losses_while_it_moves() -> Patch:
     return patch.object(Attempt, "on_lost", on_lost)
 
 
-def count_legs_of_ended_attempts() -> Patch:
+def count_sub_requests_of_ended_attempts() -> Patch:
     """The router takes workers for busy with what they were relieved of."""
 
     def close(self: Attempt) -> list[str]:
@@ -283,7 +283,7 @@ PLANTED: dict[str, Plant] = {
         keep_room_for_what_is_stuck,
         go_on_behind_too_few_tokens,
         overlook_losses_while_it_moves,
-        count_legs_of_ended_attempts,
+        count_sub_requests_of_ended_attempts,
         work_on_for_a_gateway_that_died,
         count_a_standstill_as_silence,
         keep_the_pools_of_the_dead,

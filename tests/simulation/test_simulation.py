@@ -96,7 +96,7 @@ QUICK = (
     "keep room for what is stuck",
     "go on behind too few tokens",
     "overlook losses while it moves",
-    "count legs of ended attempts",
+    "count sub requests of ended attempts",
 )
 
 

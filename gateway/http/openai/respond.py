@@ -49,21 +49,21 @@ class Generated(Response):
     def __init__(
         self,
         driver: RequestDriver,
-        generations: Sequence[GatewayRequest],
+        requests: Sequence[GatewayRequest],
         num_samples: int,
         answer: OpenAIAnswer,
         stream_options: StreamOptions | None,
         names: Mapping[str, str],
     ) -> None:
-        """`generations`: `num_samples` of each prompt. `stream_options`: None for a whole answer. `names`: the
+        """`requests`: `num_samples` of each prompt. `stream_options`: None for a whole answer. `names`: the
         client's names of fields that we name differently."""
         super().__init__()
         self._driver = driver
-        self._generations = generations
+        self._requests = requests
         self._answer = answer
         self._stream_options = stream_options
         self._names = names
-        prompts = generations[::num_samples]
+        prompts = requests[::num_samples]
         self._usage = UsageCount(sum(len(prompt.prompt_token_ids) for prompt in prompts), num_samples)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +73,7 @@ class Generated(Response):
             await EventStream(partial(self._stream, self._stream_options))(scope, receive, send)
 
     async def _send_whole(self, send: Send) -> None:
-        answers = [Collected() for _ in self._generations]
+        answers = [Collected() for _ in self._requests]
         async with self._deadline(), aclosing(self._batches()) as batches:
             async for index, delta in in_turns(batches):
                 self._usage.take(index, delta)
@@ -107,7 +107,7 @@ class Generated(Response):
     async def _deadline(self) -> AsyncIterator[None]:
         """The client's deadline. Workers know it, too; this covers a worker that no longer responds."""
         try:
-            async with asyncio.timeout(self._generations[0].timeout_s):
+            async with asyncio.timeout(self._requests[0].timeout_s):
                 yield
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed") from None
@@ -115,7 +115,7 @@ class Generated(Response):
     async def _batches(self) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
         """Reports errors under the client's names."""
         try:
-            async with aclosing(batches_of(self._driver, self._generations)) as batches:
+            async with aclosing(batches_of(self._driver, self._requests)) as batches:
                 async for batch in batches:
                     yield batch
         except InvalidRequest as error:

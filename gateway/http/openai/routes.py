@@ -96,27 +96,27 @@ class OpenAIRoutes:
         names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
         if body.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
-        generations = await self._generations(body, call, [body.chat], body.sampling, names)
+        gateway_requests = await self._preprocess(body, call, [body.chat], body.sampling, names)
         head = self._head("chatcmpl", call)
-        answer = ChatAnswer(head, len(generations), self._chat_tokens if body.logprobs else None)
-        return self._generated(body, generations, answer, names)
+        answer = ChatAnswer(head, len(gateway_requests), self._chat_tokens if body.logprobs else None)
+        return self._generated(body, gateway_requests, answer, names)
 
     async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
         names = _client_names(body, "prompt")
         prompts = body.prompts
-        generations = await self._generations(body, call, prompts, body.sampling, names)
+        gateway_requests = await self._preprocess(body, call, prompts, body.sampling, names)
         echoes = [echo for prompt in prompts for echo in [await self._echo(prompt, body)] * body.num_samples]
         logprobs = None
         if body.logprobs is not None:
             skips = not body.keep_special_tokens
             logprobs = [
-                CompletionLogprobsStream(self._completion_tokens, skips, generation.prompt_token_ids)
-                for generation in generations
+                CompletionLogprobsStream(self._completion_tokens, skips, gateway_request.prompt_token_ids)
+                for gateway_request in gateway_requests
             ]
         answer = CompletionAnswer(self._head("cmpl", call), echoes, logprobs)
-        return self._generated(body, generations, answer, names)
+        return self._generated(body, gateway_requests, answer, names)
 
-    async def _generations(
+    async def _preprocess(
         self,
         body: GenerationFields,
         call: HttpCall,
@@ -127,10 +127,10 @@ class OpenAIRoutes:
         """`num_samples` for each prompt, in the prompts' order."""
         if body.model != self._model.name:
             raise UnknownModel("model", f"{body.model!r} is not served here, {self._model.name!r} is")
-        generations: list[GatewayRequest] = []
+        gateway_requests: list[GatewayRequest] = []
         for number, prompt in enumerate(prompts):
             try:
-                generation = await self._preprocessor.generation(
+                gateway_request = await self._preprocessor.preprocess(
                     prompt,
                     sampling,
                     request_id=call.request_id,
@@ -147,12 +147,14 @@ class OpenAIRoutes:
                 raise in_terms_of(names, error) from error
             if number:
                 own_id = f"{call.request_id}-p{number}"
-                generation = replace(generation, request_id=own_id, call_id=call.request_id)
-            generations += self._preprocessor.samples(generation, body.num_samples, body.keep_special_tokens)
+                gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
+            gateway_requests += self._preprocessor.samples(
+                gateway_request, body.num_samples, body.keep_special_tokens
+            )
         if not body.stream:
-            check_whole_answer(generations, names)
+            check_whole_answer(gateway_requests, names)
         # Tokenising later prompts used up time of the first ones, too.
-        return [replace(generation, timeout_s=call.time_left_s) for generation in generations]
+        return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
     def _head(self, kind: str, call: HttpCall) -> Head:
         return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
@@ -167,12 +169,12 @@ class OpenAIRoutes:
     def _generated(
         self,
         body: GenerationFields,
-        generations: list[GatewayRequest],
+        gateway_requests: list[GatewayRequest],
         answer: OpenAIAnswer,
         names: dict[str, str],
     ) -> Generated:
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return Generated(self._driver, generations, body.num_samples, answer, options, names)
+        return Generated(self._driver, gateway_requests, body.num_samples, answer, options, names)
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:

@@ -81,7 +81,7 @@ def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path
     assert outline.device.type == "meta"
     assert largest_steps(config, outline) == StepLimits(7, 8192, 256)
     too_long = BatonConfig.from_mapping({"scheduler": {"max_model_len": 257}})
-    with pytest.raises(ConfigError, match="made for 256"):
+    with pytest.raises(ConfigError, match="supports at most 256"):
         largest_steps(too_long, outline)
 
 

@@ -37,7 +37,7 @@ def take_in(
     def sampling(room: int) -> SamplingParams:
         return params or SamplingParams(max_tokens=room)
 
-    return asyncio.run(preprocessor.generation(prompt, sampling))
+    return asyncio.run(preprocessor.preprocess(prompt, sampling))
 
 
 def test_an_answer_may_fill_what_the_prompt_leaves(preprocessor: Preprocessor) -> None:
@@ -96,13 +96,13 @@ def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Pre
 
     async def run() -> None:
         with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
-            generation = await preprocessor.generation(
+            generation = await preprocessor.preprocess(
                 [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
             )
             assert generation.timeout_s is not None
             assert 0.0 < generation.timeout_s <= 29.8
             with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-                await preprocessor.generation(
+                await preprocessor.preprocess(
                     [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
                 )
 

@@ -205,7 +205,7 @@ def failure_in(reply: Reply) -> tuple[int, str, str]:
         (b"what?", 0, "not a call: not base64"),
         (b'{"do":"drain","id":7}', 0, "not base64"),
         (binascii.b2a_base64(b"\xc1", newline=False), 0, "not msgpack"),
-        (raw("Dance"), 7, "unknown kind of message 'Dance'"),
+        (raw("Dance"), 7, "unknown message kind 'Dance'"),
         (raw("Drain"), 7, "Drain: expected 1 fields"),
         (raw("Drain", -1.0), 7, "a time of zero or more"),
         (raw("Drain", "1"), 7, "Drain.timeout_s: expected float, got '1'"),

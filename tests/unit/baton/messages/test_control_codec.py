@@ -145,6 +145,6 @@ def test_whatever_a_frame_holds_has_a_reply() -> None:
     assert reply_to(write_call(CODEC.frame(3, 0.0, Drain(1.0)))) == (3, "answered")
     assert reply_to(write_call(CODEC.frame(4, 0.0, Drain(0.0)))) == (4, "not now")
     unknown = msgpack.packb(["Call", FLEET_PLANE_VERSION, 5, 0.0, msgpack.packb(["Dance"])])
-    assert reply_to(unknown) == (5, "unknown kind of message 'Dance'")
+    assert reply_to(unknown) == (5, "unknown message kind 'Dance'")
     number, reason = reply_to(b"\xc1")
     assert (number, reason.startswith("not msgpack")) == (0, True)

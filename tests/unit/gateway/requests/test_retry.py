@@ -31,11 +31,11 @@ class Fleet:
         ref = WorkerRef(name, f"{name}-{life}", ("tcp://here:1",), 16)
         status = WorkerStatus(ref, role, state, KVBlockCounts(9, 9, 0, 0), RequestCounts(0, 0, 0), {})
         self.workers.update(status)
-        self.router.heard(status)
+        self.router.on_status(status)
 
     def lose(self, name: str) -> None:
         self.workers.remove(name)
-        self.router.gone(name)
+        self.router.on_worker_lost(name)
 
 
 class Trip:

@@ -55,7 +55,7 @@ def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
     router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
     tell(router, "p1", LONG, 1600)
     assert chosen(router)[0] == {"p0"}
-    router.heard(measured("p1", 1, num_queued_prompt_tokens=1000))
+    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
 
 
@@ -74,7 +74,7 @@ def test_of_a_queue_that_was_told_only_what_is_under_way_of_ours_still_waits() -
     router = pair_of()
     tell(router, "p1", LONG, 160)
     first = send(router, LONG)
-    router.heard(measured("p1", 1, num_queued_prompt_tokens=1800))
+    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1800))
     assert chosen(router)[0] == {"p0"}
     end(router, first)
     assert chosen(router)[0] == {"p1"}
@@ -98,10 +98,10 @@ def test_steps_that_grow_with_their_requests_are_learned() -> None:
     """d0 has more requests, but each makes its step longer by little; on d1 by a lot."""
     router = pair_of()
     for running in (1, 2, 3, 4, 5, 6, 3):
-        router.heard(measured("d0", running, decode_step_s=0.01 + 0.0001 * running))
-        router.heard(measured("d1", running, decode_step_s=0.01 + 0.003 * running))
-    router.heard(measured("d0", 4, decode_step_s=0.0104))
-    router.heard(measured("d1", 2, decode_step_s=0.016))
+        router.on_status(measured("d0", running, decode_step_s=0.01 + 0.0001 * running))
+        router.on_status(measured("d1", running, decode_step_s=0.01 + 0.003 * running))
+    router.on_status(measured("d0", 4, decode_step_s=0.0104))
+    router.on_status(measured("d1", 2, decode_step_s=0.016))
     assert chosen(router)[1] == {"d0"}
 
 
@@ -138,8 +138,8 @@ def test_links_of_a_worker_that_is_gone_are_forgotten() -> None:
         hand_over(router, prefill, "d0", bytes_per_s=1e7)
         hand_over(router, prefill, "d1", bytes_per_s=9e9)
     assert chosen(router)[1] == {"d1"}
-    router.gone("d0")
-    router.heard(measured("d0"))
+    router.on_worker_lost("d0")
+    router.on_status(measured("d0"))
     assert chosen(router)[1] == {"d0", "d1"}
 
 
@@ -177,19 +177,19 @@ def test_a_new_life_and_a_lost_worker_have_nothing() -> None:
     router = pair_of()
     tell(router, "p1", LONG, 1600)
     assert not router.lacks_kv_account("p1")
-    router.heard(measured("p1", life="second"))
+    router.on_status(measured("p1", life="second"))
     assert router.lacks_kv_account("p1")
     assert chosen(router)[0] == {"p0", "p1"}
     tell(router, "p1", LONG, 1600)
-    router.gone("p1")
-    router.heard(measured("p1", life="second"))
+    router.on_worker_lost("p1")
+    router.on_status(measured("p1", life="second"))
     assert chosen(router)[0] == {"p0", "p1"}
 
 
 def test_an_account_lasts_while_the_role_changes() -> None:
     router = pair_of()
     tell(router, "p1", LONG, 1600)
-    router.heard(measured("p1", role=WorkerRole.DECODE))
+    router.on_status(measured("p1", role=WorkerRole.DECODE))
     assert router.route(LONG).decode == "p1"
     assert router.route(LONG).num_transfer_tokens == 400
 

@@ -11,7 +11,7 @@ def seen(
     num_tokens: int, seconds: float, *, tokens_per_s: float = 1.0, count: int = MIN_SEEN
 ) -> PrefillTimes:
     times = PrefillTimes()
-    times.told("p0", tokens_per_s, 0.0)
+    times.on_rate("p0", tokens_per_s, 0.0)
     for _ in range(count):
         times.computed("p0", num_tokens, seconds, 0.0)
     return times
@@ -36,9 +36,9 @@ def test_the_fastest_of_each_size_counts_and_of_these_the_slowest() -> None:
 
 def test_after_a_crowd_the_rate_says_how_fast_one_alone_would_be() -> None:
     times = seen(20, 3.0, tokens_per_s=8000.0)
-    times.told("p0", 100.0, 1.0)
+    times.on_rate("p0", 100.0, 1.0)
     assert times.least_s({"p0": 40}, 2.0) == 40 / 8000
-    times.told("p0", 100.0, MEMORY_S - 1.0)
+    times.on_rate("p0", 100.0, MEMORY_S - 1.0)
     for _ in range(MIN_SEEN):
         times.computed("p0", 20, 3.0, MEMORY_S - 1.0)
     assert times.least_s({"p0": 40}, MEMORY_S + 1.0) == 40 / 100, "what was best is over"
@@ -50,7 +50,7 @@ def test_nobody_knows_after_few_prompts_or_long_ago(now: float) -> None:
     assert seen(1000, 8.0, count=MIN_SEEN - 1).least_s({"p0": 2000}, now) == 0.0
     assert seen(1000, 8.0).least_s({"p0": 2000}, MEMORY_S + 0.1) == 0.0
     untold = PrefillTimes()
-    untold.told("p0", 0.0, 0.0)
+    untold.on_rate("p0", 0.0, 0.0)
     for _ in range(MIN_SEEN):
         untold.computed("p0", 1000, 8.0, 0.0)
     assert untold.least_s({"p0": 2000}, now) == 0.0
@@ -69,7 +69,7 @@ def test_one_worker_that_is_not_known_may_be_fast() -> None:
 def test_what_is_kept_is_bounded() -> None:
     times = PrefillTimes()
     for number in range(10_000):
-        times.told("p0", float(10_000 - number), number * 0.5)
+        times.on_rate("p0", float(10_000 - number), number * 0.5)
         times.computed("p0", 100, 1.0, number * 0.5)
     worker = times._workers["p0"]
     assert len(worker.rates) <= 2 * MEMORY_S + 1
@@ -88,7 +88,7 @@ def test_nobody_is_held_for_slower_than_it_could_be(prompts: list[tuple[int, flo
 
     times = PrefillTimes()
     for number, (num_tokens, slower) in enumerate(prompts):
-        times.told("p0", 1000.0, float(number))
+        times.on_rate("p0", 1000.0, float(number))
         times.computed("p0", num_tokens, alone_s(num_tokens) * slower, float(number))
     least_s = times.least_s({"p0": size}, float(len(prompts)))
     assert least_s <= alone_s(size)

@@ -24,9 +24,9 @@ from tests.unit.gateway.routing.test_router import (
 def hear_with_one_of_ours(router: Router, *statuses: WorkerStatus) -> None:
     """What decode workers say that have a request of this gateway's, without blocks of its own."""
     for one in statuses:
-        router.heard(one)
+        router.on_status(one)
         router.sent(one.ref.name, Placement(Mode.LOCAL, None, one.ref.name))
-        router.heard(one)
+        router.on_status(one)
 
 
 def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
@@ -46,16 +46,16 @@ def test_what_was_sent_takes_blocks_before_the_worker_says_so() -> None:
     send(router, ask(127))  # 8 of 12 - 1
     with pytest.raises(NoRoom):
         router.route(ask(127))
-    router.heard(status("d0", remote=2, free=4))
+    router.on_status(status("d0", remote=2, free=4))
     with pytest.raises(NoRoom):
         router.route(ask(127))
     end(router, first)
-    router.heard(status("d0", running=1, free=12))
+    router.on_status(status("d0", running=1, free=12))
     send(router, ask(127))
 
 
 def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
-    """Not what others may share with it, nor anything of a leg that the worker never told of."""
+    """Not what others may share with it, nor anything of a sub-request that the worker never told of."""
     for num_found, has_room in ((0, True), (64, False)):
         router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
         first = send(router, ask(127))
@@ -63,7 +63,7 @@ def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
             stored = b"".join(each[:8] for each in block_hashes(tuple(range(num_found)), 16, KEY))
             router.kv_events("d0", KVEvents(0, True, b"", stored))
         second = send(router, ask(127))
-        router.heard(status("d0", running=2, free=4))
+        router.on_status(status("d0", running=2, free=4))
         end(router, first)
         if has_room:
             send(router, ask(127))
@@ -71,7 +71,7 @@ def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
             continue
         with pytest.raises(NoRoom):
             router.route(ask(127))
-    router.heard(status("d0", running=1, free=4))
+    router.on_status(status("d0", running=1, free=4))
     unheard = send(router, ask(20))
     end(router, unheard)
     with pytest.raises(NoRoom):
@@ -81,11 +81,11 @@ def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
 def test_a_policy_that_follows_no_caches_waits_for_the_workers_word() -> None:
     router = router_of("least_loaded", DISAGGREGATED, P[0], status("d0", free=20))
     first, _ = send(router, ask(127)), send(router, ask(127))
-    router.heard(status("d0", running=2, free=4))
+    router.on_status(status("d0", running=2, free=4))
     end(router, first)
     with pytest.raises(NoRoom):
         router.route(ask(127))
-    router.heard(status("d0", running=1, free=12))
+    router.on_status(status("d0", running=1, free=12))
     send(router, ask(127))
 
 
@@ -93,10 +93,10 @@ def test_a_word_that_does_not_know_of_a_leg_yet_does_not_make_room() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
     send(router, ask(127))
     send(router, ask(127))
-    router.heard(status("d0", remote=1, free=12))  # written before the second one arrived
+    router.on_status(status("d0", remote=1, free=12))  # written before the second one arrived
     with pytest.raises(NoRoom):
         router.route(ask(127))
-    router.heard(status("d0", remote=1, waiting=1, free=12))  # arrived, but has no blocks yet
+    router.on_status(status("d0", remote=1, waiting=1, free=12))  # arrived, but has no blocks yet
     with pytest.raises(NoRoom):
         router.route(ask(127))
 
@@ -106,7 +106,7 @@ def test_an_idle_worker_gets_one_request_whatever_it_says_of_its_blocks() -> Non
     send(router, ask(127))
     with pytest.raises(NoRoom):
         router.route(ask(1))
-    router.heard(status("d0", running=1, free=0))
+    router.on_status(status("d0", running=1, free=0))
     with pytest.raises(NoRoom):
         router.route(ask(1))
 
@@ -118,7 +118,7 @@ def test_each_gateway_may_have_one_request_in_the_line_of_a_worker_that_others_f
     assert {placement.decode for placement in placements} == {"d0", "d1"}
     with pytest.raises(NoRoom):
         router.route(ask(1))
-    router.heard(status("d0", 3, remote=1, free=9))
+    router.on_status(status("d0", 3, remote=1, free=9))
     with pytest.raises(NoRoom):
         router.route(ask(127))
     end(router, placements[0])
@@ -128,7 +128,7 @@ def test_each_gateway_may_have_one_request_in_the_line_of_a_worker_that_others_f
 def test_who_has_room_comes_before_who_has_none_of_ours() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     hear_with_one_of_ours(router, status("d0", 1, free=20))
-    router.heard(status("d1", 1, free=0))
+    router.on_status(status("d1", 1, free=0))
     assert router.route(ask(127)).decode == "d0"
 
 
@@ -144,7 +144,7 @@ def test_who_could_never_hold_it_is_not_asked_while_another_can(policy: str) -> 
     router = router_of(policy, DISAGGREGATED, *P)
     hear_with_one_of_ours(router, small, large)
     assert {router.route(ask(100)).decode for _ in range(4)} == {"d1"}
-    router.heard(status("d1", 1, free=5))
+    router.on_status(status("d1", 1, free=5))
     with pytest.raises(NoRoom):
         router.route(ask(100))
 

@@ -30,7 +30,7 @@ def status(
 def router_of(policy: Any, mode: Any, *statuses: WorkerStatus, **config: Any) -> Router:
     router = Router(GatewayConfig(routing_policy=policy, routing_mode=mode, **config), KEY)
     for one in statuses:
-        router.heard(one)
+        router.on_status(one)
     return router
 
 
@@ -85,8 +85,8 @@ def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
     ours = [Placement(Mode.LOCAL, None, name) for name in ("d0", "d1", "d1")]
     for placement in ours:
         router.sent(placement.decode, placement)
-    router.heard(status("d0", 4))
-    router.heard(status("d1", 2))
+    router.on_status(status("d0", 4))
+    router.on_status(status("d1", 2))
     router.ended("d0", ours[0])
     assert {router.route(ask()).decode for _ in range(4)} == {"d1"}
     more = Placement(Mode.LOCAL, None, "d1")
@@ -98,20 +98,20 @@ def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_workers_that_drain_or_are_gone_get_nothing(policy: str) -> None:
     router = router_of(policy, "local", *D, status("d2"))
-    router.heard(status("d0", state=WorkerState.DRAINING))
-    router.gone("d1")
-    router.gone("nobody")
+    router.on_status(status("d0", state=WorkerState.DRAINING))
+    router.on_worker_lost("d1")
+    router.on_worker_lost("nobody")
     assert {router.route(ask()).decode for _ in range(4)} == {"d2"}
-    router.heard(status("d1"))
+    router.on_status(status("d1"))
     assert {router.route(ask()).decode for _ in range(4)} == {"d1", "d2"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_worker_that_changes_its_role_gets_requests_of_the_new_one(policy: str) -> None:
     router = router_of(policy, DISAGGREGATED, status("w0", role=WorkerRole.PREFILL), *P, *D)
-    router.heard(status("w0", state=WorkerState.DRAINING, role=WorkerRole.PREFILL))
+    router.on_status(status("w0", state=WorkerState.DRAINING, role=WorkerRole.PREFILL))
     assert {router.route(ask()).prefill for _ in range(6)} == {"p0", "p1"}
-    router.heard(status("w0", role=WorkerRole.DECODE))
+    router.on_status(status("w0", role=WorkerRole.DECODE))
     placements = [router.route(ask()) for _ in range(6)]
     assert {placement.decode for placement in placements} == {"d0", "d1", "w0"}
     assert "w0" not in {placement.prefill for placement in placements}
@@ -120,10 +120,10 @@ def test_a_worker_that_changes_its_role_gets_requests_of_the_new_one(policy: str
 def test_nothing_is_kept_of_a_worker_that_is_gone_once_its_legs_are_over() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], D[0])
     placement = send(router, ask())
-    router.gone("d0")
-    assert router.num_legs == {"p0": 1, "d0": 1}
+    router.on_worker_lost("d0")
+    assert router.num_sub_requests == {"p0": 1, "d0": 1}
     end(router, placement)
-    assert router.num_legs == {"p0": 0}
+    assert router.num_sub_requests == {"p0": 0}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

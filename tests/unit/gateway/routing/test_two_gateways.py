@@ -48,7 +48,7 @@ def play(routers: dict[str, Router], num_turns: int, first: int = 0) -> tuple[Co
             routers[name].ended("p0", placement)
         for index, (name, router) in enumerate(routers.items()):
             if now % HEARTBEAT == index * 2:
-                router.heard(
+                router.on_status(
                     status("d0", len(worker.running), waiting=len(worker.line), free=worker.free, total=TOTAL)
                 )
             if now >= first * index:
