@@ -179,7 +179,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         if fleet is None:
             return error
         names = sorted((replica.name for replica in fleet.replicas), key=in_order)
-        there = f"there are {', '.join(names)}" if names else "there is none"
+        there = f"the fleet has {', '.join(names)}" if names else "the fleet has none"
         for worker in workers:
             if worker not in names:
                 return UnknownWorker(f"there is no worker {worker!r}; {there}")
@@ -187,10 +187,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
 
     def _controller_api(self) -> ControlApi:
         if self._control is None:
-            raise FleetError(
-                "this gateway was started without a controller: its workers are started and stopped by "
-                "whoever runs them, one by one"
-            )
+            raise FleetError("this gateway has no controller; start and stop its workers one by one")
         return self._control
 
 

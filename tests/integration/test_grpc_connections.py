@@ -229,7 +229,9 @@ def test_a_client_that_stops_reading_loses_its_call(folder: Path, monkeypatch: p
                 assert answer.token_ids
                 assert await worker.next_abort() == leg.request_id
                 await under_test.until(lambda: under_test.gateway._driver.num_in_flight == 0)
-                with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)ABORTED.*read nothing for 0.3 s"):
+                with pytest.raises(
+                    grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"
+                ):
                     await read_all(call)
 
     def fat_output(leg: EngineRequest, position: int, count: int) -> RequestOutput:

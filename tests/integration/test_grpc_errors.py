@@ -146,7 +146,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             control.refuses = broken  # type: ignore[assignment]
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
-            assert caught.value.message == "no worker is called 'w0'; there is none"
+            assert caught.value.message == "there is no worker 'w0'; the fleet has none"
             monkeypatch.setattr(control, "call", broken)
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")

@@ -99,7 +99,7 @@ def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
             assert await tokens == ANSWER
 
     run(test())
-    assert "lost what worker d0 had: it had lost us" in caplog.text
+    assert "lost what worker d0 had: it had lost this gateway" in caplog.text
     assert "silent for" not in caplog.text
 
 

@@ -126,7 +126,7 @@ class OpenAIRoutes:
     ) -> list[GatewayRequest]:
         """`num_samples` for each prompt, in the prompts' order."""
         if body.model != self._model.name:
-            raise UnknownModel("model", f"{body.model!r} is not served here, {self._model.name!r} is")
+            raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
         gateway_requests: list[GatewayRequest] = []
         for number, prompt in enumerate(prompts):
             try:
