@@ -87,7 +87,7 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     # It is asked for the whole picture, and answers.
     drained = baton("drain", "--target", target, "w9")
     assert drained.returncode == 1
-    assert "there is no worker 'w9'; there are w0, w1, w2" in drained.stderr
+    assert "there is no worker 'w9'; the fleet has w0, w1, w2" in drained.stderr
     after = until_whole(target)
     assert {name: worker["incarnation"] for name, worker in after.items()} == {
         name: worker["incarnation"] for name, worker in before.items()
