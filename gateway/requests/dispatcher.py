@@ -345,7 +345,8 @@ class Dispatcher:
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
                 attempt = state.attempt
-                if failure := attempt.on_lost(worker, reason, was_draining=was_draining):
+                failure = attempt.on_lost(worker, reason, was_draining=was_draining) or attempt.abandoned()
+                if failure is not None:
                     self._fail(state, failure)
                 else:
                     self._count_ended(attempt)

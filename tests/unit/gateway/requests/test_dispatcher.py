@@ -5,7 +5,7 @@ from itertools import count
 from baton.config import GatewayConfig
 from baton.errors import InvalidRequest, RateLimited
 from baton.kv import WorkerRef
-from baton.request import FinishReason, RequestOutput
+from baton.request import ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import ANYBODY, Caller
@@ -97,6 +97,18 @@ def test_a_stop_ends_the_other_sub_request_and_an_end_is_recorded_once() -> None
     assert isinstance(recorded, Record)
     assert recorded.record.outcome is Outcome.FINISHED
     assert dispatcher.num_in_flight == 0
+
+
+def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_any() -> None:
+    """Its decode worker had ended it, and said a token late."""
+    dispatcher, request = make_dispatcher("p0", "d0", "d1"), make_request()
+    placed = submitted(dispatcher.handle(Submitted(request), 0.0))
+    (decode,) = placed.keys() - {"p0"}
+    failed = outputs(decode, placed[decode], end=FinishReason.ERROR)
+    failed.outputs[0].error_kind = ErrorKind.KV_LOAD_FAILED
+    assert dispatcher.handle(failed, 1.0) == [AbortAt("p0", placed["p0"])]
+    dispatcher.handle(outputs(decode, placed[decode], 7), 2.0)
+    assert submitted(dispatcher.handle(WorkerLost("p0", "killed"), 3.0)), "it goes on elsewhere"
 
 
 def test_a_request_moves_at_once_when_its_worker_is_lost() -> None:
