@@ -108,15 +108,13 @@ class Attempt:
         if end is not None:
             self.open_workers.discard(worker)
         if is_prefill and self._is_decoding:
-            return (
-                Verdict.IGNORE
-            )  # the prompt arrived or was not needed, and the decode worker reported its token
+            # The prompt arrived or was not needed: the decode worker reported the first token.
+            return Verdict.IGNORE
         if is_prefill and self._lost_prompt is not None and end in _NO_REASONS:
             return self._lost_prompt
         if end is FinishReason.ABORT and self.open_workers:
-            return (
-                Verdict.IGNORE
-            )  # a prefill worker that ends the request itself tells the decode worker first
+            # A prefill worker that ends the request itself tells the decode worker first.
+            return Verdict.IGNORE
         if output.error_kind is ErrorKind.KV_LOAD_FAILED and self.placement.prefill in self.open_workers:
             # The prefill worker may have given the request back, which counts as no failure, and may report it later.
             self._lost_prompt = self._failure(is_prefill, output)

@@ -29,7 +29,7 @@ def go_on_without_any_worker() -> Patch:
             return None
         return original(self, worker, reason, **options)
 
-    return patch.object(Attempt, "on_lost", on_lost)
+    return patch.multiple(Attempt, on_lost=on_lost, abandoned=lambda _self: None)
 
 
 def count_what_never_began() -> Patch:
