@@ -1,0 +1,107 @@
+"""Progress: whether a thread gets on with its work; pure, but for the clock that a thread reads.
+
+A heartbeat comes from a thread of its own, so it says nothing of the thread that computes. That one counts its pieces
+of work here, and an observer on another thread sees a piece that does not end.
+"""
+
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.system.standstill import Standstill
+
+_TIMES_THE_LONGEST = 20.0
+"""A piece may take this many times as long as the longest of late."""
+_TIMES_THE_LARGEST = 2
+"""A piece that is larger than the largest of late by more than this teaches nothing yet: it gets the whole limit."""
+_PIECES_OF_LATE = 256
+"""The last 256 to 512 pieces are "of late"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of work that has begun; no two are the same object."""
+
+    began_at: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Extremes:
+    """Of finished pieces."""
+
+    longest_s: float = 0.0
+    largest: int = 0
+
+
+class Progress:
+    """One thread's work. `begin` and `end` belong to that thread; any other may read."""
+
+    def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
+        """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest piece of late,
+        but no less than `least_s` and no more than `limit_s`, for pieces at most twice as large as the largest of late.
+        """
+        self.what = what
+        self._clock = clock
+        self._limit_s = limit_s
+        self._least_s = least_s
+        self._piece: Piece | None = None
+        self._recent = self._before = _Extremes()
+        self._num_recent = 0
+
+    def begin(self, size: int = 1) -> None:
+        """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step."""
+        self.end()
+        self._piece = Piece(self._clock.now(), size)
+
+    def end(self) -> None:
+        """Nothing is to be done at present. May be repeated."""
+        piece, self._piece = self._piece, None
+        if piece is None or self._least_s is None:
+            return
+        if self._num_recent >= _PIECES_OF_LATE:
+            self._before, self._recent, self._num_recent = self._recent, _Extremes(), 0
+        recent, took_s = self._recent, self._clock.now() - piece.began_at
+        self._recent = _Extremes(max(recent.longest_s, took_s), max(recent.largest, piece.size))
+        self._num_recent += 1
+
+    @property
+    def piece(self) -> Piece | None:
+        """What is being done; None if nothing is to be done."""
+        return self._piece
+
+    def limit_s(self, piece: Piece) -> float:
+        """How long this piece may take."""
+        if self._least_s is None:
+            return self._limit_s
+        recent, before = self._recent, self._before
+        if piece.size > _TIMES_THE_LARGEST * max(recent.largest, before.largest):
+            return self._limit_s
+        learned_s = _TIMES_THE_LONGEST * max(recent.longest_s, before.longest_s)
+        return min(self._limit_s, max(self._least_s, learned_s))
+
+
+class ProgressObserver:
+    """Measures how long pieces of work take, in time in which the process itself ran. Looks belong to one thread."""
+
+    def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
+        """`pace_s`: the longest time between two looks; of a longer one only this counts."""
+        self._standstill = Standstill(pace_s)
+        self._seen: dict[Progress, tuple[Piece, float]] = {}
+        self._observed = observed
+
+    def look(self, now: float) -> str | None:
+        """What stands still, in words, or None."""
+        running_s = self._standstill.running(now)
+        for progress in self._observed:
+            piece = progress.piece
+            if piece is None:
+                self._seen.pop(progress, None)
+                continue
+            seen, since_s = self._seen.get(progress, (None, running_s))
+            if seen is not piece:
+                self._seen[progress] = (piece, running_s)
+            elif (took_s := running_s - since_s) > (limit_s := progress.limit_s(piece)):
+                return (
+                    f"{progress.what} has made no progress for {took_s:.1f} s; its limit is {limit_s:.1f} s"
+                )
+        return None

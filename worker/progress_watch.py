@@ -1,0 +1,71 @@
+"""ProgressWatch: the thread that notices a worker's thread which stands still, reports it and ends the process."""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from baton.clock import Clock
+from baton.system.progress import Progress, ProgressObserver
+
+logger = logging.getLogger(__name__)
+
+EXIT_HUNG = 70
+"""The process's exit code; a worker that ends as it was told has 0 or 1."""
+
+_LOOK_EVERY_S = 0.5
+_PACE_S = 2.0
+LAST_WORDS_S = 0.5
+"""For heartbeats that say `hung` to leave."""
+
+
+def end_process() -> None:
+    """Ends this process at once: a thread that stands still cannot be joined, and may hold any lock."""
+    os._exit(EXIT_HUNG)
+
+
+class ProgressWatch:
+    """Looks at all threads that do a worker's work. `hang` says what stands still, from then on."""
+
+    def __init__(
+        self,
+        observed: tuple[Progress, ...],
+        clock: Clock,
+        on_hang: Callable[[], None],
+        end: Callable[[], None] = end_process,
+        last_words_s: float = LAST_WORDS_S,
+    ) -> None:
+        """`on_hang` is called once, on the watch's thread, and must not block; `end` follows `last_words_s` later."""
+        self._observer = ProgressObserver(observed, _PACE_S)
+        self._clock = clock
+        self._on_hang = on_hang
+        self._end = end
+        self._last_words_s = last_words_s
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress-watch", daemon=True)
+        self.hang: str | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """May be repeated."""
+        self._is_stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_stopping.wait(_LOOK_EVERY_S):
+            if (hang := self._observer.look(self._clock.now())) is not None:
+                self._report(hang)
+                return
+
+    def _report(self, hang: str) -> None:
+        self.hang = hang
+        self._on_hang()
+        logger.critical("%s; this worker ends itself. Where its threads are follows on stderr", hang)
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        if not self._is_stopping.wait(self._last_words_s):
+            self._end()
