@@ -14,13 +14,21 @@ class WorkerRole(Enum):
 
 
 class WorkerState(Enum):
-    """STARTING -> READY -> DRAINING -> STOPPED; others infer DEAD from silence."""
+    """STARTING -> READY -> DRAINING -> STOPPED; others infer DEAD from silence. HUNG: a thread of the worker makes no
+    progress, and its process is about to end.
+    """
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     STOPPED = "stopped"
     DEAD = "dead"
+    HUNG = "hung"
+
+    @property
+    def has_ended(self) -> bool:
+        """What the worker had is lost, unless it gave everything away before."""
+        return self in (WorkerState.STOPPED, WorkerState.DEAD, WorkerState.HUNG)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,8 @@ class StreamPipeline:
     def submit(self, plan: SchedulerOutput) -> None:
         try:
             self._steps.append(self._launcher.launch(plan))
-        except Exception as error:  # it belongs to this step, and is found when its turn comes
-            self._steps.append(error)
+        except BaseException as error:  # it belongs to this step, and is found when its turn comes
+            self._steps.append(_as_error(error))
 
     def take(self) -> StepResult:
         step = self._steps.popleft()
@@ -131,8 +131,8 @@ class StreamPipeline:
             return StepResult(None, step)
         try:
             return StepResult(step.wait())
-        except Exception as error:  # the edge to the device, as below
-            return StepResult(None, error)
+        except BaseException as error:  # the edge to the device, as below
+            return StepResult(None, _as_error(error))
 
     def close(self) -> None:
         while self._steps:
@@ -148,5 +148,14 @@ def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:
 def _execute(runner: Runner, plan: SchedulerOutput) -> StepResult:
     try:
         return StepResult(runner.execute(plan))
-    except Exception as error:  # the edge to the device: whoever takes the result decides what it means
-        return StepResult(None, error)
+    except BaseException as error:  # the edge to the device: the engine decides what the error means
+        return StepResult(None, _as_error(error))
+
+
+def _as_error(error: BaseException) -> Exception:
+    """A panic of a foreign library is no Exception, and leaves the device in an unknown state."""
+    if isinstance(error, Exception):
+        return error
+    lost = DeviceLostError(f"{type(error).__name__}: {error}")
+    lost.__cause__ = error
+    return lost

@@ -9,6 +9,7 @@ step is computed while the next is planned:
 """
 
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import EngineRequest, RequestOutput
 from baton.step import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from baton.system.progress import Progress
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
@@ -57,7 +59,9 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         clock: Clock,
         trace: StepTraceWriter | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        """`progress` is that of the engine's thread; without one, a step may take any time."""
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._connector = connector
@@ -69,6 +73,8 @@ class EngineCore:
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
         self._meter = LoadMeter()
+        self.progress = progress or Progress("its engine", clock, math.inf)
+        """A step is as large as the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
         scheduler.ignore_kv_events()
@@ -86,6 +92,7 @@ class EngineCore:
         if self._trace is not None:
             self._trace.planned(plan, self._standing())
         self._submit(plan)
+        self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
         is_computing = False
         while len(self._under_way) > num_kept:

@@ -24,6 +24,7 @@ from baton.errors import FleetError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys
+from baton.system.progress import Progress
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.device import device_memory
 from engine.executor import Executor, start_executor
@@ -33,6 +34,7 @@ from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
+from worker.progress_watch import ProgressWatch, end_process
 from worker.request_plane import RequestServer
 from worker.role import Role
 from worker.step_trace import TraceHeader
@@ -42,6 +44,11 @@ if TYPE_CHECKING:
     from worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
+
+GRAMMAR_TIMEOUT_S = 60.0
+"""A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
+LEAST_STEP_LIMIT_S = {"cpu": 10.0, "cuda": 60.0}
+"""What a step may take in any case; on a GPU it may have to compile a kernel."""
 
 
 def log_progress(progress: StartProgress) -> None:
@@ -58,6 +65,7 @@ class _Parts:
     core: EngineCore
     loop: EngineLoop
     server: RequestServer
+    watch: ProgressWatch
     metrics: MetricsServer | None
 
 
@@ -72,8 +80,11 @@ class EngineHost:
         role: Role,
         name: str,
         other_roles: Sequence[Role] = (),
+        end_process: Callable[[], None] = end_process,
     ) -> None:
-        """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to."""
+        """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to.
+        `end_process` is what a worker that hangs does at last.
+        """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
         self._keys = keys
@@ -83,6 +94,7 @@ class EngineHost:
         self._roles = {each.kind: each for each in (role, *other_roles)}
         self._name = name
         self._incarnation = secrets.token_hex(8)
+        self._end_process = end_process
         self._clock = SystemClock()
         self._started: _Parts | None = None
         self._metrics: WorkerMetrics | None = None
@@ -128,26 +140,35 @@ class EngineHost:
     def _compose(self, executor: Executor, commands: CommandQueue, metrics: MetricsServer | None) -> _Parts:
         """The whole worker on one screen: request plane > loop > core > scheduler, pipeline, connector, grammars."""
         model, config = executor.device_engine.model, executor.scheduler_config
-        grammars = GrammarCompiler(self._model_path, model.vocab_size, model.eos_token_ids, commands.wake)
+        engine, clock = self._config.engine, self._clock
+        steps = Progress("its engine", clock, engine.progress_timeout_s, LEAST_STEP_LIMIT_S[engine.device])
+        compiling = Progress("its compiler of grammars", clock, GRAMMAR_TIMEOUT_S)
+        grammars = GrammarCompiler(
+            self._model_path, model.vocab_size, model.eos_token_ids, commands.wake, compiling
+        )
         core = EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size), self._keys.prefix),
             executor.make_pipeline(grammars),
             executor.connector,
             grammars,
             model.eos_token_ids,
-            self._clock,
+            clock,
             self._open_trace(config),
+            steps,
         )
         network = self._config.network
-        server = RequestServer(network, self._keys.request, self._incarnation, self.status, self._clock)
+        server = RequestServer(network, self._keys.request, self._incarnation, self.status, clock)
         lease_s = self._config.kv_transfer.lease_s
-        loop = EngineLoop(core, self._role, server, self._clock, lease_s, commands)
-        return _Parts(executor, core, loop, server, metrics)
+        loop = EngineLoop(core, self._role, server, clock, lease_s, commands)
+        watched = (steps, compiling, server.progress, executor.device_engine.connector.progress)
+        watch = ProgressWatch(watched, clock, server.beat, self._end_process)
+        return _Parts(executor, core, loop, server, watch, metrics)
 
     def _begin(self, parts: _Parts) -> None:
         parts.executor.start()
         parts.loop.start()
         parts.server.start(parts.loop)
+        parts.watch.start()
         if parts.metrics is not None:
             parts.metrics.start()
 
@@ -194,8 +215,11 @@ class EngineHost:
     def status(self) -> WorkerStatus:
         """How the engine stood after its last step; from any thread, at any time after `start`."""
         snapshot = self._parts.loop.snapshot
-        if not self._parts.loop.is_alive:
-            state = WorkerState.STOPPED if self._parts.loop.failure is None else WorkerState.DEAD
+        failure = self._parts.loop.failure
+        if (hang := self._parts.watch.hang) is not None:
+            state = WorkerState.HUNG
+        elif not self._parts.loop.is_alive:
+            state = WorkerState.STOPPED if failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
         # The planes' counters are read anew: an idle engine takes no snapshots, and strangers may knock all the same.
@@ -211,7 +235,7 @@ class EngineHost:
             snapshot.requests,
             {**snapshot.counters, **planes},
             self._parts.executor.connector.peers(),
-            "" if self._parts.loop.failure is None else str(self._parts.loop.failure),
+            hang or ("" if failure is None else str(failure)),
             self._load(snapshot),
         )
 
@@ -260,6 +284,7 @@ class EngineHost:
         parts.loop.stop()
         parts.server.stop()
         parts.executor.stop()
+        parts.watch.stop()
 
     @property
     def _ref(self) -> WorkerRef:

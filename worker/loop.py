@@ -177,23 +177,29 @@ class EngineLoop:
                 self._tell_kv_followers()
                 self._look_whether_left()
                 self._publish()
-        except Exception as error:  # the edge of the thread: the worker's supervisor must learn of it
+        except BaseException as error:  # the edge of the thread: the worker's supervisor must learn of it
             logger.exception("the engine loop failed")
             self.failure = error
         finally:
+            self._core.progress.begin()
             self._ended.set_result(None)
             self._outbox.beat()
             self._core.close()
+            self._core.progress.end()
 
     def _take_commands(self) -> None:
         """Runs all waiting commands; first blocks for one if a step could achieve nothing."""
-        block = not self._core.may_progress
+        block, progress = not self._core.may_progress, self._core.progress
+        if block:
+            progress.end()
         try:
-            self._commands.get(block, self._seconds_to_deadline() if block else None)()
+            command = self._commands.get(block, self._seconds_to_deadline() if block else None)
             while True:
-                self._commands.get_nowait()()
+                progress.begin()
+                command()
+                command = self._commands.get_nowait()
         except queue.Empty:
-            return
+            progress.begin()
 
     def _seconds_to_deadline(self) -> float | None:
         deadlines = [self._deadlines[0][0]] if self._deadlines else []

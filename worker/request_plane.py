@@ -33,6 +33,7 @@ from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.system.addresses import listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys
+from baton.system.progress import Progress
 from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerState, WorkerStatus
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
 """Messages that may wait for one gateway that does not read; beyond this it counts as gone."""
+
+PROGRESS_TIMEOUT_S = 60.0
+"""A request plane whose turn takes this long will not go on: its worker ends."""
 
 LAST_WORDS_MS = 500
 """How long the last messages may take to leave before the port is closed."""
@@ -87,6 +91,7 @@ class RequestServer:
         self._network = network
         self._status = status
         self._clock = clock
+        self.progress = Progress("its request plane", clock, PROGRESS_TIMEOUT_S)
         self._sessions = WorkerSessions(incarnation)
         self._standstill = Standstill(pace_of(network.peer_timeout_s, network.heartbeat_interval_s))
         self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]] | _KVNews] = queue.SimpleQueue()
@@ -140,7 +145,7 @@ class RequestServer:
     def _run(self, sink: RequestSink) -> None:
         try:
             self._serve(sink)
-        except Exception as error:  # the edge of the thread: an unreachable worker must not go on
+        except BaseException as error:  # the edge of the thread: an unreachable worker must not go on
             logger.exception("the request plane failed")
             sink.fail(error)
             self._say_last(error)
@@ -149,6 +154,7 @@ class RequestServer:
             self._socket.close(LAST_WORDS_MS)
             self._context.term()
             self._wakeup.close()
+            self.progress.end()
 
     def _serve(self, sink: RequestSink) -> None:
         poller = zmq.Poller()
@@ -157,7 +163,9 @@ class RequestServer:
         self._doorkeeper.register(poller)
         next_beat = self._clock.now()
         while not self._is_stopping:
+            self.progress.end()
             ready = dict(poller.poll(max(0, math.ceil((next_beat - self._clock.now()) * 1000))))
+            self.progress.begin()
             self._wakeup.clear()
             self._doorkeeper.attend(ready)
             self._send_outbox(sink)
@@ -169,7 +177,7 @@ class RequestServer:
         self._send_outbox(sink)
         self._beat(sink)
 
-    def _say_last(self, error: Exception) -> None:
+    def _say_last(self, error: BaseException) -> None:
         """Tells gateways at once, so that they need not wait for a timeout."""
         try:
             status = replace(

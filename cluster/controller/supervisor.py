@@ -11,7 +11,7 @@ from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import ReplicaState
 from baton.messages.control import Drain, SetRole, WaitStatus
 from baton.system.awake_timer import awake_timeout
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.controller.launcher import Found, Incarnation, Launcher
 from cluster.controller.replica import Replica
 
@@ -251,7 +251,7 @@ class Supervisor:
                 raise ClusterError(
                     f"it did not answer for {timeout_s:g} s (cluster.unresponsive_timeout_s)"
                 ) from None
-            if status.state in (WorkerState.DEAD, WorkerState.STOPPED):
+            if status.state.has_ended:
                 raise ClusterError(status.failure or "its engine ended")
             if not self._orders.locked() and self.endpoint and status.role is not self.endpoint.role:
                 self._take_role(status.role)  # a change that another controller had ordered

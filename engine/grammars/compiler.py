@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.sampling import StructuredOutput
+from baton.system.progress import Progress
 from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
 
 logger = logging.getLogger(__name__)
@@ -105,10 +106,14 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         on_news: Callable[[], None],
+        progress: Progress | None = None,
     ) -> None:
-        """Thread and tokenizer start with the first grammar; `on_news` is called from the compiler's thread."""
+        """Thread and tokenizer start with the first grammar; `on_news` is called from the compiler's thread, whose
+        work `progress` counts.
+        """
         self.vocab_size = vocab_size
         """The model's vocabulary."""
+        self._progress = progress
         self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
         self._on_news = on_news
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
@@ -168,8 +173,12 @@ class GrammarCompiler:
     def _run(self) -> None:
         while (output := self._jobs.get()) is not None and not self._is_closing:
             if output in self._wanted:
+                if self._progress is not None:
+                    self._progress.begin()
                 self._done.put(CompiledGrammar(output, self._error_of(output)))
                 self._on_news()
+                if self._progress is not None:
+                    self._progress.end()
 
     def _error_of(self, output: StructuredOutput) -> str | None:
         try:

@@ -82,7 +82,7 @@ class WorkerSnapshot:
         self.block_size = status.ref.block_size
         counts = status.requests
         self._num_told = counts.running + counts.waiting + counts.waiting_for_remote_kvs
-        self.is_gone = status.state in (WorkerState.STOPPED, WorkerState.DEAD)
+        self.is_gone = status.state.has_ended
         self._since_word.clear()
         self._num_given_back = 0
         self._num_others = max(0, self._num_told - len(self.sub_requests))

@@ -29,7 +29,7 @@ from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.system.standstill import Standstill, pace_of
-from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class WorkerClient:
             self._order(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
-        if message.status.state in (WorkerState.DEAD, WorkerState.STOPPED):
+        if message.status.state.has_ended:
             reason = f"its engine is {message.status.state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
         if not self.is_silent:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from baton.clock import Clock
 from baton.step import KVConnectorOutput
+from baton.system.progress import Progress
 from baton.system.standstill import wait_awake
 from baton.system.wakeup import WakeUp
 from kv_transfer.commands import WithdrawBlocks
@@ -18,6 +19,9 @@ from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
 from kv_transfer.transport.zmq_tcp import ZmqChannel
 
 logger = logging.getLogger(__name__)
+
+PROGRESS_TIMEOUT_S = 60.0
+"""A transfer thread whose turn takes this long will not go on: its worker ends."""
 
 TURN_TIMEOUT_S = 5.0
 """A turn of the agent's loop takes milliseconds; one that takes this long will not end."""
@@ -37,11 +41,12 @@ class TransferAgent:
             queue.SimpleQueue()
         )
         self._news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
+        self.progress = Progress("its KV transfer", clock, PROGRESS_TIMEOUT_S)
         self._wakeup = WakeUp()
         self._channel.wake_on(self._wakeup.fileno())
         self._channel.wake_on(endpoint.fileno())
         self._is_stopping = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -50,10 +55,12 @@ class TransferAgent:
     def stop(self) -> None:
         """Ends the thread and closes every socket; peers' transfers end by their deadlines. May be repeated, also
         before `start`."""
-        self._is_stopping = True
+        was_stopped, self._is_stopping = self._is_stopping, True
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
+        elif not was_stopped:
+            self._close()
         self._wakeup.close()
 
     def post(self, commands: Sequence[TransferCommand]) -> None:
@@ -76,19 +83,26 @@ class TransferAgent:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                for arrival in self._channel.wait(self._seconds_to_deadline()):
+                self.progress.end()
+                arrivals = self._channel.wait(self._seconds_to_deadline())
+                self.progress.begin()
+                for arrival in arrivals:
                     self._endpoint.take(arrival)
                 self._wakeup.clear()
                 self._take_orders()
                 self._endpoint.on_time()
                 self._publish()
-        except Exception as error:  # the edge of the thread: the engine must notice that it died
+        except BaseException as error:  # the edge of the thread: the engine must notice that it died
             logger.exception("the transfer thread died")
             self._failure = error
             self._on_news()
         finally:
-            self._endpoint.close()
-            self._channel.close()
+            self._close()
+            self.progress.end()
+
+    def _close(self) -> None:
+        self._endpoint.close()
+        self._channel.close()
 
     def _publish(self) -> None:
         if news := self._endpoint.collect_news():

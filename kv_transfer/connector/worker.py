@@ -70,6 +70,8 @@ class KVConnectorWorker:
         self._metrics = endpoint.metrics
         self._agent = TransferAgent(endpoint, self._channel, clock, on_news)
         self.kv_address = self._channel.address
+        self.progress = self._agent.progress
+        """That of the transfer thread."""
 
     def start(self) -> None:
         self._agent.start()
