@@ -23,9 +23,12 @@ from baton.config import BatonConfig
 from gateway import GatewayError
 from tests.factories.fragile_cluster import FragileCluster, fragile_cluster, unrest
 from tests.factories.models import make_model_dir
+from worker.progress_watch import EXIT_HUNG
 
 LEASE_S = 1.0
 STANDSTILL_S = 2.0 * LEASE_S
+HANG_S = 3.0
+"""A step of this model takes milliseconds."""
 NUM_AT_ONCE = 12
 TRANSFERS_PER_FAULT = 50
 REQUEST_TIMEOUT_S = 60.0
@@ -40,7 +43,7 @@ def make_config(transport: Transport) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32"},
-            "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
+            "engine": {"kv_cache_memory_mib": 16, "num_threads": 1, "progress_timeout_s": HANG_S},
             "scheduler": {"max_num_batched_tokens": 64, "num_blocks": 64},
             "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.0},
@@ -161,7 +164,16 @@ async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> N
     await cluster.replace(victim, ports)
 
 
-FAULTS = {"kill": kill, "stop": stop, "restart": restart}
+async def hang(cluster: FragileCluster, victim: str, rng: random.Random) -> None:
+    """A step that never ends, with all heartbeats; the worker ends itself, and another process takes its place."""
+    worker = cluster.workers[victim]
+    await worker.hang()
+    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+        assert await worker.process.wait() == EXIT_HUNG
+    await cluster.replace(victim)
+
+
+FAULTS = {"kill": kill, "stop": stop, "restart": restart, "hang": hang}
 ROLES = {"prefill": ("w0", "w1"), "decode": ("w2", "w3")}
 STORM = ("any", "each")
 """A fault of any kind on each side at the same time."""

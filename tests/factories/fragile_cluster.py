@@ -68,6 +68,10 @@ class FragileWorker:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
+    async def hang(self) -> None:
+        """None of its steps ends any more, and all its other threads go on."""
+        await self._ask("hang", ANSWER_TIMEOUT_S)
+
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 

@@ -3,7 +3,8 @@
     python -m tests.factories.warm_worker --config FILE
 
 One line of JSON each way: it says "warm" once everything is imported; is told `{"role", "name", "ports"}`, starts, and
-says its endpoint; from then on it answers every line with how it stands. It ends when its stdin does.
+says its endpoint; from then on it answers every line with how it stands. After the line "hang" no step of its engine
+ends any more. It ends when its stdin does.
 """
 
 import argparse
@@ -14,12 +15,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
 from baton.config import BatonConfig
+from baton.step import SchedulerOutput
 from baton.worker import WorkerRole
+from engine.runner import ModelRunner
 from tests.factories.security import KEYS
 from worker.host import EngineHost
 from worker.process import build_worker
@@ -39,7 +42,9 @@ def main() -> None:
     bind_to(order["ports"])
     host = build_worker(config, KEYS, Path(config.model.path), WorkerRole(order["role"]), order["name"])
     say(json.loads(endpoint_to_json(host.start())))
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if json.loads(line) == "hang":
+            hang()
         say(describe(host))
     host.stop()
 
@@ -60,6 +65,16 @@ def bind_to(ports: Sequence[int]) -> None:
         return port
 
     zmq.Socket.bind_to_random_port = bind  # type: ignore[method-assign, assignment]
+
+
+def hang() -> None:
+    """From the next step on, the device computes for ever."""
+
+    def launch(_runner: ModelRunner, plan: SchedulerOutput) -> NoReturn:
+        threading.Event().wait()
+        raise AssertionError(f"step {plan.step} ended")
+
+    ModelRunner.launch = launch  # type: ignore[method-assign]
 
 
 def describe(host: EngineHost) -> dict[str, Any]:
