@@ -16,8 +16,9 @@ from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_reference_
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from engine.kernels.rms_norm import add_rms_norm_
+from engine.kernels.silu_mul import silu_mul
+from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
 
 PART = "smoke"
 NUM_LAUNCHES = 3

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
-from engine.kernels.merge_partials import merge_partials, merge_partials_reference
+from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import Softmax
+from tests.kernels.references import merge_partials_reference
 from tests.kernels.test_paged_attention import Case, Step
 
 NUM_PROGRAMS = 264

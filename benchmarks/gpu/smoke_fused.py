@@ -9,16 +9,9 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.rms_norm import rms_norm_reference
-from engine.kernels.silu_mul import silu_mul_reference
 from engine.kernels.skinny_epilogue import InputNorm
-from engine.kernels.skinny_linear import (
-    norms_input,
-    skinny_add_,
-    skinny_linear,
-    skinny_linear_reference,
-    skinny_silu_mul,
-)
+from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from tests.kernels.references import rms_norm_reference, silu_mul_reference, skinny_linear_reference
 
 EPS = 1e-5
 NUM_LINKS = 4

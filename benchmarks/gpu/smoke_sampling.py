@@ -14,11 +14,12 @@ from baton.step import NewRequestData
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.batch import RunnerRequest
 from engine.gpu.device_sampler import DeviceSampler
-from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
-from engine.kernels.process_logits import process_logits, process_logits_reference
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.logprobs import token_logprobs
+from engine.kernels.process_logits import process_logits
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import allocate_workspace
 from engine.sampler import sample as sample_on_host
+from tests.kernels.references import process_logits_reference, sample_reference, token_logprobs_reference
 from tests.kernels.test_process_logits import edit
 from tests.kernels.test_sample import params
 

@@ -53,12 +53,6 @@ def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torc
     )
 
 
-def copy_blocks_reference(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
-    """The same in torch; waits for the pairs."""
-    for source, target in pairs_P2.tolist():
-        target_MB[target].copy_(source_NB[source])
-
-
 def max_programs(source: torch.Tensor, target: torch.Tensor) -> int:
     """As many programs as keep busy what lies between the two."""
     is_on_device = source.device.type == target.device.type == "cuda"

@@ -47,21 +47,6 @@ def embed(
     return x_TE
 
 
-def embed_reference(
-    ids_T: torch.Tensor,
-    sources_T: torch.Tensor,
-    sampled_R: torch.Tensor,
-    weight_VE: torch.Tensor,
-    first_token: int = 0,
-) -> torch.Tensor:
-    """The same in torch."""
-    if len(sampled_R) > 0:
-        ids_T = torch.where(sources_T >= 0, sampled_R[sources_T.clamp(min=0).long()], ids_T)
-    rows_T = ids_T.long() - first_token
-    is_here_T = (rows_T >= 0) & (rows_T < len(weight_VE))
-    return weight_VE[rows_T * is_here_T] * is_here_T.unsqueeze(1)
-
-
 @triton.jit
 def _embed_kernel(  # type: ignore[no-untyped-def]
     ids_ptr,

@@ -74,30 +74,6 @@ def filtered_draw(
     )
 
 
-def filtered_draw_reference(
-    values_RV: torch.Tensor,
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-) -> torch.Tensor:
-    """With a sort: arg max of `values_RV` (score + noise) over the tokens that are kept."""
-    logits_RV = logits_RV.to(torch.float32)
-    row_max_R1 = logits_RV.amax(-1, keepdim=True)
-    weights_RV = ((logits_RV - row_max_R1) / temperature_R.unsqueeze(1)).exp()
-    sorted_RV = weights_RV.sort(-1, descending=True).values
-    ranks_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    is_top_k_RV = ranks_V < top_k_R.unsqueeze(1)
-    mass_R1 = (sorted_RV * is_top_k_RV).sum(-1, keepdim=True)
-    mass_before_RV = sorted_RV.cumsum(-1) - sorted_RV
-    top_p_R1 = top_p_R.unsqueeze(1)
-    is_top_p_RV = (mass_before_RV < top_p_R1 * mass_R1) | (top_p_R1 >= 1.0) | (ranks_V == 0)
-    num_kept_R1 = (is_top_k_RV & is_top_p_RV).sum(-1, keepdim=True)
-    lowest_R1 = torch.maximum(sorted_RV.gather(1, num_kept_R1 - 1), min_p_R.unsqueeze(1))
-    return values_RV.masked_fill(weights_RV < lowest_R1, -torch.inf).argmax(-1)
-
-
 @triton.jit
 def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,

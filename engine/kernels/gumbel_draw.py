@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine import counter_rng
 from engine.kernels.sampling_parts import (
     KEY_0,
     KEY_1,
@@ -58,15 +57,6 @@ def gumbel_draw(
         HAS_PROCESSED=processed_PV is not None,
         num_warps=8,
     )
-
-
-def gumbel_draw_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, keys: list[tuple[int, int]]
-) -> torch.Tensor:
-    """R x V: score + noise, of which the arg max is drawn."""
-    logits_RV = logits_RV.to(torch.float32)
-    scores_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R.unsqueeze(1)
-    return scores_RV + counter_rng.gumbel_noise(keys, logits_RV.shape[1], logits_RV.device)
 
 
 @triton.jit

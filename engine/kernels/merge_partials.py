@@ -51,17 +51,6 @@ def merge_partials(
     )
 
 
-def merge_partials_reference(
-    partial_PQD: torch.Tensor, weight_PQ: torch.Tensor, merges_RF: torch.Tensor, out_TQD: torch.Tensor
-) -> None:
-    """The same in torch, for all of `merges_RF`."""
-    for out_row, first_row, num_parts, stride in merges_RF.tolist():
-        rows = slice(first_row, first_row + num_parts * stride, stride)
-        weights_PQ = torch.softmax(weight_PQ[rows].double() * torch.log(torch.tensor(2.0)).item(), 0)
-        merged_QD = (weights_PQ.unsqueeze(-1) * partial_PQD[rows].double()).sum(0)
-        out_TQD[out_row] = merged_QD.to(out_TQD.dtype)
-
-
 @triton.jit
 def _merge_partials_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, weight_ptr, merges_ptr, num_merges_ptr, out_ptr, out_stride,

@@ -32,22 +32,15 @@ MAX_MERGED_ELEMENTS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What makes weights of scores. Scales of a quantised cache: what is stored times the scale is what was meant."""
+    """How scores become weights."""
 
     scale: float
     window: int | None = None
     """A query sees the last so many keys, itself included."""
-    soft_cap: float | None = None
-    """Scores become soft_cap x tanh(score / soft_cap)."""
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.scale > 0
-        assert self.k_scale > 0
-        assert self.v_scale > 0
         assert self.window is None or self.window > 0
-        assert self.soft_cap is None or self.soft_cap > 0
 
 
 @dataclass(frozen=True)
@@ -159,11 +152,6 @@ def paged_attention(
         assert merging.num_arrived_RH.shape[1] == shape.num_kv_heads
         assert len(merging.num_arrived_RH) >= len(merging.merges_RF)
     padded_group = triton.next_power_of_2(shape.group_size)
-    weight_scale = softmax.scale * softmax.k_scale * _LOG2_E
-    cap_scale = soft_cap = 1.0
-    if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the weights then need no scale
-        cap_scale, weight_scale = 2 * weight_scale / softmax.soft_cap, 1.0
-        soft_cap = softmax.soft_cap * _LOG2_E
     _paged_attention_kernel[(num_programs,)](
         q_TQD,
         kv.operand(tuning.block_n),
@@ -179,10 +167,7 @@ def paged_attention(
         kv.block_stride,
         block_ids_BM.stride(0),
         out_TQD.stride(0),
-        weight_scale,
-        cap_scale,
-        soft_cap,
-        softmax.v_scale,
+        softmax.scale * _LOG2_E,
         softmax.window or 0,
         H=shape.num_kv_heads,
         G=shape.group_size,
@@ -197,7 +182,6 @@ def paged_attention(
         MERGED_PARTS=max(1, min(16, MAX_MERGED_ELEMENTS // (padded_group * shape.padded_head_dim))),
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
-        HAS_SOFT_CAP=softmax.soft_cap is not None,
         # Of 8-bit numbers float16 is made in one instruction for two, bfloat16 in several; it holds all of them too.
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
         PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
@@ -228,16 +212,14 @@ def paged_attention_reference(
             kv_MKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys].repeat_interleave(group_size, 1)
         )
         scores_QTC = q_TQD[rows].to(torch.float64).transpose(0, 1) @ kv_KQCD[0].transpose(1, 2)
-        scores_QTC *= softmax.scale * softmax.k_scale
-        if softmax.soft_cap is not None:
-            scores_QTC = softmax.soft_cap * torch.tanh(scores_QTC / softmax.soft_cap)
+        scores_QTC *= softmax.scale
         keys_C = torch.arange(num_keys, device=q_TQD.device)
         positions_T1 = keys_C[num_keys - num_queries :, None]
         hidden_TC = keys_C > positions_T1
         if softmax.window is not None:
             hidden_TC |= keys_C <= positions_T1 - softmax.window
         weights_QTC = torch.softmax(scores_QTC.masked_fill(hidden_TC, -math.inf), -1)
-        out_TQD[rows] = (weights_QTC @ kv_KQCD[1] * softmax.v_scale).transpose(0, 1).to(q_TQD.dtype)
+        out_TQD[rows] = (weights_QTC @ kv_KQCD[1]).transpose(0, 1).to(q_TQD.dtype)
         first_row += num_queries
     return out_TQD
 
@@ -246,11 +228,11 @@ def paged_attention_reference(
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
     merges_ptr, num_arrived_ptr,
-    q_stride, block_stride, table_stride, out_stride, weight_scale, cap_scale, soft_cap, v_scale, window,
+    q_stride, block_stride, table_stride, out_stride, weight_scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
     MERGE_FIELDS: tl.constexpr, PADDED_G: tl.constexpr, MERGED_PARTS: tl.constexpr,
-    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, TO_FLOAT16: tl.constexpr,
+    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, TO_FLOAT16: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
@@ -315,8 +297,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                     k = tl.load(kv_ptrs, (dims < D)[None, :], other=0.0)
                     v = tl.load(kv_ptrs + H * BLOCK_SIZE * D, (dims < D)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-            if HAS_SOFT_CAP:
-                scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * cap_scale))
             is_masked = key + BLOCK_N > masked_from
             if HAS_WINDOW:
                 is_masked |= key < masked_before
@@ -338,7 +318,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             block_ids = next_block_ids
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees no key: acc is 0, row_max -inf
-        acc = acc * (v_scale / row_sum)[:, None]
+        acc = acc * (1.0 / row_sum)[:, None]
         if partial_row < 0:
             out_ptrs = out_ptr + step_row[:, None] * out_stride + in_token
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), in_bounds)

@@ -61,30 +61,6 @@ def process_logits(
         )
 
 
-def process_logits_reference(
-    logits_RV: torch.Tensor,
-    rows_P: torch.Tensor,
-    masks_PW: torch.Tensor,
-    mask_rows_P: torch.Tensor,
-    edits_EF: torch.Tensor,
-) -> torch.Tensor:
-    """The same in torch: P x V."""
-    processed_PV = logits_RV[rows_P.long()].to(torch.float32)
-    bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
-    for row, mask_row in enumerate(mask_rows_P.tolist()):
-        if mask_row >= 0:
-            is_allowed = (
-                ((masks_PW[mask_row].unsqueeze(1) >> bits) & 1).flatten()[: logits_RV.shape[1]].bool()
-            )
-            processed_PV[row].masked_fill_(~is_allowed, -torch.inf)
-    rows, tokens = edits_EF[:, 0].long(), edits_EF[:, 1].long()
-    bias, repetition, off = edits_EF[:, 2:5].contiguous().view(torch.float32).unbind(1)
-    values = processed_PV[rows, tokens] + bias
-    values = torch.where(values > 0, values / repetition, values * repetition) - off
-    processed_PV[rows, tokens] = values.masked_fill(edits_EF[:, 5] != 0, -torch.inf)
-    return processed_PV
-
-
 @triton.jit
 def _mask_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,

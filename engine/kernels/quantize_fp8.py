@@ -9,12 +9,6 @@ import triton.language as tl
 
 from engine.kernels.row_launch import row_launch
 
-MAX_FLOAT8 = 448.0
-"""The largest finite float8_e4m3fn."""
-
-MIN_MAGNITUDE = 1e-12
-"""What a row of zeros counts as, so that its scale divides."""
-
 
 def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TE in float8_e4m3fn and float32 scales_T1 with x = q x scale; a row's largest magnitude becomes 448.
@@ -31,15 +25,6 @@ def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x_TE, q_TE, scales_T1, x_TE.stride(0), width, PADDED_E=padded, num_warps=num_warps
         )
     return q_TE, scales_T1
-
-
-def quantize_fp8_reference(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, to the last bit. On a GPU torch multiplies by the reciprocal of a Python number, which is off
-    by a unit in many rows, so the scale is divided by a tensor."""
-    x_TE = x_TE.to(torch.float32)
-    largest_T1 = x_TE.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE)
-    scales_T1 = largest_T1 / torch.full_like(largest_T1, MAX_FLOAT8)
-    return (x_TE / scales_T1).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales_T1
 
 
 @triton.jit

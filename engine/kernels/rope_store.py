@@ -30,8 +30,6 @@ def rope_store(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> None:
     """Rotates the queries of `qkv_TXD` in place; writes rotated keys, and values as they are, to `kv_NKHSD`.
 
@@ -40,8 +38,8 @@ def rope_store(
     of a KVPool. Slot = block id x S + offset in it; a negative one marks a padded row, of which nothing is read or
     written. Positions and slots are int32, the former within the table.
 
-    The pool has the projection's dtype, or is float8_e4m3fn: then it holds key / k_scale and value / v_scale,
-    saturated. All is computed in float32 and rounded once. Keys and values of `qkv_TXD` are left as they are.
+    The pool has the projection's dtype, or is float8_e4m3fn: then it holds keys and values saturated. Everything is
+    computed in float32 and rounded once. Keys and values of `qkv_TXD` stay as they are.
     """
     num_tokens, num_heads, head_dim = qkv_TXD.shape
     _, _, num_kv_heads, block_size, pool_head_dim = kv_NKHSD.shape
@@ -62,7 +60,6 @@ def rope_store(
     assert (q_norm_D is None) == (k_norm_D is None), "queries and keys are normed together"
     is_float8 = kv_NKHSD.dtype is torch.float8_e4m3fn
     assert is_float8 or kv_NKHSD.dtype is qkv_TXD.dtype, f"{qkv_TXD.dtype} does not go into {kv_NKHSD.dtype}"
-    assert is_float8 or k_scale == v_scale == 1.0, "only a float8 pool has scales"
     if num_tokens == 0:
         return
     padded_half = triton.next_power_of_2(head_dim // 2)
@@ -80,8 +77,6 @@ def rope_store(
         qkv_TXD.stride(0),
         kv_NKHSD.stride(0),
         eps,
-        k_scale,
-        v_scale,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -92,47 +87,6 @@ def rope_store(
         MAX_FLOAT8=MAX_FLOAT8,
         num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, of either half
         **launch_options(),
-    )
-
-
-def rope_store_reference(
-    qkv_TXD: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    cos_sin_PD: torch.Tensor,
-    kv_NKHSD: torch.Tensor,
-    *,
-    q_norm_D: torch.Tensor | None = None,
-    k_norm_D: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """The same in torch. Not for a GPU's steps: it waits to see which rows are padded."""
-    _, _, num_kv_heads, block_size, head_dim = kv_NKHSD.shape
-    rows = (slots_T >= 0).nonzero().squeeze(1)
-    heads_TXD = qkv_TXD[rows].to(torch.float32)
-    q_TQD, k_THD, v_THD = heads_TXD.split(
-        (heads_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1
-    )
-    if q_norm_D is not None and k_norm_D is not None:
-        q_TQD = torch.nn.functional.rms_norm(q_TQD, (head_dim,), q_norm_D.to(torch.float32), eps)
-        k_THD = torch.nn.functional.rms_norm(k_THD, (head_dim,), k_norm_D.to(torch.float32), eps)
-    cos_T1F, sin_T1F = cos_sin_PD[positions_T[rows].long()].unsqueeze(1).chunk(2, -1)
-    qkv_TXD[rows, : q_TQD.shape[1]] = _rotated_reference(q_TQD, cos_T1F, sin_T1F).to(qkv_TXD.dtype)
-
-    kv_TKHD = torch.stack((_rotated_reference(k_THD, cos_T1F, sin_T1F) / k_scale, v_THD / v_scale), 1)
-    if kv_NKHSD.dtype is torch.float8_e4m3fn:
-        kv_TKHD = kv_TKHD.clamp(-MAX_FLOAT8, MAX_FLOAT8)
-    blocks_T, offsets_T = slots_T[rows].long() // block_size, slots_T[rows].long() % block_size
-    bits = torch.uint8 if kv_NKHSD.dtype is torch.float8_e4m3fn else kv_NKHSD.dtype  # float8 has no index_put
-    kv_NKHSD.view(bits)[blocks_T, :, :, offsets_T] = kv_TKHD.to(kv_NKHSD.dtype).view(bits)
-
-
-def _rotated_reference(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    first_THF, second_THF = x_THD.chunk(2, -1)
-    return torch.cat(
-        (first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), -1
     )
 
 
@@ -148,8 +102,6 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv_row_stride,
     kv_block_stride,
     eps,
-    k_scale,
-    v_scale,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -194,8 +146,8 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
                 row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
                 rows = row + (heads * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
                 pool_ptrs = rows[:, None] + columns[None, :]
-                _store(pool_ptrs, first * cos - second * sin, mask, k_scale, IS_FLOAT8, MAX_FLOAT8)
-                _store(pool_ptrs + HALF, second * cos + first * sin, mask, k_scale, IS_FLOAT8, MAX_FLOAT8)
+                _store(pool_ptrs, first * cos - second * sin, mask, IS_FLOAT8, MAX_FLOAT8)
+                _store(pool_ptrs + HALF, second * cos + first * sin, mask, IS_FLOAT8, MAX_FLOAT8)
         else:
             heads += (group - Q_GROUPS - KV_GROUPS) * HEADS
             mask = (heads < NUM_KV_HEADS)[:, None] & (columns < HALF)[None, :]
@@ -204,8 +156,8 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
             row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
             rows = row + ((NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
             pool_ptrs = rows[:, None] + columns[None, :]
-            _store(pool_ptrs, first, mask, v_scale, IS_FLOAT8, MAX_FLOAT8)
-            _store(pool_ptrs + HALF, second, mask, v_scale, IS_FLOAT8, MAX_FLOAT8)
+            _store(pool_ptrs, first, mask, IS_FLOAT8, MAX_FLOAT8)
+            _store(pool_ptrs + HALF, second, mask, IS_FLOAT8, MAX_FLOAT8)
 
 
 @triton.jit
@@ -223,7 +175,7 @@ def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  #
 
 
 @triton.jit
-def _store(pointers, x, mask, scale, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(pointers, x, mask, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_FLOAT8:
-        x = tl.clamp(tl.div_rn(x, scale), -MAX_FLOAT8, MAX_FLOAT8)
+        x = tl.clamp(x, -MAX_FLOAT8, MAX_FLOAT8)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask)

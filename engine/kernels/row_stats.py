@@ -57,14 +57,6 @@ def row_stats(
     )
 
 
-def row_stats_reference(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Arg max, maximum and (where the temperature is above 0) sum of weights of each row."""
-    logits_RV = logits_RV.to(torch.float32).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    row_max_R1, token_R1 = logits_RV.amax(-1, keepdim=True), logits_RV.argmax(-1, keepdim=True)
-    weights_RV = ((logits_RV - row_max_R1) / temperature_R.unsqueeze(1)).exp()
-    return token_R1[:, 0], row_max_R1[:, 0], weights_RV.sum(-1)
-
-
 @triton.jit
 def _row_stats_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,

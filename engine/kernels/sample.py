@@ -7,17 +7,11 @@ Shape suffixes: R rows, V vocabulary, P rows that were processed, F fields of a 
 
 import torch
 
-from engine.kernels.filtered_draw import filtered_draw, filtered_draw_reference
-from engine.kernels.gumbel_draw import gumbel_draw, gumbel_draw_reference
-from engine.kernels.row_stats import row_stats, row_stats_reference
+from engine.kernels.filtered_draw import filtered_draw
+from engine.kernels.gumbel_draw import gumbel_draw
+from engine.kernels.row_stats import row_stats
 from engine.kernels.sampling_parts import (
-    KEY_0,
-    KEY_1,
-    MIN_P,
     NUM_FIELDS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     SamplingWorkspace,
 )
 
@@ -55,26 +49,3 @@ def sample(
     if not is_greedy:
         gumbel_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)
         filtered_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)
-
-
-def sample_reference(logits_RV: torch.Tensor, params_RF: torch.Tensor) -> torch.Tensor:
-    """The same in torch with a sort, for rows whose largest logit is finite."""
-
-    def floats(field: int) -> torch.Tensor:
-        return params_RF[:, field].contiguous().view(torch.float32)
-
-    temperature_R = floats(TEMPERATURE.value)
-    greedy_R, _, _ = row_stats_reference(logits_RV, temperature_R)
-    keys = [
-        (first & 0xFFFFFFFF, second & 0xFFFFFFFF)
-        for first, second in params_RF[:, [KEY_0.value, KEY_1.value]].tolist()
-    ]
-    drawn_R = filtered_draw_reference(
-        gumbel_draw_reference(logits_RV, temperature_R, keys),
-        logits_RV,
-        temperature_R,
-        params_RF[:, TOP_K.value],
-        floats(TOP_P.value),
-        floats(MIN_P.value),
-    )
-    return torch.where(temperature_R > 0, drawn_R, greedy_R).to(torch.int32)

@@ -90,21 +90,6 @@ def norms_input(num_tokens: int, num_inputs: int, weight_bytes: int) -> bool:
     return isinstance(choose_launch(num_tokens, num_inputs, 1, weight_bytes), FmaLaunch)
 
 
-def skinny_linear_reference(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None = None,
-    scales_O: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in torch."""
-    y_TO = x_TI.to(torch.float32) @ weight_OI.to(torch.float32).T
-    if scales_O is not None:
-        y_TO = y_TO * scales_O
-    if bias_O is not None:
-        y_TO = y_TO + bias_O.to(torch.float32)
-    return y_TO.to(x_TI.dtype)
-
-
 def _launch(operands: Operands, launch: Launch | None) -> None:
     x_TI, weight_OI = operands.x_TI, operands.weight_OI
     bias_O, scales_O = operands.bias_O, operands.scales_O

@@ -8,8 +8,7 @@ import torch
 from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
-from engine.kernels.silu_mul import silu_mul
-from engine.kernels.silu_mul_fp8 import silu_mul_fp8
+from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, InputTokens, LinearLayer, QuantizedRows, UnnormedRows

@@ -12,18 +12,28 @@ import torch.nn.functional as F
 
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.copy_blocks import copy_blocks
-from engine.kernels.embedding import embed, embed_reference
-from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
+from engine.kernels.embedding import embed
+from engine.kernels.logprobs import token_logprobs
 from engine.kernels.paged_attention import Softmax
-from engine.kernels.quantize_fp8 import quantize_fp8, quantize_fp8_reference
-from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_reference_, rms_norm, rms_norm_reference
-from engine.kernels.rope_store import rope_store, rope_store_reference
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.quantize_fp8 import quantize_fp8
+from engine.kernels.rms_norm import add_rms_norm_, rms_norm
+from engine.kernels.rope_store import rope_store
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import allocate_workspace
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.layers.fp8 import quantize_rows
 from tests.kernels.float8 import assert_same_float8
+from tests.kernels.references import (
+    add_rms_norm_reference_,
+    embed_reference,
+    rms_norm_reference,
+    rope_store_reference,
+    sample_reference,
+    silu_mul_reference,
+    token_logprobs_reference,
+)
 from tests.kernels.test_paged_attention import Case, Step
 from tests.kernels.test_sample import params
 
@@ -181,7 +191,7 @@ def test_quantize_fp8(shape: Any, device: torch.device, generator: torch.Generat
     tokens, width, dtype = shape
     x_TE = _randn(generator, device, dtype, tokens, width)
     q_TE, scales_T1 = quantize_fp8(x_TE)
-    expected_TE, expected_scales_T1 = quantize_fp8_reference(x_TE)
+    expected_TE, expected_scales_T1 = quantize_rows(x_TE)
     torch.testing.assert_close(scales_T1, expected_scales_T1, rtol=0, atol=0)
     assert_same_float8(q_TE, expected_TE)
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from engine.kernels.merge_partials import BLOCK_PARTS, merge_partials, merge_partials_reference
+from engine.kernels.merge_partials import BLOCK_PARTS, merge_partials
+from tests.kernels.references import merge_partials_reference
 
 NUM_HEADS, HEAD_DIM = 3, 24
 

@@ -32,7 +32,6 @@ def _launch(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     window: int | None = None,
-    soft_cap: float | None = None,
     merges: bool | None = None,
 ) -> Callable[[], None]:
     """With the strides of a model that keeps its queries within the qkv projection's output."""
@@ -56,7 +55,7 @@ def _launch(
             torch.zeros(1, dtype=torch.int32),
             Partials.empty(1, shape, torch.device("cpu")),
             torch.empty(1, num_query_heads, head_dim, dtype=dtype),
-            Softmax(head_dim**-0.5, window, soft_cap),
+            Softmax(head_dim**-0.5, window),
             tuning_of(shape),
             132,
             _merging(1, num_kv_heads, torch.device("cpu")) if merges else None,
@@ -102,7 +101,7 @@ LAUNCHES = {
     "prefill, blocks of 128": _launch(prefill_tuning, block_size=128),
     "prefill, blocks of 16": _launch(prefill_tuning, block_size=16),
     "prefill, float8 cache": _launch(prefill_tuning, kv_dtype=torch.float8_e4m3fn),
-    "prefill, window and soft cap": _launch(prefill_tuning, window=4096, soft_cap=50.0),
+    "prefill, window": _launch(prefill_tuning, window=4096),
     "prefill, heads of 64": _launch(prefill_tuning, head_dim=64),
     "prefill, heads of 256": _launch(prefill_tuning, head_dim=256),
     "prefill, heads of 96": _launch(prefill_tuning, head_dim=96),
@@ -143,18 +142,17 @@ CASES = {
     "window": Case([1, 10], [150, 70], SHAPE, SMALL, replace(PLAIN, window=33)),
     "window of the query itself": Case([1, 9], [70, 40], GATHERED, SMALL, replace(PLAIN, window=1)),
     "window that is split": Case([1], [600], SHAPE, SMALL, replace(PLAIN, window=520), num_programs=8),
-    "soft cap": Case([5], [40], SHAPE, SMALL, Softmax(1.5, soft_cap=2.0)),
     "groups that do not fill a tile": Case([7], [20], replace(SHAPE, num_query_heads=6), SMALL, PLAIN),
     "half-precision": Case(
         [1, 11], [70, 50], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=2), SMALL, PLAIN,
         dtype=torch.float16, kv_dtype=torch.float16,
     ),
     "float8 cache": Case(
-        [1, 5], [70, 33], replace(SHAPE, kv_dtype_bytes=1), SMALL, Softmax(0.2, k_scale=0.5, v_scale=3.0),
+        [1, 5], [70, 33], replace(SHAPE, kv_dtype_bytes=1), SMALL, PLAIN,
         kv_dtype=torch.float8_e4m3fn,
     ),
     "float8 cache, bfloat16 queries": Case(
-        [5], [33], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=1), SMALL, Softmax(0.2),
+        [5], [33], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=1), SMALL, PLAIN,
         dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn,
     ),
     "heads of 96": Case([1, 5], [70, 33], replace(SHAPE, head_dim=96), SMALL, PLAIN),

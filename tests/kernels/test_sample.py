@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.counter_rng import row_keys
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import NUM_FIELDS, allocate_workspace
+from tests.kernels.references import sample_reference
 
 VOCAB = 150
 

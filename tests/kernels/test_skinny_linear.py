@@ -14,11 +14,11 @@ from engine.kernels.skinny_linear import (
     norms_input,
     skinny_add_,
     skinny_linear,
-    skinny_linear_reference,
     skinny_silu_mul,
 )
 from engine.kernels.skinny_linear_dot import DotLaunch
 from engine.kernels.skinny_linear_fma import FmaLaunch
+from tests.kernels.references import skinny_linear_reference
 
 SHAPES = {
     "Llama-3.1-8B qkv": (6144, 4096),
