@@ -24,7 +24,7 @@ from baton.errors import ModelError
 
 NUM_READERS = 4
 """Number of threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), and a GPU takes up
-to 50 over PCIe 5; benchmarks/weight_loading.py measures what more threads bring."""
+to 50 over PCIe 5."""
 BUFFER_BYTES = 32 * 2**20
 """A copy of this size takes 0.6 ms on PCIe 5, so its set-up costs nothing in comparison. 256 MiB are
 pinned in total."""
