@@ -99,6 +99,15 @@ class GrowingArray:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """No step is larger."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """A step, flattened: decodes first, those with the longest contexts in front, then prefill chunks.
 

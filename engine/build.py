@@ -15,6 +15,7 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
+from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
@@ -23,11 +24,11 @@ from engine.gpu.fail_settled import FailSettled
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
+from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from engine.step_limits import StepLimits
 from kv_transfer import CudaMemory, CudaOutOfMemory, SharedMemory
 from kv_transfer.connector.worker import KVConnectorWorker
 
@@ -47,7 +48,6 @@ OnProgress = Callable[[str, int, int], None]
 class DeviceEngine:
     """One rank's device, with all that it needs."""
 
-    config: BatonConfig
     model: LoadedModel
     capacity: Capacity
     pool: KVPool
@@ -56,6 +56,7 @@ class DeviceEngine:
     connector: KVConnectorWorker
     """Not started yet."""
     on_progress: OnProgress
+    uses_graphs: bool
     compiler: "Compiler | None" = None
     """Of a GPU's kernels; None on a CPU."""
 
@@ -107,7 +108,7 @@ class DeviceEngine:
         parts = make_device_parts(self.model, self.pool, limits)
         parts.rehearse()
         check_attention(self.model, parts, self.pool, self.compiler)
-        if self.config.engine.cuda_graphs:
+        if self.uses_graphs:
             parts.record(
                 CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)
             )
@@ -153,7 +154,7 @@ def build_device_engine(
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
             )
         )
-    capacity = wait.until_it_fits(lambda: reckon(config, model))
+    capacity = wait.until_it_fits(lambda: reckon(config.engine, config.scheduler, model))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape = model.kv_block_shape(capacity.scheduler_config.block_size)
@@ -172,12 +173,14 @@ def build_device_engine(
         memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,
     )
-    return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress, compiler)
+    uses_graphs = config.engine.cuda_graphs
+    return DeviceEngine(model, capacity, pool, memory, connector, on_progress, uses_graphs, compiler)
 
 
 def _begin_with(device: torch.device) -> None:
-    """Makes it the one that this process computes on, if it is a GPU."""
+    """Makes a GPU the one that this process computes on, with the kernels' switches of the environment."""
     if device.type == "cuda":
+        set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         torch.cuda.set_device(device)
         torch.cuda.synchronize()  # the context is there, so that it is not taken for activations
 
@@ -224,7 +227,7 @@ def _compiling_ahead(
         rehearse_outline(
             outline,
             with_defaults_of(device, config.scheduler).block_size,
-            largest_steps(config, outline),
+            largest_steps(config.scheduler, outline),
             torch.cuda.get_device_properties(device).multi_processor_count,
             uses_graphs=config.engine.cuda_graphs,
         )

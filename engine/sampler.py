@@ -16,7 +16,7 @@ import torch
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from engine.batch import RunnerRequest
-from engine.collectives import Collectives
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
 
@@ -48,28 +48,20 @@ class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> SampledTokens:
-        """The logits are left as they are; None on a rank that hears from another what was sampled."""
+        """The logits are left as they are; None on a rank that receives the tokens from rank 0."""
         ...
 
 
 class TorchSampler:
-    """Samples at once."""
+    """Samples at once on rank 0, which sends its tokens to the others. Log-probabilities stay on rank 0."""
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
-        assert logits_RV is not None, "nothing to sample from"
-        return KnownTokens(sample(logits_RV, requests))
-
-
-class SharedSampler:
-    """Rank 0 samples, and the others hear of it. Log-probabilities stay on rank 0, which alone has them to report."""
-
-    def __init__(self, sampler: Sampler, collectives: Collectives) -> None:
-        self._sampler = sampler
+    def __init__(self, collectives: Collectives = SINGLE_RANK) -> None:
         self._collectives = collectives
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
         if self._collectives.rank == 0:
-            tokens = self._sampler(logits_RV, requests).wait()
+            assert logits_RV is not None, "nothing to sample from"
+            tokens = sample(logits_RV, requests)
             self._collectives.broadcast_(torch.tensor([token.token_id for token in tokens]))
             return KnownTokens(tokens)
         token_ids_R = torch.empty(len(requests), dtype=torch.int64)

@@ -10,7 +10,7 @@ import torch
 
 from baton.config import ModelConfig
 from benchmarks.gpu.setting import Setting
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepLimits
 from engine.device import mark
 from engine.forward import Forward, TorchForward
 from engine.gpu.device_parts import DeviceParts, make_device_parts
@@ -23,7 +23,6 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import DTYPES, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
-from engine.step_limits import StepLimits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

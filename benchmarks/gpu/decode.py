@@ -39,9 +39,9 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
 from benchmarks.gpu.trace import trace_replay
+from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 PART = "decode"
 SWITCHED_BATCH = 16

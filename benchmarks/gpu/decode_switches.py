@@ -11,11 +11,11 @@ from benchmarks.gpu.measure import make_recorder, relative_error, seconds, synch
 from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Setting
+from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)

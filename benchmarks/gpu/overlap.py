@@ -17,7 +17,7 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
 from benchmarks.gpu.trace import merged, profiled, shared, spans, write_trace
-from engine.step_limits import StepLimits
+from engine.batch import StepLimits
 
 PART = "overlap"
 PAUSE_S = 0.02

@@ -28,7 +28,7 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
-from engine.step_limits import StepLimits
+from engine.batch import StepLimits
 
 PART = "prefill"
 

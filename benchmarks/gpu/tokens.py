@@ -16,12 +16,12 @@ from benchmarks.gpu.loop import LoopedEngine
 from benchmarks.gpu.measure import make_recorder
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
+from engine.batch import StepLimits
 from engine.gpu.graphs import decode_sizes
 from engine.kv_cache import KVPool
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 PART = "tokens"

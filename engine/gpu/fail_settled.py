@@ -1,7 +1,7 @@
-"""FailSettled: a runner that reports a failed step only when its device is done with it, and says when it is lost.
+"""FailSettled: a runner that reports a failed step only when its device is idle, and detects a lost device.
 
-A GPU goes on with what it was told before the failure. Whoever hears of one gives the step's blocks away, to transfers
-too, which no stream orders behind it. After some errors CUDA refuses every call until the process ends.
+After a failure a GPU still executes what was queued before. The caller frees a failed step's blocks, also for transfers
+that no stream orders behind the step. After some errors CUDA refuses every call until the process ends.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class FailSettled:
-    """Raises what the runner raises, or DeviceLostError where no other step can follow."""
+    """Raises what the runner raises, or DeviceLostError if no other step can follow."""
 
     def __init__(self, runner: StepRunner, settle: Callable[[], None]) -> None:
-        """`settle` waits until the device has done all that it was told, and raises if it cannot."""
+        """`settle` waits until the device has done everything that is queued, and raises if it cannot."""
         self._runner = runner
         self._settle = settle
 
@@ -29,7 +29,7 @@ class FailSettled:
         return _Step(self.settled(lambda: self._runner.launch(plan)), self)
 
     def settled(self, call: Callable[[], T]) -> T:
-        """What the call gives."""
+        """Returns the call's result; waits for the device before it raises the call's error."""
         try:
             return call()
         except Exception as error:
@@ -41,7 +41,7 @@ class FailSettled:
 
 
 class _Step:
-    """One under way."""
+    """A step under way."""
 
     def __init__(self, step: Launched, runner: FailSettled) -> None:
         self._step = step

@@ -1,12 +1,12 @@
-"""gpu_of: which GPU computes what tensors of a device are part of; knows no kernel."""
+"""gpu_of: which GPU computes with tensors of a device; knows no kernel."""
 
 import torch
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """A GPU itself; for tensors without memory, the one that this thread computes on, if there is any; None for a CPU.
+    """A GPU itself; for meta tensors, the GPU that this thread computes on, if there is one; None for a CPU.
 
-    So an outline of a model (`engine.loading.loader.outline_model`) asks for the kernels that the model will ask for.
+    So an outline of a model (`engine.loading.loader.outline_model`) launches the same kernels as the model.
     """
     if device.type == "cuda":
         return device

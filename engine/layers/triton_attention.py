@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepLimits
 from engine.gpu.staging import ALIGNMENT, StagedArray
 from engine.gpu.which import gpu_of
 from engine.kernels.attention_plan import (
@@ -43,7 +43,6 @@ from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelArchitecture
-from engine.step_limits import StepLimits
 
 Window = int | None
 

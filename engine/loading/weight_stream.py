@@ -95,22 +95,6 @@ class Copies(Protocol):
         ...
 
 
-class HostCopies:
-    """Copies within host memory."""
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """Copies are done when `start` returns."""
-
-
 class CudaCopies:
     """Copies to a GPU on a stream of their own, which overlap with the model's work on earlier weights."""
 

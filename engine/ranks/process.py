@@ -83,12 +83,8 @@ class Rank:
     digest: str
 
 
-class Build(Protocol):
-    """Makes what a rank is to be. `on_news` may be called from any thread when the connector has news."""
-
-    def __call__(
-        self, setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]
-    ) -> Rank: ...
+Build = Callable[[Setup, BatonConfig, Collectives, Callable[[], None]], Rank]
+"""Makes the rank; calls the last argument, from any thread, when the connector has outputs."""
 
 
 def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from baton.config import ModelConfig
+from engine.batch import StepLimits
 from engine.collectives import SilentRank
 from engine.gpu.attention_check import attention_trials
 from engine.gpu.compile_ahead import CompileAhead, rehearse_outline
@@ -27,7 +28,6 @@ from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.serving import noting_what_is_wanted

@@ -24,6 +24,7 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from engine.batch import StepLimits
 from engine.gpu.attention_check import attention_trials
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Repeats
@@ -32,7 +33,6 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
-from engine.step_limits import StepLimits
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir

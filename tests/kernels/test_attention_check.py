@@ -13,6 +13,7 @@ import torch
 
 from baton.config import BatonConfig, ModelConfig
 from baton.errors import ConfigError
+from engine.batch import StepLimits
 from engine.build import DeviceEngine
 from engine.capacity import Capacity
 from engine.gpu.attention_check import NUM_RUNS, attention_trials, check_attention
@@ -23,7 +24,6 @@ from engine.kv_cache import KVPool
 from engine.layers import triton_attention
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 COMPILER = Compiler("/somewhere/ptxas", "12.8.93", "/cache", is_suspect=True)

@@ -15,6 +15,7 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from engine.batch import StepLimits
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
@@ -23,7 +24,6 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from engine.step_limits import StepLimits
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
+from engine.batch import StepLimits
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import Repeats
 from engine.kernels.embedding import _embed_kernel
@@ -17,7 +18,6 @@ from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 from tests.kernels.test_device_engine import SMALL
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
+from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Replay, decode_sizes, mixed_sizes
 from engine.gpu.measure import CHUNKS, chosen_chunk, graphs_bytes
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 LIMITS = StepLimits(max_num_seqs=20, max_num_batched_tokens=40, max_model_len=64)

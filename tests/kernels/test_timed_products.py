@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
+from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.kernels.switches import switched
 from engine.kv_cache import KVPool
 from engine.layers.timed_products import Work
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 from tests.kernels.references import skinny_linear_reference
 from tests.kernels.test_launches import counting_launches

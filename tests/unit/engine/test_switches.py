@@ -3,15 +3,12 @@
 import pytest
 
 from baton.errors import ConfigError
-from engine.kernels import switches
-from engine.kernels.switches import ALL_OFF, VARIABLE, KernelSwitches, kernel_switches, switched
+from engine.kernels.switches import ALL_OFF, KernelSwitches, kernel_switches, switched
 
 
-def test_all_are_on_unless_the_environment_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_on_unless_some_are_left_out() -> None:
     for text, off in (("", ()), (" no-fused-merge ,", ("no-fused-merge",))):
-        monkeypatch.setenv(VARIABLE, text)
-        monkeypatch.setattr(switches, "_current", None)
-        assert kernel_switches().off == off
+        assert KernelSwitches.parse(text).off == off
 
 
 def test_each_can_be_left_out_by_its_name() -> None:
