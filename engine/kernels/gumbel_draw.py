@@ -1,7 +1,7 @@
 """Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of it.
 
-Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot have the winner. It is
-not even read. That is most parts where the temperature is low.
+Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot contain the winner. Such
+a part is not read; at low temperatures these are most parts.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row, F fields.
 """
@@ -36,8 +36,8 @@ def gumbel_draw(
 ) -> None:
     """After `row_stats`, which left each row's arg max in `tokens_R`.
 
-    Leaves each part's largest score with noise, and its token, in the workspace's `part_best_RS` and `part_token_RS`.
-    Greedy rows, and rows whose largest logit is not finite, are passed over.
+    Writes each part's largest score with noise, and its token, to the workspace's `part_best_RS` and `part_token_RS`.
+    Skips greedy rows, and rows whose largest logit is not finite.
     """
     _gumbel_draw_kernel[(workspace.num_parts, logits_RV.shape[0])](
         logits_RV,

@@ -1,9 +1,9 @@
 """Attention of a whole step over the paged KV cache, in one persistent launch; knows items of work, not requests.
 
-A fixed number of programs shares the items of `attention_plan.py`, each for every kv head. How many items there are is
-read on the device, so one captured CUDA graph serves whatever contexts a step has. Within a tile this is
-FlashAttention-2 (https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, the softmax is computed
-online and in base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
+A fixed number of programs shares the items of `attention_plan.py`, each item for every kv head. The device reads the
+number of items, so one captured CUDA graph serves any contexts. Within a tile this is FlashAttention-2
+(https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, and the softmax is computed online and in
+base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
 
 Shape suffixes: T tokens of the step, Q query heads, D head dimension, N blocks, K the pair (keys, values), H kv heads,
 S tokens of a block, B rows of the block table, M its columns, I items, F their fields, P rows of partial results.
@@ -27,7 +27,7 @@ from engine.kernels.merge_partials import merge_row
 _LOG2_E = math.log2(math.e)
 
 MAX_MERGED_ELEMENTS = 8192
-"""Of parts that a program reads together: 64 registers of 128 threads, which hold nothing else by then."""
+"""Elements of parts that a program reads together: 64 registers of 128 threads, which are otherwise free by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Softmax:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's keys and values of all blocks, as launches take them; made once, for the pool never moves.
+    """One layer's keys and values of all blocks, as launches take them; made once, since the pool never moves.
 
-    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots of a block behind its request's last token are
-    multiplied with zero, so they may hold anything finite; the engine clears them when a block is given out.
+    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots behind a request's last token are multiplied by
+    zero, so they may hold any finite number; the engine clears them when a request gets the block.
     """
 
     kv_NKHSD: torch.Tensor
@@ -64,7 +64,7 @@ class LayerKV:
         assert self.kv_NKHSD.element_size() == shape.kv_dtype_bytes
 
     def operand(self, block_n: int) -> "torch.Tensor | TensorDescriptor":
-        """What the kernel reads through."""
+        """The tensor, or the descriptor, through which the kernel reads."""
         if not self.shape.uses_tma:
             return self.kv_NKHSD
         if block_n not in self._descriptors:
@@ -77,12 +77,12 @@ class LayerKV:
 
     @cached_property
     def block_stride(self) -> int:
-        """From one block to the next: in rows of a token's key or value for the copy engine, in elements without."""
+        """Distance between blocks: in rows of a token's key or value for the copy engine, else in elements."""
         elements = self.kv_NKHSD.stride(0)
         return elements // self.shape.head_dim if self.shape.uses_tma else elements
 
     def _descriptor(self, block_n: int) -> TensorDescriptor:
-        """Of the rows from this layer in the first block to its end in the last; columns past the head read as 0."""
+        """The rows from this layer in the first block to its end in the last; columns past the head read as 0."""
         num_blocks, _, num_heads, block_size, head_dim = self.kv_NKHSD.shape
         num_rows = (num_blocks - 1) * self.block_stride + 2 * num_heads * block_size
         assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"
@@ -92,12 +92,12 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of items that share their queries with others: normalised, beside the log2 of what they weigh."""
+    """Results of items that share their queries with other items: normalised, with the log2 of their weights."""
 
     out_PQD: torch.Tensor
     """float32."""
     weight_PQ: torch.Tensor
-    """float32; -inf where a query sees no key of its item."""
+    """float32; -inf if a query sees no key of its item."""
 
     @classmethod
     def empty(cls, num_rows: int, shape: AttentionShape, device: torch.device) -> "Partials":
@@ -107,11 +107,11 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """Has the launch put parts together itself: for each tile and kv head, the program that is done last."""
+    """Makes the launch merge its parts: for each tile and kv head, the program that ends last merges."""
 
     merges_RF: torch.Tensor
     num_arrived_RH: torch.Tensor
-    """int32, 0 before the launch and after it; launches that follow one another share it."""
+    """int32, 0 before and after a launch; consecutive launches share it."""
 
 
 def paged_attention(
@@ -127,12 +127,12 @@ def paged_attention(
     num_programs: int,
     merging: Merging | None = None,
 ) -> None:
-    """Writes `out_TQD` and `partials` as the first `num_items` (a tensor of one int32) of `items_IF` say, nothing else.
+    """Writes only what the first `num_items` (a tensor of one int32) of `items_IF` name in `out_TQD` and `partials`.
 
-    Rows that are split are left to `merge_partials`, unless `merging` has them put together here.
-    Over a cache of 8-bit numbers bfloat16 queries are taken as float16, so no larger than 65,504 in size.
-    Items were planned for `tuning.grid` with the same window, and `num_programs`. Heads of a token lie together in
-    queries and output, tokens may lie apart. Launches only: all sizes are known to the host, nothing is waited for.
+    `merge_partials` must merge rows that are split, unless `merging` merges them in this launch. Over an 8-bit cache,
+    bfloat16 queries become float16 and are clamped to +-65,504. Items were planned for `tuning.grid` with the same
+    window and `num_programs`. A token's heads are contiguous in queries and output; tokens may lie apart. Returns when
+    the launch is queued: the host knows all sizes.
     """
     _, num_query_heads, head_dim = q_TQD.shape
     shape = kv.shape
@@ -200,7 +200,7 @@ def paged_attention_reference(
     context_lengths_B: list[int],
     softmax: Softmax,
 ) -> torch.Tensor:
-    """The same for requests whose queries follow one another, literally, in float64, rounded once."""
+    """The same in torch for requests with consecutive queries, literally, in float64, rounded once."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
     group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
     for block_ids_M, num_queries, num_keys in zip(
@@ -239,8 +239,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     query, head_in_group = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D)
 
-    # Programs take units in turns, every other one in reverse: who had the longest of one has the shortest of the next.
-    num_units = tl.load(num_items_ptr) * H  # of the step's plan, as old as the step
+    # Programs take units in turns, every other turn in reverse: the longest of one turn, then the shortest of the next.
+    num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_turns = num_units // num_programs
@@ -258,14 +258,14 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         end_key = tl.load(item_ptr + 5)
         partial_row = tl.load(item_ptr + 6)
 
-        # Block ids are loaded one turn ahead: loads that wait for a load of their own turn would halve the pipeline.
+        # Block ids are loaded one turn ahead: keys that wait for ids loaded in the same turn would halve the pipeline.
         offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
         block_ids = tl.load(
             table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0
         )
         has_row = query < num_queries
         position = first_position + query
-        # The first keys that only some of the queries see; before, within the window, no score is masked.
+        # From `masked_from` on, and before `masked_before`, only some of the queries see a key.
         masked_from = first_position + 1
         masked_before = first_position + num_queries - window
         step_row = (first_row + query).to(tl.int64)
@@ -280,7 +280,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for key in tl.range(first_key, end_key, BLOCK_N):
             next_keys = key + BLOCK_N + offsets
-            # Past the end lies the null block, which may be read.
+            # Ids past the end are 0: the null block, which may be read.
             next_block_ids = tl.load(table_ptr + next_keys // BLOCK_SIZE, next_keys < end_key, other=0)
             if USES_TMA:
                 row = block_ids * block_stride + head * BLOCK_SIZE + key % BLOCK_SIZE
@@ -308,7 +308,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                 scores = tl.where(visible, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, 1) * weight_scale)
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen no key yet
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # if the row has seen no key yet
             weights = tl.exp2(tl.fma(scores, weight_scale, -shift[:, None]))
             decay = tl.exp2(row_max - shift)
             row_sum = row_sum * decay + tl.sum(weights, 1)
@@ -317,7 +317,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             row_max = new_max
             block_ids = next_block_ids
 
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees no key: acc is 0, row_max -inf
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: acc is 0, row_max -inf
         acc = acc * (1.0 / row_sum)[:, None]
         if partial_row < 0:
             out_ptrs = out_ptr + step_row[:, None] * out_stride + in_token
@@ -328,8 +328,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             weight_ptrs = weight_ptr + partial_rows * (H * G) + head * G + head_in_group
             tl.store(weight_ptrs, row_max + tl.log2(row_sum), has_row)
             if num_arrived_ptr is not None:
-                # All threads' parts are written before one of them counts the program, with release and acquire order:
-                # who counts last sees the parts of all.
+                # All threads have written their parts before one thread counts the program, with release and acquire
+                # order. So the program that counts last sees all parts.
                 tl.debug_barrier()
                 merge = tl.load(item_ptr + 7)
                 merge_ptr = merges_ptr + merge * MERGE_FIELDS

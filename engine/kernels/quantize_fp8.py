@@ -1,4 +1,4 @@
-"""Rows to float8_e4m3fn, each with a scale of its own, as W8A8 linears take their activations.
+"""Quantises rows to float8_e4m3fn, each with its own scale, for the activations of W8A8 linears.
 
 Shape suffixes: T tokens, E elements of a row.
 """
@@ -13,7 +13,7 @@ from engine.kernels.row_launch import row_launch
 def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TE in float8_e4m3fn and float32 scales_T1 with x = q x scale; a row's largest magnitude becomes 448.
 
-    Rows may be strided, their elements not; at most 16,384 of them. Values must be finite.
+    Rows may be strided; their elements are contiguous, at most 16,384. Values must be finite.
     """
     num_tokens, width = x_TE.shape
     assert x_TE.stride(1) == 1, "a row is one span"
@@ -37,9 +37,10 @@ def _quantize_fp8_kernel(x_ptr, q_ptr, scales_ptr, row_stride, width, PADDED_E: 
 
 @triton.jit
 def store_quantized_row(x, q_ptr, scales_ptr, row, columns, width):  # type: ignore[no-untyped-def]
-    """For kernels that have a whole row of float32 at hand, zeros where `columns` >= `width`.
+    """For kernels that hold a whole row in float32, with zeros where `columns` >= `width`.
 
-    The divisions are IEEE's, as in torch: `/` of Triton is off by up to two units, and then some elements round apart.
+    Divisions are exact to IEEE, as in torch. Triton's `/` is off by up to two units, so some elements would round
+    differently.
     """
     MAX: tl.constexpr = 448.0
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-12), MAX)

@@ -15,7 +15,7 @@ from engine.kernels.row_launch import row_launch
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of each row, T x E in x's dtype; computed in float32, rounded once.
 
-    Rows of every tensor here may be strided, their elements not; E is at most 16,384.
+    Rows of every tensor here may be strided; their elements are contiguous. E is at most 16,384.
     """
     normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
     _launch(x_TE, None, weight_E, eps, normed_TE, None)
@@ -25,7 +25,7 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm_(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual += x in place, rounded to its dtype; returns rms_norm of what it then is."""
+    """residual += x in place, rounded to its dtype; returns `rms_norm` of the new residual."""
     normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
     _launch(x_TE, residual_TE, weight_E, eps, normed_TE, None)
     return normed_TE
@@ -95,7 +95,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_E)
     mask = columns < width
-    weight = tl.load(weight_ptr + columns, mask, other=0.0)  # first: it depends on nobody's output
+    weight = tl.load(weight_ptr + columns, mask, other=0.0)  # before the wait: no kernel writes it
     wait_for_former(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:

@@ -1,6 +1,6 @@
-"""What lies between the fused projection and attention: queries rotated in place, keys and values put into the pool.
+"""Between the fused projection and attention: rotates queries in place, and writes keys and values to the pool.
 
-One launch in place of a norm, a rotation and a scatter. Knows the pool's layout (docs/decisions/0001), no request.
+One launch replaces a norm, a rotation and a scatter. Knows the pool's layout (docs/decisions/0001), no request.
 
 Shape suffixes: T tokens, X = Q + 2 x H heads of the projection (queries, keys, values), Q query heads, D head
 dimension, P positions, N blocks of the pool, K the pair (keys, values), H kv heads, S slots of a block, F = D / 2.
@@ -16,8 +16,8 @@ MAX_FLOAT8 = 448.0
 """The largest finite float8_e4m3fn."""
 
 HEADS_PER_PROGRAM = 8
-"""8 heads of 128 elements in 64 threads: each has one 16-byte load for either half of a head, and a token of 32 + 2 x 8
-heads is 6 programs, so that a decode step of a few tokens is spread over several multiprocessors."""
+"""8 heads of 128 elements in 64 threads: each thread makes one 16-byte load for either half of a head. A token of
+32 + 2 x 8 heads is 6 programs, which spreads a decode step of a few tokens over several multiprocessors."""
 
 
 def rope_store(
@@ -33,10 +33,10 @@ def rope_store(
 ) -> None:
     """Rotates the queries of `qkv_TXD` in place; writes rotated keys, and values as they are, to `kv_NKHSD`.
 
-    Pairs (i, i + D/2) are rotated, by cos_sin_PD[position] (float32: D/2 cosines, then D/2 sines, scaled as the model
-    wants). A norm weight (both or neither) asks for RMSNorm of each head before that (Qwen3). `kv_NKHSD` is one layer
-    of a KVPool. Slot = block id x S + offset in it; a negative one marks a padded row, of which nothing is read or
-    written. Positions and slots are int32, the former within the table.
+    Pairs (i, i + D/2) are rotated by cos_sin_PD[position] (float32: D/2 cosines, then D/2 sines, scaled for the
+    model). Norm weights (both or neither) add RMSNorm of each head before the rotation (Qwen3). `kv_NKHSD` is one layer
+    of a KVPool. Slot = block id x S + offset in the block; a negative slot marks a padded row, which is neither read
+    nor written. Positions and slots are int32; positions lie within the table.
 
     The pool has the projection's dtype, or is float8_e4m3fn: then it holds keys and values saturated. Everything is
     computed in float32 and rounded once. Keys and values of `qkv_TXD` stay as they are.
@@ -85,7 +85,7 @@ def rope_store(
         HEADS=HEADS_PER_PROGRAM,
         IS_FLOAT8=is_float8,
         MAX_FLOAT8=MAX_FLOAT8,
-        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, of either half
+        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, in either half
         **launch_options(),
     )
 
@@ -112,14 +112,14 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     MAX_FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has up to HEADS heads of one token, all of them queries, or keys, or values."""
+    """A program computes up to HEADS heads of one token: only queries, only keys, or only values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, PADDED_HALF)
-    # Slots, positions and angles are as old as the step: three loads, one after the other, that need not wait.
+    # No kernel writes slots, positions and angles: these three dependent loads precede the wait.
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token).to(tl.int64)
     angle_ptrs = cos_sin_ptr + position * HEAD_DIM + columns
@@ -162,7 +162,7 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two halves of some heads in float32, normed where there is a weight."""
+    """The two halves of some heads in float32, normed if there is a weight."""
     first = tl.load(pointers, mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + HALF, mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:

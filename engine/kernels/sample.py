@@ -1,6 +1,6 @@
-"""One token a row, drawn on the device by each row's own parameters: one launch if all rows are greedy, else three.
+"""Draws one token a row on the device, by the row's own parameters: one launch if all rows are greedy, else three.
 
-Equal logits give the tokens of engine/sampler.py, whose order of filters and treatment of ties this keeps.
+Equal logits give the same tokens as engine/sampler.py: the order of filters and the treatment of ties are the same.
 
 Shape suffixes: R rows, V vocabulary, P rows that were processed, F fields of a row's parameters.
 """
@@ -26,9 +26,10 @@ def sample(
 ) -> None:
     """Writes `tokens_R` (int32). `params_RF` (int32) is laid out as `sampling_parts.NUM_FIELDS` says.
 
-    Rows of `logits_RV` (bf16, fp16 or float32) may be strided, their elements not. A row whose parameters name a row of
-    `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy` says that every row is: the launches
-    that draw are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as +inf.
+    Rows of `logits_RV` (bf16, fp16 or float32) may be strided; their elements are contiguous. A row whose parameters
+    name a row of `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy`: every row is greedy, so
+    the drawing launches are left out. A row whose largest logit is NaN or infinite gives its arg max; NaN counts as
+    +inf.
     """
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row is one span"

@@ -1,4 +1,4 @@
-"""The activation of the gated MLP, silu(gate) * up, in one pass; to float8 for the W8A8 linear that takes it.
+"""The activation of the gated MLP, silu(gate) * up, in one pass, optionally quantised for a W8A8 linear.
 
 Shape suffixes: T tokens, I intermediate size, M = 2 x I (the gates, then what they scale).
 """
@@ -15,7 +15,7 @@ BLOCK_I = 1024
 
 
 def silu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
-    """T x I in the input's dtype, computed in float32. Rows may be strided, their elements not."""
+    """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous."""
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
     assert width % 2 == 0, f"{width} columns are not pairs"
@@ -30,7 +30,7 @@ def silu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
 def silu_mul_fp8(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TI in float8_e4m3fn and float32 scales_T1, as `quantize_fp8` makes them; not rounded in between.
 
-    Rows may be strided, their elements not; I is at most 16,384, since a program has a whole row.
+    Rows may be strided; their elements are contiguous. I is at most 16,384, since a program holds a whole row.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"

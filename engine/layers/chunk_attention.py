@@ -51,9 +51,9 @@ class FusedAttention:
 class _Tile:
     queries: slice
     keys: slice
-    """Those that any of the queries can see."""
+    """Keys that any of the queries can see."""
     masked: slice
-    """Keys, counted from the first of `keys`, that not all of the queries can see."""
+    """Keys that only some of the queries can see, counted from the first of `keys`."""
     mask_ns: torch.Tensor
 
 

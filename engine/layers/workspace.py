@@ -1,13 +1,13 @@
-"""Workspace: memory that is reused from layer to layer and step to step; knows nothing of what lies in it."""
+"""Workspace: memory that is reused from layer to layer and step to step; knows nothing of its contents."""
 
 import torch
 
 
 class Workspace:
-    """A buffer that grows to the largest shape ever asked for.
+    """A buffer that grows to the largest shape ever requested.
 
-    Large temporaries taken fresh from the allocator go back to the system after every use and come again one page
-    fault at a time, which on CPU costs more than the computation they are for.
+    The allocator returns large temporaries to the system after every use. Taking them anew costs page faults, which on
+    CPU take longer than the computation.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import BatonConfig, ModelConfig
+from baton.config import ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine.batch import StepLimits
 from engine.build import DeviceEngine
@@ -153,13 +153,17 @@ def test_a_rank_gets_no_runner_of_wrong_kernels(
     )
     if is_wrong:
         monkeypatch.setattr(triton_attention, "paged_attention", wrong_from(1, swap_two_columns))
-    config = BatonConfig.from_mapping(
-        {
-            "engine": {"device": "cuda", "cuda_graphs": False},
-            "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64},
-        }
-    )
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
     unused: Any = None
-    rank = DeviceEngine(config, model, Capacity(config.scheduler, 32), pool, unused, unused, unused, COMPILER)
+    rank = DeviceEngine(
+        model,
+        Capacity(scheduler, 32),
+        pool,
+        unused,
+        unused,
+        unused,
+        uses_graphs=False,
+        compiler=COMPILER,
+    )
     with pytest.raises(ConfigError, match="attention, prefill") if is_wrong else nullcontext():
         rank._make_device_runner(None)
