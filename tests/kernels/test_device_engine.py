@@ -27,6 +27,7 @@ from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import SMALL, make_parts
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
@@ -38,7 +39,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 4
-VOCAB = 80
+VOCAB = SMALL["vocab_size"]
 PROMPTS = [[(7 * i + length) % VOCAB for i in range(length)] for length in (1, 5, 11)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2),
@@ -47,15 +48,6 @@ PARAMS = [
         temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
     ),
 ]
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCAB,
-}
-"""An interpreter takes its time by the program: only the first test has several layers and a whole vocabulary."""
 FLOAT32 = ModelConfig(dtype="float32")
 
 Answers = dict[str, tuple[list[int], list[Any]]]
@@ -214,8 +206,6 @@ def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int) -> 
 
 
 def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path, device: torch.device) -> None:
-    model = load_model(FLOAT32, make_model_dir(tmp_path / "model", **SMALL), device, TritonBackend())
-    pool = KVPool(4, model.kv_block_shape(16), device)
-    parts = make_device_parts(model, pool, StepLimits(2, 8, 32), num_multiprocessors=2)
+    _, parts, pool = make_parts(tmp_path, device, StepLimits(2, 8, 32))
     parts.rehearse()
     assert not pool.blocks_NLKHTD.any()

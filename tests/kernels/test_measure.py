@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
 from engine.batch import StepLimits
-from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.gpu.device_parts import DeviceParts
 from engine.gpu.graphs import Replay, decode_sizes, mixed_sizes
 from engine.gpu.measure import CHUNKS, chosen_chunk, graphs_bytes
-from engine.kv_cache import KVPool
-from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
-from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import make_parts
 
 LIMITS = StepLimits(max_num_seqs=20, max_num_batched_tokens=40, max_model_len=64)
 NUM_MIXED, NUM_DECODES = 3, 6
@@ -48,12 +44,8 @@ class Costs:
 
 @pytest.fixture
 def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
-    path = make_model_dir(
-        tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2
-    )
-    model = load_model(ModelConfig(dtype="float32"), path, device, TritonBackend())
-    pool = KVPool(8, model.kv_block_shape(16), device)
-    return make_device_parts(model, pool, LIMITS, num_multiprocessors=2)
+    _, parts, _ = make_parts(tmp_path, device, LIMITS)
+    return parts
 
 
 def test_all_graphs_are_reckoned_by_two_of_each_kind(parts: DeviceParts) -> None:

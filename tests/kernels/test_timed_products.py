@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
 from engine.batch import StepLimits
-from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.gpu.device_parts import DeviceParts
 from engine.kernels.switches import switched
-from engine.kv_cache import KVPool
 from engine.layers.timed_products import Work
 from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
-from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import make_parts
 from tests.kernels.references import skinny_linear_reference
 from tests.kernels.test_launches import counting_launches
 
@@ -101,36 +98,29 @@ def test_weights_in_8_bits_are_never_the_librarys(device: torch.device, generato
 
 
 @pytest.fixture
-def parts(tmp_path: Path, device: torch.device) -> tuple[DeviceParts, TritonBackend]:
-    path = make_model_dir(
-        tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2
-    )
-    backend = TritonBackend()
-    model = load_model(ModelConfig(dtype="float32"), path, device, backend)
-    pool = KVPool(8, model.kv_block_shape(16), device)
-    return make_device_parts(model, pool, StepLimits(8, 16, 64), num_multiprocessors=2), backend
+def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
+    _, parts, _ = make_parts(tmp_path, device, StepLimits(8, 16, 64))
+    return parts
 
 
-def test_only_what_steps_fuse_with_nothing_is_timed(parts: tuple[DeviceParts, TritonBackend]) -> None:
+def test_only_unfused_products_of_steps_are_timed(parts: DeviceParts) -> None:
     """Of eight decodes the projection to queries, keys and values, and that to logits; of one none."""
-    device_parts, backend = parts
-    device_parts.forward.rehearse(1, 1)
-    backend.timed_products.choose(FakeTimer())
-    device_parts.forward.rehearse(8, 1)
+    parts.forward.rehearse(1, 1)
+    parts.timed_products.choose(FakeTimer())
+    parts.forward.rehearse(8, 1)
     timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
-    backend.timed_products.choose(timer)
+    parts.timed_products.choose(timer)
     assert len(timer.results) == 4
 
 
 def test_without_a_gpu_nothing_is_timed(
-    parts: tuple[DeviceParts, TritonBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    parts: DeviceParts, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device_parts, _ = parts
-    device_parts.forward.rehearse(8, 1)
+    parts.forward.rehearse(8, 1)
     timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
     monkeypatch.setattr("engine.gpu.device_parts.GpuTimer", lambda: timer)
     with switched(timed_products=False):
-        device_parts.choose_products()
+        parts.choose_products()
     assert timer.results == []
-    device_parts.choose_products()
+    parts.choose_products()
     assert len(timer.results) == (4 if device.type == "cuda" else 0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import GrowingArray, RequestBatch, RunnerRequest, StepBatch
 from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
+from tests.factories.stepping import make_request_data
 
 BLOCK_SIZE = 4
 
@@ -15,14 +15,8 @@ BLOCK_SIZE = 4
 def new(
     request_id: str, prompt: list[int], blocks: list[int], *, computed: int = 0, outputs: tuple[int, ...] = ()
 ) -> NewRequestData:
-    return NewRequestData(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        output_token_ids=outputs,
-        sampling_params=SamplingParams(),
-        stop_token_ids=frozenset(),
-        block_ids=tuple(blocks),
-        num_computed_tokens=computed,
+    return make_request_data(
+        prompt, outputs, request_id=request_id, block_ids=blocks, num_computed_tokens=computed
     )
 
 
