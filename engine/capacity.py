@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
-"""Replace the defaults for a CPU: a GPU is not busy with less, and its copy engine needs whole blocks of 64 tokens
+"""Replace the defaults for a CPU: less does not keep a GPU busy, and its copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one rank has room for."""
+    """One rank's capacity."""
 
     scheduler_config: SchedulerConfig
     """Complete. A worker's scheduler uses rank 0's, with the blocks of the rank that has fewest."""
@@ -54,7 +54,7 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
             wanted = max(measured.chunk, asked.max_num_seqs)
             chosen = min(wanted, asked.max_num_batched_tokens)
             logger.info(
-                "scheduler.max_num_batched_tokens is %d; to set it would keep it from start to start", chosen
+                "scheduler.max_num_batched_tokens is %d; set it to keep it from start to start", chosen
             )
             values["max_num_batched_tokens"] = chosen
         if wants_memory:

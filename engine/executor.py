@@ -23,34 +23,34 @@ class Executor(Protocol):
 
     @property
     def device_engine(self) -> DeviceEngine:
-        """That of this process."""
+        """This process' device engine."""
         ...
 
     @property
     def kv_addresses(self) -> tuple[str, ...]:
-        """Where the KV plane of each rank listens."""
+        """The address of each rank's KV plane."""
         ...
 
     @property
     def connector(self) -> ConnectorWorker:
-        """Of all ranks."""
+        """The connector of all ranks."""
         ...
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The worker's: with as many blocks as the rank that has fewest."""
+        """The worker's, with the number of blocks of the rank that has fewest."""
         ...
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        """Where the worker's steps are computed, on every rank."""
+        """Makes the pipeline that computes the worker's steps on every rank."""
         ...
 
     def start(self) -> None:
-        """Begins to move KV and to report news; blocks until every rank is ready. Raises as `start_executor`."""
+        """Begins to move KV and to call `on_news`; blocks until every rank is ready. Raises like `start_executor`."""
         ...
 
     def stop(self) -> None:
-        """Ends what `start` began, and the processes of other ranks."""
+        """Stops the connector if it was started, and ends the processes of other ranks."""
         ...
 
 
@@ -87,10 +87,10 @@ def start_executor(
     on_news: Callable[[], None],
     on_progress: OnProgress,
 ) -> Executor:
-    """Loads the model on every rank, in parallel; blocks until all of them have it.
+    """Loads the model on every rank, in parallel; blocks until all have loaded it.
 
-    ConfigError, ModelError or ClusterError if they cannot; no process is left then. `on_news` is called from any
-    thread, after `Executor.start`; `on_progress` reports how far rank 0 is.
+    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left. `on_news` is called from
+    any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
     if num_ranks > 1:
         from engine.ranks.executor import start_ranks

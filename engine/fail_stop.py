@@ -1,7 +1,7 @@
-"""FailStop: a runner for which the first step that fails is the last.
+"""FailStop: a runner that computes nothing after its first failed step.
 
-Where ranks meet in collectives, one that left a step half done must not begin another: its first call there would meet
-the call that the others still wait in, and give them a wrong sum for the right one.
+A rank that left a step half done must not begin another. Its first collective call would match the call in which the
+other ranks still wait, and give them a wrong sum.
 """
 
 from typing import Protocol
@@ -11,11 +11,11 @@ from engine.pipeline import Launched, Runner, StepLauncher
 
 
 class StepRunner(Runner, StepLauncher, Protocol):
-    """What computes steps either way."""
+    """Computes steps either way."""
 
 
 class FailStop:
-    """Raises at once for every step after one that could not be begun, or was not computed."""
+    """Raises at once for every step after one that could not be launched or computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -30,7 +30,7 @@ class FailStop:
             raise
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """A step that fails while it is waited for had all its calls queued, as have those launched behind it."""
+        """Failures in `wait` need no check: all collective calls of launched steps are queued by then."""
         self._check()
         try:
             return self._runner.launch(plan)
@@ -40,4 +40,4 @@ class FailStop:
 
     def _check(self) -> None:
         if self._failed_step is not None:
-            raise RuntimeError(f"step {self._failed_step} failed on this rank, which ends with it")
+            raise RuntimeError(f"step {self._failed_step} failed on this rank, which computes no other")

@@ -1,4 +1,4 @@
-"""make_runner: a ModelRunner of the parts that the model's device computes with."""
+"""make_runner: a ModelRunner for a model on a CPU."""
 
 from engine.forward import TorchForward
 from engine.grammars.compiler import GrammarCompiler

@@ -21,16 +21,16 @@ from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
-"""Lower ones, which float32 cannot divide by, act like this one: the arg max."""
+"""Lower temperatures, by which float32 cannot divide, act like this one: the arg max."""
 CANDIDATES = 256
-"""Likeliest tokens looked at first for top_p; sixteen times more each time the nucleus is larger than that."""
+"""Likeliest tokens considered first for top_p; sixteen times more whenever the nucleus is larger."""
 ROWS_AT_ONCE = 4
 """Rows of noise made together, so that a large vocabulary's intermediate values stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of one row; `logprobs` where the request asked for them."""
+    """The next token of one row; `logprobs` if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -40,7 +40,7 @@ class SampledTokens(Protocol):
     """Tokens on their way from the device."""
 
     def wait(self) -> list[SampledToken]:
-        """One a row, as soon as they are known; may be asked once. All that was launched before them is done then."""
+        """Waits for the tokens, one per row; call it once. Everything launched before them is done then."""
         ...
 
 
@@ -95,7 +95,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
-    """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
+    """Applies bias, penalties and masks; the raw logits themselves if no row has any."""
     changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
         return raw_RV
@@ -106,7 +106,7 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch
 
 
 def is_processed(request: RunnerRequest) -> bool:
-    """Whether its next token is not drawn from the raw logits."""
+    """Whether its logits are changed before its next token is drawn."""
     p = request.sampling_params
     return bool(
         p.logit_bias
@@ -119,7 +119,7 @@ def is_processed(request: RunnerRequest) -> bool:
 
 
 def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
-    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary name nothing."""
+    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary are ignored."""
     p, vocab_size = request.sampling_params, len(logits_V)
     if p.logit_bias:
         bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
@@ -141,7 +141,7 @@ def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
 
 
 def _draw(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
-    """Samples by Gumbel-max from what the filters leave. A request without a seed draws as if with seed 0."""
+    """Samples by Gumbel-max from the tokens that the filters keep. No seed means seed 0."""
     params = [request.sampling_params for request in requests]
     keys = [
         row_keys(p.seed or 0, request.num_output_tokens) for p, request in zip(params, requests, strict=True)
@@ -174,7 +174,7 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
-    """R x 1: the probability of the last token within top_k and within top_p of the mass of those."""
+    """R x 1: the probability of the last token within top_k and within top_p of top_k's mass."""
     vocab_size = probs_RV.shape[1]
     top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
     top_p_R1 = _column(top_ps, probs_RV)
@@ -198,7 +198,7 @@ def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> 
 def _logprobs(
     raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RunnerRequest]
 ) -> dict[int, TokenLogprobs]:
-    """By row, for the requests that want them; from the logits before any processing."""
+    """By row, for the requests that asked for them; from the logits before any processing."""
     wanted = {
         row: request.sampling_params.logprobs
         for row, request in enumerate(requests)
