@@ -32,7 +32,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The workload: that many prompts at once, all of one length, so that padding costs nobody anything."""
+    """The workload: that many prompts at once, all of one length, so that nothing is padded."""
 
     model: str
     config: dict[str, Any]

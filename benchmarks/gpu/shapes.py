@@ -68,7 +68,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """What computing a token costs at least, for whoever compares."""
+    """The least bytes and operations that a token costs, for comparison."""
 
     num_parameters: int
     """Of all matrix products and norms; the embedding table, of which a token reads one row, is not among them."""

@@ -92,7 +92,7 @@ def test_no_program_wants_more_shared_memory_than_there_is(compiled: Compiled) -
 
 
 def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compiled) -> None:
-    """Every program does, before it stores anything, and before it loads anything but what depends on nobody."""
+    """Every program waits before it stores anything, and before it loads what another kernel may write."""
     may_load = {
         "_skinny_linear_fma_kernel",
         "_rms_norm_kernel",

@@ -34,7 +34,7 @@ def make_release(folder: Path, version: str, name: str = "ptxas") -> str:
     return make_ptxas(folder, f"Cuda compilation tools, release {release}, V{version}", name)
 
 
-def test_without_any_wish_it_is_the_one_that_triton_brings() -> None:
+def test_the_default_is_tritons_own() -> None:
     compiler = find_compiler(HOPPER)
     assert Path(compiler.ptxas).is_relative_to(Path(triton.__file__).parent)
     assert compiler.version.startswith(get_ptxas(90).version + ".")

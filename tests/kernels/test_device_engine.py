@@ -162,7 +162,7 @@ def test_the_same_tokens_as_on_a_cpu(
     "overrides", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["without biases", "with biases"]
 )
 @pytest.mark.parametrize("switches", [KernelSwitches(), ALL_OFF], ids=["all fused", "nothing fused"])
-def test_whatever_is_fused(
+def test_the_same_tokens_with_and_without_fusions(
     tmp_path: Path, device: torch.device, switches: KernelSwitches, overrides: dict[str, Any]
 ) -> None:
     path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
@@ -172,7 +172,7 @@ def test_whatever_is_fused(
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_nor_does_preemption_change_them(tmp_path: Path, device: torch.device, preemption: str) -> None:
+def test_preemption_changes_no_token(tmp_path: Path, device: torch.device, preemption: str) -> None:
     """Blocks for one request and a half."""
     path = make_model_dir(tmp_path / "model", **SMALL)
     swap = {"num_swap_blocks": 8} if preemption == "swap" else {}
@@ -180,13 +180,15 @@ def test_nor_does_preemption_change_them(tmp_path: Path, device: torch.device, p
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
-def test_nor_waiting_for_each_step(tmp_path: Path, device: torch.device) -> None:
+def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device) -> None:
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
-def test_c52_nor_that_a_request_moves_here_with_half_its_answer(tmp_path: Path, device: torch.device) -> None:
+def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
+    tmp_path: Path, device: torch.device
+) -> None:
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16)
     whole = on_cpu(path, config)

@@ -21,7 +21,7 @@ FREE = 10_000
 
 
 class Costs:
-    """A recorder of graphs that take so many bytes each, from when they are recorded until nobody has them any more."""
+    """A recorder of graphs that take given numbers of bytes, from their recording until they are freed."""
 
     def __init__(self, *num_bytes: int) -> None:
         """The last goes for all that follow."""
@@ -48,7 +48,7 @@ def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
     return parts
 
 
-def test_all_graphs_are_reckoned_by_two_of_each_kind(parts: DeviceParts) -> None:
+def test_two_graphs_of_each_kind_estimate_all(parts: DeviceParts) -> None:
     assert len(mixed_sizes(LIMITS.max_num_batched_tokens)) == NUM_MIXED
     assert len(decode_sizes(LIMITS.max_num_seqs)) == NUM_DECODES
     costs = Costs(1000, 30, 200, 7)
@@ -56,7 +56,7 @@ def test_all_graphs_are_reckoned_by_two_of_each_kind(parts: DeviceParts) -> None
     assert reckoned == 1000 + (NUM_MIXED - 1) * 30 + 200 + (NUM_DECODES - 1) * 7
 
 
-def test_which_is_what_they_take_when_all_are_recorded(parts: DeviceParts) -> None:
+def test_the_estimate_is_what_all_graphs_take(parts: DeviceParts) -> None:
     """Where all of a kind cost alike, and the largest one more."""
     costs = Costs(1000, *[30] * (NUM_MIXED - 1), 200, 7)
     parts.record(costs)
@@ -65,7 +65,7 @@ def test_which_is_what_they_take_when_all_are_recorded(parts: DeviceParts) -> No
     assert graphs_bytes(parts, measured, lambda: measured.free) == taken
 
 
-def test_a_graph_for_which_there_was_room_already_counts_as_nothing(parts: DeviceParts) -> None:
+def test_a_graph_without_new_memory_counts_as_nothing(parts: DeviceParts) -> None:
     costs = Costs(1000, -50, 200, 7)
     assert graphs_bytes(parts, costs, lambda: costs.free) == 1000 + 200 + (NUM_DECODES - 1) * 7
 
@@ -78,7 +78,7 @@ def test_a_graph_for_which_there_was_room_already_counts_as_nothing(parts: Devic
         ({512: 1.0, 1024: 2.0, 2048: 4.0, 4096: 8.0, 8192: 16.0}, 8192),
     ],
 )
-def test_the_smallest_chunk_that_is_fast_enough_is_chosen_and_the_log_says_by_what(
+def test_the_smallest_chunk_that_is_fast_enough_is_chosen_and_the_log_shows_why(
     rates: dict[int, float], chosen: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

@@ -88,7 +88,7 @@ def inputs(
     slots_T = torch.tensor([5, 22, -1, 23, 4], dtype=torch.int32)
     shape = KVBlockShape(3, num_kv_heads, 4, head_dim, pool_dtype or dtype)
     pool = KVPool(6, shape, device)
-    pool.blocks_NLKHTD.view(torch.uint8).fill_(3)  # what nobody may touch
+    pool.blocks_NLKHTD.view(torch.uint8).fill_(3)  # bytes that must not change
     num_heads = num_q_heads + 2 * num_kv_heads
     qkv_TXD = torch.randn(len(slots_T), num_heads, head_dim, generator=generator).to(dtype)
     options: dict[str, Any] = {}

@@ -123,7 +123,7 @@ def test_any_launch_gives_the_same(
 
 @DTYPES
 @pytest.mark.parametrize("shape", [*FEW, *MORE], ids=str)
-def test_pairs_are_activated_bit_for_bit_as_by_a_kernel_of_its_own(
+def test_the_activation_equals_a_separate_kernels_bit_for_bit(
     dtype: torch.dtype,
     shape: Shape,
     device: torch.device,
@@ -139,7 +139,7 @@ def test_pairs_are_activated_bit_for_bit_as_by_a_kernel_of_its_own(
 
 @DTYPES
 @pytest.mark.parametrize("shape", [*FEW, *MORE], ids=str)
-def test_adds_bit_for_bit_as_a_kernel_of_its_own_does(
+def test_the_sum_equals_a_separate_kernels_bit_for_bit(
     dtype: torch.dtype,
     shape: Shape,
     device: torch.device,
@@ -156,7 +156,7 @@ def test_adds_bit_for_bit_as_a_kernel_of_its_own_does(
 
 @DTYPES
 @pytest.mark.parametrize("shape", FEW, ids=str)
-def test_norms_what_it_takes(
+def test_the_norm_equals_a_separate_kernels(
     dtype: torch.dtype,
     shape: Shape,
     device: torch.device,
@@ -169,7 +169,7 @@ def test_norms_what_it_takes(
         assert_close(product(x_TI, *weights, norm=InputNorm(weight_I, 1e-2)), product(normed_TI, *weights))
 
 
-def test_all_that_is_fused_takes_float8_weights(device: torch.device, generator: torch.Generator) -> None:
+def test_fused_products_take_float8_weights(device: torch.device, generator: torch.Generator) -> None:
     for num_tokens in (2, 9):
         x_TI, weight_OI, bias_O = inputs(generator, (num_tokens, 34, 272), torch.float16, device)
         scales_O = (0.5 + torch.rand(34, generator=generator)).to(device)
@@ -182,7 +182,7 @@ def test_all_that_is_fused_takes_float8_weights(device: torch.device, generator:
 
 
 @EITHER_KERNEL
-def test_any_launch_fuses_alike(
+def test_any_launch_fuses_the_same(
     launch: FmaLaunch | DotLaunch, device: torch.device, generator: torch.Generator
 ) -> None:
     arguments = inputs(generator, (3, 42, 80), torch.float32, device)

@@ -41,7 +41,7 @@ def linears(backend: TritonBackend, generator: torch.Generator, device: torch.de
 
 
 @pytest.mark.parametrize(("librarys_s", "is_library"), [(0.89, True), (0.91, False), (2.0, False)])
-def test_the_library_computes_what_it_is_clearly_faster_at(
+def test_the_library_computes_products_at_which_it_is_clearly_faster(
     librarys_s: float,
     is_library: bool,
     device: torch.device,
@@ -70,7 +70,7 @@ def test_the_library_computes_what_it_is_clearly_faster_at(
         torch.testing.assert_close(y_TO, skinny_linear_reference(x_TI, weights[0]), rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_chosen_is_not_timed_again(device: torch.device, generator: torch.Generator) -> None:
+def test_a_choice_is_not_timed_again(device: torch.device, generator: torch.Generator) -> None:
     backend = TritonBackend()
     weights = linears(backend, generator, device)
     backend.timed_products.choose(FakeTimer(1.0, 0.5))
@@ -90,7 +90,7 @@ def test_a_switch_leaves_all_to_our_kernels(device: torch.device, generator: tor
     assert launches == {"skinny_linear_fma": 1}
 
 
-def test_weights_in_8_bits_are_never_the_librarys(device: torch.device, generator: torch.Generator) -> None:
+def test_the_library_never_multiplies_8_bit_weights(device: torch.device, generator: torch.Generator) -> None:
     backend = TritonBackend()
     linear = backend.fp8_linear(torch.randn(6, 32, generator=generator).half().to(device), None)
     linear(torch.zeros(3, 32, dtype=torch.float16, device=device))

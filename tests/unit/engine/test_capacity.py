@@ -141,7 +141,7 @@ def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
     ],
     ids=["to an actor", "to a rank"],
 )
-def test_what_nobody_has_set_stays_unset_on_its_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
+def test_unset_keys_stay_unset_on_the_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
     config = BatonConfig.from_mapping({"scheduler": {"block_size": 16}})
     scheduler = with_defaults_of(CUDA, travel(config).scheduler)
     assert scheduler.block_size == 16, "set, if to the default"

@@ -1,4 +1,4 @@
-"""A step that failed is over when anybody hears of it, and a lost device is known as one."""
+"""A failed step is reported when the device is done with it, and a lost device is detected."""
 
 from collections.abc import Callable
 
@@ -48,7 +48,7 @@ RUNS: list[Callable[[FailSettled, SchedulerOutput], ModelRunnerOutput]] = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["execute", "launch"])
-def test_a_failed_step_is_over_when_it_is_reported(
+def test_a_failed_step_is_reported_when_the_device_is_done_with_it(
     run: Callable[[FailSettled, SchedulerOutput], ModelRunnerOutput],
 ) -> None:
     device = Device(is_lost=False)
@@ -62,7 +62,7 @@ def test_a_failed_step_is_over_when_it_is_reported(
 
 
 @pytest.mark.parametrize("run", RUNS, ids=["execute", "launch"])
-def test_a_device_that_cannot_go_on_is_lost(
+def test_a_device_that_refuses_to_wait_is_lost(
     run: Callable[[FailSettled, SchedulerOutput], ModelRunnerOutput],
 ) -> None:
     device = Device(is_lost=True)

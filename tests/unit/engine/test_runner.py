@@ -49,7 +49,7 @@ def test_block_size_and_block_order_change_nothing(model: LoadedModel, alone: di
         assert driver.generate(PROMPTS, 10, params=SAMPLED) == alone
 
 
-def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+def test_a_preempted_request_continues_where_it_was(model: LoadedModel, alone: dict[str, list[int]]) -> None:
     driver = StepDriver(model)
     name = "r9"
     driver.add(name, PROMPTS[name], SAMPLED)
@@ -63,7 +63,7 @@ def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dic
     assert driver.requests[name].outputs == alone[name]
 
 
-def test_a_handed_over_request_goes_on_from_its_blocks(
+def test_a_handed_over_request_continues_from_its_blocks(
     model: LoadedModel, alone: dict[str, list[int]]
 ) -> None:
     """The blocks travel as bytes, the first token in the plan; nothing is computed twice."""
@@ -82,7 +82,7 @@ def test_a_handed_over_request_goes_on_from_its_blocks(
     assert request.outputs == alone[name]
 
 
-def test_garbage_in_free_blocks_reaches_nobody(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+def test_garbage_in_free_blocks_changes_no_request(model: LoadedModel, alone: dict[str, list[int]]) -> None:
     driver = StepDriver(model)
     driver.pool.blocks_NLKHTD[1:] = torch.nan
     assert driver.generate(PROMPTS, 10, chunk=4, params=SAMPLED) == alone
@@ -118,7 +118,7 @@ def test_a_plan_without_tokens_only_forgets(model: LoadedModel) -> None:
 
 
 class BusyDevice:
-    """A device that works by itself, and is done with what it was told once somebody waits for it."""
+    """An asynchronous device, which computes only when a test waits for it."""
 
     def __init__(self) -> None:
         self.num_waits = 0
@@ -130,7 +130,7 @@ class BusyDevice:
         self.num_waits += 1
 
 
-def test_a_step_that_samples_nothing_is_computed_all_the_same_when_it_was_waited_for(
+def test_a_step_that_samples_nothing_is_computed_when_wait_returns(
     model: LoadedModel,
 ) -> None:
     """The blocks that a chunk of a prompt fills are handed over next, and those of swapped requests overwritten."""

@@ -15,7 +15,7 @@ from engine.loading.weight_stream import Copied, FilePart, WeightStream
 
 
 class LateCopy:
-    """Happens when somebody waits for it: whatever is written to the source before would be seen."""
+    """Happens only in `synchronize`: it would copy anything that is written to the source before."""
 
     def __init__(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._to, self._source = to, source
