@@ -19,8 +19,6 @@ from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
-from engine.fail_stop import FailStop, StepRunner
-from engine.gpu.fail_settled import FailSettled
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
@@ -29,6 +27,7 @@ from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
+from engine.step_failures import FailSettled, FailStop, StepRunner
 from kv_transfer import CudaMemory, CudaOutOfMemory, SharedMemory
 from kv_transfer.connector.worker import KVConnectorWorker
 

@@ -1,4 +1,4 @@
-"""Devices: which one a configuration names, which kernels it uses, its memory, and its progress."""
+"""Devices: which one a configuration names, which GPU computes, its memory, and its progress."""
 
 from importlib.util import find_spec
 
@@ -6,8 +6,6 @@ import torch
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from engine.layers.backend import Backend
-from engine.layers.torch_backend import TorchBackend
 
 
 def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -32,13 +30,16 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def make_backend(device: torch.device) -> Backend:
-    """Plain torch on a CPU, our own kernels on a GPU."""
-    if device.type == "cpu":
-        return TorchBackend()
-    from engine.layers.triton_backend import TritonBackend  # without a GPU, Triton may be missing
+def gpu_of(device: torch.device) -> torch.device | None:
+    """A GPU itself; for meta tensors, the GPU that this thread computes on, if there is one; None for a CPU.
 
-    return TritonBackend()
+    So an outline of a model (`engine.loading.loader.outline_model`) launches the same kernels as the model.
+    """
+    if device.type == "cuda":
+        return device
+    if device.type == "meta" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return None
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

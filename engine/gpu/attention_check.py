@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from engine.batch import StepBatch
 from engine.gpu.compiler import Compiler
 from engine.gpu.device_parts import DeviceParts
-from engine.gpu.staged_forward import NO_SLOT, NO_SOURCE
+from engine.gpu.staged_forward import unstored_step
 from engine.kernels.paged_attention import Softmax, paged_attention_reference
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import as_bytes
@@ -141,29 +141,11 @@ def _decodes(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
 
 
 def _step(num_tokens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
-    """Requests that share blocks 1, 2, ..., each in its own order. Nothing is stored or sampled."""
+    """Requests that share blocks 1, 2, ..., each in its own order."""
     num_tokens_B, context_lens_B = np.array(num_tokens), np.array(context_lens)
     num_blocks_B = -(-context_lens_B // block_size)
     block_ids_BM = np.zeros((len(num_tokens), int(num_blocks_B.max())), np.int64)
     generator = np.random.default_rng(0)
     for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
         ids_M[:count] = generator.permutation(count) + 1
-    num_rows = int(num_tokens_B.sum())
-    ends_B = num_tokens_B.cumsum()
-    positions = [np.arange(end - count, end) for end, count in zip(context_lens, num_tokens, strict=True)]
-    is_decode = int(num_tokens_B.max()) == 1
-    return StepBatch(
-        input_ids_T=np.zeros(num_rows, np.int64),
-        sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.concatenate(positions),
-        slots_T=np.full(num_rows, NO_SLOT),
-        num_decodes=len(num_tokens) if is_decode else 0,
-        starts_B=ends_B - num_tokens_B,
-        num_tokens_B=num_tokens_B,
-        context_lens_B=context_lens_B,
-        block_ids_BM=block_ids_BM,
-        num_blocks_B=num_blocks_B,
-        sampling_rows_R=np.empty(0, np.int64),
-        sampling_requests=(),
-        new_tails=(),
-    )
+    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size)

@@ -62,8 +62,10 @@ class StagedForward:
         recorded sizes. The recording reads the pool's null block and writes nothing.
         """
         recorded = []
+        none_BM = _NO_REQUESTS.reshape(0, 0)
+        idle_step = unstored_step(_NO_REQUESTS, _NO_REQUESTS, none_BM, self._attention.block_size)
         for count, size in enumerate(sorted(sizes, reverse=True), start=1):
-            tokens, attention, _ = self._stage(_idle_step(), size, has_chunks=has_chunks)
+            tokens, attention, _ = self._stage(idle_step, size, has_chunks=has_chunks)
 
             def work(tokens: InputTokens = tokens, attention: Attention = attention) -> torch.Tensor:
                 hidden_TE = self._decoder.forward(tokens, attention)
@@ -80,8 +82,10 @@ class StagedForward:
         The tokens end contexts of `context_len` tokens; None: they are the whole contexts. The step leaves only
         compiled kernels and allocated memory behind.
         """
-        block_size = self._attention.block_size
-        logits_RV = self(_rehearsal(num_requests, num_tokens, context_len or num_tokens, block_size))
+        block_size, context_len = self._attention.block_size, context_len or num_tokens
+        null_blocks_BM = np.full((num_requests, -(-context_len // block_size)), NULL_BLOCK)
+        num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
+        logits_RV = self(unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, block_size))
         assert logits_RV is not None
         return logits_RV
 
@@ -151,27 +155,27 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
     return np.concatenate([values_T, np.full(size - len(values_T), filler)])
 
 
-def _rehearsal(num_requests: int, num_tokens: int, context_len: int, block_size: int) -> StepBatch:
-    """Requests over the null block, which is read and never written."""
-    num_rows, num_blocks = num_requests * num_tokens, -(-context_len // block_size)
-    ends_B = np.arange(1, num_requests + 1) * num_tokens
+def unstored_step(
+    num_tokens_B: IntArray, context_lens_B: IntArray, block_ids_BM: IntArray, block_size: int
+) -> StepBatch:
+    """A step of token 0 throughout that stores nothing. The last token of each request samples."""
+    ends_B = num_tokens_B.cumsum()
+    starts_B, num_rows = ends_B - num_tokens_B, int(num_tokens_B.sum())
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.arange(num_rows) % num_tokens + (context_len - num_tokens),
+        positions_T=np.arange(num_rows) + (context_lens_B - ends_B).repeat(num_tokens_B),
         slots_T=np.full(num_rows, NO_SLOT),
-        num_decodes=num_requests if num_tokens == 1 else 0,
-        starts_B=ends_B - num_tokens,
-        num_tokens_B=np.full(num_requests, num_tokens),
-        context_lens_B=np.full(num_requests, context_len),
-        block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
-        num_blocks_B=np.full(num_requests, num_blocks),
+        num_decodes=len(num_tokens_B) if (num_tokens_B == 1).all() else 0,
+        starts_B=starts_B,
+        num_tokens_B=num_tokens_B,
+        context_lens_B=context_lens_B,
+        block_ids_BM=block_ids_BM,
+        num_blocks_B=-(-context_lens_B // block_size),
         sampling_rows_R=ends_B - 1,
         sampling_requests=(),
         new_tails=(),
     )
 
 
-def _idle_step() -> StepBatch:
-    none = np.empty(0, dtype=np.int64)
-    return StepBatch(none, none, none, none, 0, none, none, none, none.reshape(0, 0), none, none, (), ())
+_NO_REQUESTS: IntArray = np.empty(0, dtype=np.int64)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from engine.gpu.which import gpu_of
+from engine.device import gpu_of
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 

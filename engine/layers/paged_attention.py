@@ -13,11 +13,10 @@ import torch
 from engine.batch import StepBatch
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
-from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention, Workspace
 from engine.layers.decode_groups import DecodeGroup, decode_groups
 from engine.layers.fp8 import FP8, as_bytes, saturate
 from engine.layers.rope import RotaryEmbedding, rotate_
-from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
 
 

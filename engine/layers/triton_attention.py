@@ -16,8 +16,8 @@ import torch
 from triton.runtime import driver
 
 from engine.batch import StepBatch, StepLimits
+from engine.device import gpu_of
 from engine.gpu.staging import ALIGNMENT, StagedArray
-from engine.gpu.which import gpu_of
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -85,12 +85,12 @@ class TritonAttention:
             shared_bytes=_shared_bytes(gpu),
         )
         merges = kernel_switches().fused_merge
-        self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors, merges=merges)
-        self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors, merges=False)
+        decode, prefill = decode_tuning(self._shape), prefill_tuning(self._shape)
+        self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
+        self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
         scale = shape.head_dim**-0.5
         self._layers = [
             Layer(
-                pool.blocks_NLKHTD[:, index],
                 LayerKV(pool.blocks_NLKHTD[:, index], self._shape),
                 Softmax(scale, window),
                 self.windows.index(window),
@@ -196,18 +196,11 @@ class Launch:
     """Whether the kernel merges the parts of long contexts itself. Not for chunks: their tiles have many rows, and the
     other programs would wait for the one that merges."""
 
-    @classmethod
-    def of(
-        cls, tuning: AttentionTuning, shape: AttentionShape, num_multiprocessors: int, *, merges: bool
-    ) -> "Launch":
-        return cls(tuning, tuning.grid(shape, num_multiprocessors), merges)
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's share of the pool, and how it attends."""
 
-    kv_NKHTD: torch.Tensor
     kv: LayerKV
     softmax: Softmax
     plan: int
@@ -248,7 +241,7 @@ class TritonStepAttention:
             self._positions_T,
             self._slots_T,
             self._cos_sin_PD,
-            at.kv_NKHTD,
+            at.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.gpu.which import gpu_of
+from engine.device import gpu_of
 
 CPU, META, SECOND = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 1)
 

@@ -1,17 +1,52 @@
-"""FailSettled: a runner that reports a failed step only when its device is idle, and detects a lost device.
+"""Runners that make a failed step safe: FailSettled on one GPU, FailStop where ranks meet in collectives.
 
 After a failure a GPU still executes what was queued before. The caller frees a failed step's blocks, also for transfers
 that no stream orders behind the step. After some errors CUDA refuses every call until the process ends.
+
+A rank that left a step half done must not begin another. Its first collective call would match the call in which the
+other ranks still wait, and give them a wrong sum.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.fail_stop import StepRunner
-from engine.pipeline import DeviceLostError, Launched
+from engine.pipeline import DeviceLostError, Launched, Runner, StepLauncher
 
 T = TypeVar("T")
+
+
+class StepRunner(Runner, StepLauncher, Protocol):
+    """Computes steps either way."""
+
+
+class FailStop:
+    """Raises at once for every step after one that could not be launched or computed."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._failed_step: int | None = None
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._check()
+        try:
+            return self._runner.execute(plan)
+        except BaseException:
+            self._failed_step = plan.step
+            raise
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        """Failures in `wait` need no check: all collective calls of launched steps are queued by then."""
+        self._check()
+        try:
+            return self._runner.launch(plan)
+        except BaseException:
+            self._failed_step = plan.step
+            raise
+
+    def _check(self) -> None:
+        if self._failed_step is not None:
+            raise RuntimeError(f"step {self._failed_step} failed on this rank, which computes no other")
 
 
 class FailSettled:
