@@ -1,4 +1,4 @@
-"""Decoding beside the bytes that it must move, what of a step the device does not compute; a trace, and each switch."""
+"""Decoding compared with the bytes that it must move; time outside the graph; a trace; each switch."""
 
 import gc
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import CudaGraphs, Recorder, decode_sizes, mixed_sizes
 from engine.gpu.memory import DeviceMemory
+from engine.gpu.product_timer import gpu_seconds
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
 
@@ -135,12 +137,5 @@ def _free_now(device: torch.device) -> int:
 
 def _throughput(parts: DeviceParts, chunk: int) -> float:
     """Tokens a second of the forward pass of one chunk; the median of a few runs."""
-    times_ms: list[float] = []
-    for _ in range(NUM_TIMED + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        parts.forward.rehearse(1, chunk)
-        end.record()
-        end.synchronize()
-        times_ms.append(begin.elapsed_time(end))
-    return chunk / sorted(times_ms[1:])[NUM_TIMED // 2] * 1e3
+    _, *times_s = gpu_seconds(lambda: parts.forward.rehearse(1, chunk), NUM_TIMED + 1)
+    return chunk / median(times_s)

@@ -1,6 +1,6 @@
 """GpuTimer: how long a GPU takes for short pieces of work; knows nothing about the work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -28,12 +28,17 @@ class GpuTimer:
         """
         num_turns = -(-MIN_LAUNCHES // len(works))
         _, replay = self._recorder.record(lambda: [work() for _ in range(num_turns) for work in works][-1])
-        times_ms: list[float] = []
-        for _ in range(NUM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times_ms.append(begin.elapsed_time(end))
-        return median(times_ms) / num_turns / 1e3
+        return median(gpu_seconds(replay, NUM_REPLAYS)) / num_turns
+
+
+def gpu_seconds(work: Callable[[], object], count: int) -> list[float]:
+    """How long the current stream takes for each of `count` runs."""
+    times_s: list[float] = []
+    for _ in range(count):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times_s.append(begin.elapsed_time(end) / 1e3)
+    return times_s

@@ -1,4 +1,4 @@
-"""RankedExecutor: a worker's tensor-parallel ranks as one pipeline and one connector; this process is rank 0.
+"""RankProcesses: the processes of a worker's other tensor-parallel ranks, which this process, rank 0, drives.
 
 process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
 process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
@@ -9,15 +9,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.system.curve import PlaneKeys
-from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import TorchCollectives
 from engine.connector import ConnectorWorker
 from engine.device import rank_device
-from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import Join, Loaded, Setup
@@ -98,53 +95,3 @@ class RankProcesses:
         self._group.begin_stop()
         self.collectives.close()
         self._group.stop()
-
-
-class RankedExecutor:
-    """Satisfies `engine.executor.Executor` with this process, rank 0, and the processes of the other ranks."""
-
-    def __init__(self, own: DeviceEngine, others: RankProcesses) -> None:
-        self.device_engine = own
-        self._others = others
-        self._is_started = False
-        loaded = others.join(own.model.digest)
-        self.kv_addresses = (own.connector.kv_address, *(facts.kv_address for facts in loaded))
-        num_blocks = min([own.num_blocks, *(facts.num_blocks for facts in loaded)])
-        self.scheduler_config = own.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
-        self.connector: ConnectorWorker = others.connector(own.connector, self.scheduler_config.block_size)
-
-    def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
-
-    def start(self) -> None:
-        self._is_started = True
-        self.device_engine.connector.start()
-        self._others.serve()
-
-    def stop(self) -> None:
-        if self._is_started:
-            self.device_engine.connector.shutdown()
-        self._others.stop()
-        self.device_engine.free()
-
-
-def start_ranks(
-    config: BatonConfig,
-    num_ranks: int,
-    kv_keys: PlaneKeys | None,
-    model_path: Path,
-    incarnation: str,
-    clock: Clock,
-    on_news: Callable[[], None],
-    on_progress: OnProgress,
-) -> RankedExecutor:
-    """See `engine.executor.start_executor`; `num_ranks` > 1."""
-    others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_news)
-    try:
-        own = build_device_engine(
-            config, kv_keys, model_path, incarnation, others.collectives, clock, on_news, on_progress
-        )
-        return RankedExecutor(own, others)
-    except BaseException:
-        others.stop()
-        raise
