@@ -1,11 +1,11 @@
-"""Rehearses an outline of a model, then the model, and says which kernels the model wanted besides.
+"""Rehearses an outline of a model, then the model, and prints which kernels only the model needed.
 
     python -m tests.kernels.ahead [--architecture NAME] [--fp8] [--fp8-cache] [--num-ranks N] [--compile]
 
-With --compile the outline's kernels are compiled for sm_90 as a worker does it, on two threads; without, Triton is
-only asked. Prints a JSON object: how many kernels the outline wanted, the hashes of those that would be loaded, and the
-names of those that the model, the recording of its graphs or the check of attention wanted after it. Not to be run with
-TRITON_INTERPRET set.
+With --compile the outline's kernels are compiled for sm_90 as in a worker, on two threads; otherwise they are only
+noted. Prints a JSON object: how many kernels the outline needed, the hashes of those that would be loaded, and the
+names of those that the model, the recording of its graphs or the check of attention needed in addition. Do not run it
+with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -39,7 +39,7 @@ NUM_MULTIPROCESSORS = 132
 
 
 def rehearse(model: LoadedModel) -> None:
-    """All that a worker does with it before it serves; nothing is compared."""
+    """Everything that a worker does with the model before it serves, without the comparison."""
     pool = KVPool(40, model.kv_block_shape(BLOCK_SIZE), CPU)
     parts = make_device_parts(model, pool, LIMITS, NUM_MULTIPROCESSORS)
     parts.rehearse()

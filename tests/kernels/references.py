@@ -23,7 +23,7 @@ def rope_store_reference(
     k_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """The same in torch. Not for a GPU's steps: it waits to see which rows are padded."""
+    """`rope_store` in torch. Not for a GPU's steps: it waits to see which rows are padded."""
     _, _, num_kv_heads, block_size, head_dim = kv_NKHSD.shape
     rows = (slots_T >= 0).nonzero().squeeze(1)
     heads_TXD = qkv_TXD[rows].to(torch.float32)
@@ -77,13 +77,13 @@ def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) ->
 
 
 def silu_mul_reference(gate_up_TM: torch.Tensor) -> torch.Tensor:
-    """The same in torch, rounded once at the end."""
+    """`silu_mul` in torch, rounded once at the end."""
     gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
     return (F.silu(gate_TI) * up_TI).to(gate_up_TM.dtype)
 
 
 def silu_mul_fp8_reference(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch."""
+    """`silu_mul_fp8` in torch."""
     gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
     return quantize_rows(F.silu(gate_TI) * up_TI)
 
@@ -94,7 +94,7 @@ def skinny_linear_reference(
     bias_O: torch.Tensor | None = None,
     scales_O: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in torch."""
+    """`skinny_linear` in torch."""
     y_TO = x_TI.to(torch.float32) @ weight_OI.to(torch.float32).T
     if scales_O is not None:
         y_TO = y_TO * scales_O
@@ -110,7 +110,7 @@ def embed_reference(
     weight_VE: torch.Tensor,
     first_token: int = 0,
 ) -> torch.Tensor:
-    """The same in torch."""
+    """`embed` in torch."""
     if len(sampled_R) > 0:
         ids_T = torch.where(sources_T >= 0, sampled_R[sources_T.clamp(min=0).long()], ids_T)
     rows_T = ids_T.long() - first_token
@@ -121,7 +121,7 @@ def embed_reference(
 def merge_partials_reference(
     partial_PQD: torch.Tensor, weight_PQ: torch.Tensor, merges_RF: torch.Tensor, out_TQD: torch.Tensor
 ) -> None:
-    """The same in torch, for all of `merges_RF`."""
+    """`merge_partials` in torch, for all of `merges_RF`."""
     for out_row, first_row, num_parts, stride in merges_RF.tolist():
         rows = slice(first_row, first_row + num_parts * stride, stride)
         weights_PQ = torch.softmax(weight_PQ[rows].double() * torch.log(torch.tensor(2.0)).item(), 0)
@@ -130,7 +130,7 @@ def merge_partials_reference(
 
 
 def copy_blocks_reference(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
-    """The same in torch; waits for the pairs."""
+    """`copy_blocks` in torch; waits for the pairs."""
     for source, target in pairs_P2.tolist():
         target_MB[target].copy_(source_NB[source])
 
@@ -142,7 +142,7 @@ def process_logits_reference(
     mask_rows_P: torch.Tensor,
     edits_EF: torch.Tensor,
 ) -> torch.Tensor:
-    """The same in torch: P x V."""
+    """`process_logits` in torch: P x V."""
     processed_PV = logits_RV[rows_P.long()].to(torch.float32)
     bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
     for row, mask_row in enumerate(mask_rows_P.tolist()):
@@ -162,7 +162,7 @@ def process_logits_reference(
 def token_logprobs_reference(
     logits_RV: torch.Tensor, rows_L: torch.Tensor, tokens_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in torch."""
+    """`token_logprobs` in torch."""
     logits_LV = logits_RV[rows_L.long()].to(torch.float32)
     tokens_L1 = tokens_R[rows_L.long()].long().unsqueeze(1)
     logprobs_L = logits_LV.log_softmax(-1).gather(1, tokens_L1)[:, 0]
@@ -212,7 +212,7 @@ def filtered_draw_reference(
 
 
 def sample_reference(logits_RV: torch.Tensor, params_RF: torch.Tensor) -> torch.Tensor:
-    """The same in torch with a sort, for rows whose largest logit is finite."""
+    """`sample` in torch with a sort, for rows whose largest logit is finite."""
 
     def floats(field: int) -> torch.Tensor:
         return params_RF[:, field].contiguous().view(torch.float32)

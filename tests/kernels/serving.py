@@ -1,10 +1,10 @@
-"""Serves requests of every kind as on a GPU, and says which kernels would have been compiled while they waited.
+"""Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
     python -m tests.kernels.serving [--no-graphs] [--fp8]
 
-Nothing is compiled, and nothing runs: Triton is asked which kernels it has not got yet, and given something in their
-place. Tokens are whatever was in memory. Prints a JSON object: how many kernels the rehearsal and the recording wanted,
-and the names of those that the check of attention or serving wanted besides. Not to be run with TRITON_INTERPRET set.
+Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
+arbitrary memory. Prints a JSON object: how many kernels the rehearsal and the recording needed, and the names of those
+that only the check of attention or serving needed. Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -60,7 +60,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def noting_what_is_wanted() -> Iterator[list[str]]:
-    """Within the context, the list gets the name of every kernel that would be compiled."""
+    """Within the context, the list receives the name of every kernel that would be compiled."""
     wanted: list[str] = []
     do_compile = JITFunction._do_compile
 

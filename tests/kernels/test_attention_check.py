@@ -58,7 +58,7 @@ def test_a_worker_with_little_room_is_checked_too(
 
 
 def wrong_from(launch: int, spoil: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[..., None]:
-    """The kernel, whose result is spoiled from that launch on."""
+    """The kernel; from launch number `launch` on, its result is spoiled."""
     launches = 0
 
     def launch_kernel(*args: Any) -> None:
@@ -73,7 +73,7 @@ def wrong_from(launch: int, spoil: Callable[[torch.Tensor, torch.Tensor], None])
 
 
 def swap_two_columns(partial_PQD: torch.Tensor, out_TQD: torch.Tensor) -> None:
-    """As where a register was reused: right numbers in wrong places, of one head."""
+    """Like a reused register: right numbers in wrong places, in one head."""
     for rows in (partial_PQD, out_TQD):
         rows[:, 0, :2] = rows[:, 0, :2].flip(-1)
 
@@ -115,7 +115,7 @@ def test_kernels_that_are_wrong_are_refused(
 def test_a_rank_gets_no_runner_of_wrong_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
 ) -> None:
-    """By the way that a worker's start takes, but for its memory and its connector."""
+    """The same calls as in a worker's start, without memory and connector."""
     model, _, pool = make_parts(tmp_path, device, LIMITS, **WORKER)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that it is meant for, without any of them, and into what it is meant to become.
+"""Every kernel compiles, without a GPU, for all supported GPUs, with the intended units and without spills.
 
 In processes of their own: kernels that are interpreted here cannot be compiled here.
 """
@@ -14,17 +14,17 @@ import pytest
 
 NUM_PROCESSES = 2
 TIMEOUT_S = 1800.0
-"""Of a process, which computes for a minute or two, where it has a core of its own."""
+"""Of a process, which takes a minute or two if it has its own core."""
 
 Compiled = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """All launches for sm_90, and one of each kernel's for the others."""
+    """All launches for sm_90, and one launch of each kernel for the others."""
     folder = tmp_path_factory.mktemp("compiled")
     environment = _without_interpreter()
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # what is compiled is compiled now
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty, so that everything is compiled now
     results: Compiled = []
     for what in (["--arch", "90"], ["--first", "--arch", "80", "100"]):
         files = [folder / f"{what[1]}-{share}.json" for share in range(NUM_PROCESSES)]

@@ -1,4 +1,4 @@
-"""A worker says which ptxas makes its kernels, and does not start with one that is not there."""
+"""A worker logs which ptxas makes its kernels, and does not start with a missing one."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ def test_the_default_is_tritons_own() -> None:
 def test_the_variable_holds_for_every_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    """Whichever of its two variables this Triton reads for it."""
+    """This Triton may read either of the two variables."""
     path = make_release(tmp_path, "13.5.37")
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     compiler = find_compiler(capability)

@@ -1,4 +1,4 @@
-"""Which launches may begin before the kernel before them has ended."""
+"""Which launches may begin before the previous kernel has ended."""
 
 import pytest
 import triton

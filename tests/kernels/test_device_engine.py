@@ -1,4 +1,4 @@
-"""The whole engine as it runs on a GPU, kernels and all, gives the tokens of the engine on a CPU.
+"""The whole engine as it runs on a GPU gives the tokens of the engine on a CPU.
 
 Without a GPU the kernels are interpreted; steps that would be recorded as graphs are done anew each time. The rest is
 as on a GPU: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
@@ -65,7 +65,7 @@ def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerC
 
 
 def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None) -> Answers:
-    """`given`: what every request comes with; it is part of the answer."""
+    """`given`: the output that every request already has, which is part of the answer."""
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size)),
         pipeline,

@@ -99,7 +99,7 @@ def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None
 
 
 def test_steps_of_one_batch_draw_anew_and_tokens_may_be_read_late(device: torch.device) -> None:
-    """The first step's tokens are asked for when the second has been drawn; then the batch changes."""
+    """The first step's tokens are read after the second is drawn; then the batch changes."""
     logits_RV = torch.zeros(3, VOCAB)
     requests = [request(seed=seed) for seed in range(3)]
     sampler = device_sampler(device)

@@ -1,4 +1,4 @@
-"""What a step of decodes launches, kernel by kernel, with all that can be fused and with nothing of it."""
+"""The launches of a decode step, kernel by kernel, with all fusions, with none, and without each."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def counting_launches() -> Iterator[Counter[str]]:
 
 
 def launches(folder: Path, switches: KernelSwitches, num_tokens: int, device: torch.device) -> Counter[str]:
-    """Of a recorded step of so many decodes."""
+    """The launches of a recorded step of `num_tokens` decodes."""
     limits = StepLimits(16, 16, 64)
     with switched(switches):
         _, parts, _ = make_parts(folder, device, limits, dtype="float16", num_hidden_layers=NUM_LAYERS)
@@ -47,7 +47,7 @@ def launches(folder: Path, switches: KernelSwitches, num_tokens: int, device: to
 
 
 def in_layers(**counts: int) -> Counter[str]:
-    """Of all layers, from those of one."""
+    """The launches of all layers, from those of one."""
     return Counter({name: NUM_LAYERS * count for name, count in counts.items()})
 
 
@@ -86,7 +86,7 @@ class TestLaunches:
     def test_without_one_of_them(
         self, switch: str, more: dict[str, int], tmp_path: Path, device: torch.device
     ) -> None:
-        """The last sum of all is not normed where it is made: the norm belongs to the logits."""
+        """The last sum is not normed in the same launch: its norm belongs to the logits."""
         with_all = launches(tmp_path, KernelSwitches(), 1, device)
         without = launches(tmp_path, KernelSwitches(**{switch: False}), 1, device)
         assert without - with_all == Counter(more)

@@ -160,7 +160,7 @@ SHAPES: Shapes = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     few, many = SHAPES[metafunc.function.__name__]
-    # The option is there where this folder is what pytest was asked for.
+    # The option exists only if pytest was called with this folder.
     shapes = many if metafunc.config.getoption("--shapes", default="few") == "many" else few
     metafunc.parametrize("shape", shapes, ids=[_name(shape) for shape in shapes])
 
@@ -262,7 +262,7 @@ def test_greedy_rows(shape: Any, device: torch.device, generator: torch.Generato
 
 
 def test_random_rows(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """By filters of all kinds. Logarithms differ by units in the last place, which may tip one row in many hundreds."""
+    """With filters of all kinds. Logarithms differ in the last place, which may change one row in many hundreds."""
     rows, vocab, dtype = shape
     logits_RV = 3 * _randn(generator, device, dtype, rows, vocab)
     filters: list[dict[str, Any]] = [
@@ -303,7 +303,7 @@ def test_skinny_linear(shape: Any, device: torch.device, generator: torch.Genera
 
 
 def test_fused_products(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """Activated in pairs, normed where x is in registers; and added to what is there."""
+    """Products that activate pairs, norm x if it is in registers, or add to the output."""
     tokens, inputs, outputs, dtype = shape
     x_TI = _randn(generator, device, dtype, tokens, inputs)
     weight_OI = _randn(generator, device, dtype, outputs, inputs) * inputs**-0.5

@@ -1,4 +1,4 @@
-"""What is found out when a worker starts: bytes of its graphs, by the real forward pass, and the size of its chunks."""
+"""A worker's measurements at start: bytes of its graphs, by the real forward pass, and the size of its chunks."""
 
 import logging
 import weakref
@@ -24,7 +24,7 @@ class Costs:
     """A recorder of graphs that take given numbers of bytes, from their recording until they are freed."""
 
     def __init__(self, *num_bytes: int) -> None:
-        """The last goes for all that follow."""
+        """The last number also applies to all later graphs."""
         self._num_bytes = chain(num_bytes[:-1], repeat(num_bytes[-1]))
         self.free = FREE
 
@@ -57,7 +57,7 @@ def test_two_graphs_of_each_kind_estimate_all(parts: DeviceParts) -> None:
 
 
 def test_the_estimate_is_what_all_graphs_take(parts: DeviceParts) -> None:
-    """Where all of a kind cost alike, and the largest one more."""
+    """If the largest graph of a kind costs more, and the others cost the same."""
     costs = Costs(1000, *[30] * (NUM_MIXED - 1), 200, 7)
     parts.record(costs)
     taken = FREE - costs.free

@@ -1,4 +1,4 @@
-"""Partial results of a long context, put together by their weights."""
+"""Partial results of a long context, merged by their weights."""
 
 import torch
 

@@ -116,7 +116,7 @@ LAUNCHES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step and what computes it."""
+    """A step, and how it is computed."""
 
     num_queries_B: list[int]
     context_lengths_B: list[int]
@@ -176,7 +176,7 @@ def test_is_what_torch_computes(case: Case, device: torch.device, generator: tor
     "name", ["long contexts are split", "long contexts are split, through pointers", "window that is split"]
 )
 def test_splits_what_it_should(name: str, device: torch.device, generator: torch.Generator) -> None:
-    """Or the cases of that name would test nothing."""
+    """Otherwise these cases would test nothing."""
     plan = Step(CASES[name], device, generator).plan
     assert plan.merges_RF.size
     assert plan.num_partial_rows > 0
@@ -200,7 +200,7 @@ def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torc
 def test_the_last_part_to_be_done_merges_all(
     name: str, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Time after time: every launch leaves the counts as it found them."""
+    """Twice, since every launch must reset its counts."""
     step = Step(CASES[name], device, generator)
     assert step.plan.merges_RF.size
     merging = step.merging()
@@ -267,7 +267,7 @@ def test_one_captured_graph_serves_any_contexts(device: torch.device, generator:
 
 
 MANY_BLOCKS = 1000
-"""Of a pool so large that it has only one layer, or a few processes would fill a device."""
+"""Larger pools have only one layer, so that a few processes do not fill a device."""
 
 
 class Step:
@@ -309,7 +309,7 @@ class Step:
             case.softmax.window,
         )
         bounds = plan_bounds(queries_B.size, int(queries_B.sum()), grid)
-        # Past the last item lie items that would write everywhere.
+        # Items past the last one would write everywhere.
         self.items_IF = torch.full((bounds.num_items, ITEM_FIELDS), 1, dtype=torch.int32, device=device)
         self.items_IF[: len(self.plan.items_IF)] = torch.from_numpy(self.plan.items_IF)
         self.num_items = torch.tensor([len(self.plan.items_IF)], dtype=torch.int32, device=device)

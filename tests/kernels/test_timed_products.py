@@ -20,7 +20,7 @@ NUM_LAYERS = 3
 
 
 class FakeTimer:
-    """Says what it is told: our kernel's time first, then the library's; computes each work once."""
+    """Returns given times: our kernel's first, then the library's; computes each work once."""
 
     def __init__(self, *times_s: float) -> None:
         self._times_s = list(times_s)
@@ -32,7 +32,7 @@ class FakeTimer:
 
 
 def linears(backend: TritonBackend, generator: torch.Generator, device: torch.device) -> list[torch.Tensor]:
-    """The weights of a product that each layer has, and with which the backend has made it."""
+    """Makes a product in each layer; returns their weights."""
     weights = [torch.randn(6, 32, generator=generator).to(device) for _ in range(NUM_LAYERS)]
     made = [backend.linear(weight_OI, None) for weight_OI in weights]
     x_TI = torch.zeros(3, 32, device=device)
@@ -104,7 +104,7 @@ def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
 
 
 def test_only_unfused_products_of_steps_are_timed(parts: DeviceParts) -> None:
-    """Of eight decodes the projection to queries, keys and values, and that to logits; of one none."""
+    """Eight decodes: the projections to queries, keys and values and to logits. One decode: none."""
     parts.forward.rehearse(1, 1)
     parts.timed_products.choose(FakeTimer())
     parts.forward.rehearse(8, 1)

@@ -1,4 +1,4 @@
-"""What goes into 8-bit products is brought to 8 bits where it is computed, and nowhere else."""
+"""The kernels that compute inputs of 8-bit products quantise them, and nothing else does."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the runner remembers, and how a plan becomes tensors."""
+"""The runner's state of requests, and how a plan becomes arrays."""
 
 import numpy as np
 import pytest

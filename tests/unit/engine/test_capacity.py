@@ -1,4 +1,4 @@
-"""What a rank has room for: what was asked, what the device wants, what the model allows."""
+"""A rank's capacity, by configuration, device and model."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Collectives of one rank, and of ranks that do not find each other; those that do: tests/integration/test_ranks.py."""
+"""Collectives of one rank, and of ranks that cannot connect; connected ones: tests/integration/test_ranks.py."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which GPU tensors of a device are computed by."""
+"""Which GPU computes with tensors of a device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A start that finds a GPU's memory taken: it waits for others to give it back, if there are others."""
+"""A start that finds too little GPU memory waits, if other processes hold some."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ TOTAL = 80 * GIB
 
 
 class Gpu:
-    """A GPU on which another process has memory until a time, on a clock that only sleeping moves."""
+    """A GPU on which another process holds memory until a given time, on a clock that only sleeping advances."""
 
     def __init__(self, used_by_others: int, until_s: float) -> None:
         self.clock = VirtualClock()

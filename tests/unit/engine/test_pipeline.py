@@ -1,4 +1,4 @@
-"""Steps under way: their order, what the connector is told when, and what a device's failure leaves behind."""
+"""Steps under way: their order, when the connector gets its commands, and what a device's failure leaves behind."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ def make_plan(step: int) -> SchedulerOutput:
 
 
 class Echo:
-    """Says which step it computed, and fails where it is told to."""
+    """Returns which step it computed, and fails at given steps."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         if plan.step < 0:
@@ -96,7 +96,7 @@ def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> Non
 
 @pytest.mark.parametrize("kind", [InlinePipeline, StreamPipeline])
 def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | StreamPipeline]) -> None:
-    """Its CUDA graphs are to end before NCCL does, which waits for them."""
+    """Its CUDA graphs must be freed before NCCL can end."""
     runner = FakeLaunchingRunner()
     is_held = weakref.ref(runner)
     pipeline = kind(runner)
@@ -106,7 +106,7 @@ def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | Str
 
 
 class Diary(FakeConnectorWorker):
-    """A connector and a device that write down, in one list, when each was called for which step."""
+    """A connector that records its calls, in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model read through the stream is the same model, and what is asked for is checked before anything is read."""
+"""A model read through the stream is the same model, and all tensors are checked before anything is read."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.unit.engine.test_weight_stream import HostCopies
 
 
 class Kept:
-    """Passes takes on, and keeps what came."""
+    """Forwards takes, and keeps the tensors."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Which ways of saving launches are taken."""
+"""The switches of kernel optimisations."""
 
 import pytest
 
