@@ -4,7 +4,7 @@ request plane thread   frames <-> messages, heartbeats            worker/request
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
-With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/executor.py.
+With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/processes.py.
 """
 
 import logging

@@ -16,12 +16,12 @@ from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from engine.collectives import Collectives
-from engine.fail_stop import FailStop
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
 from engine.ranks import entry as rank_start
 from engine.ranks.messages import Setup
 from engine.ranks.process import Rank
 from engine.ranks.process import main as serve
+from engine.step_failures import FailStop
 from kv_transfer import KVConnectorMetadata
 
 FAKE_RANK = "tests.factories.fake_rank"

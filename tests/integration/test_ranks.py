@@ -18,10 +18,10 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
-from engine.ranks.executor import RankProcesses
 from engine.ranks.exit_codes import EXIT_ALONE
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
+from engine.ranks.processes import RankProcesses
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
 from tests.factories.engine import RunningLoop, make_core

@@ -192,7 +192,7 @@ def regex(source: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, source)
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(model_dir: Path) -> None:
+def test_unneeded_grammars_are_not_compiled(model_dir: Path) -> None:
     compiler = SlowCompiler(model_dir)
     for source in "abcb":
         compiler.compile(regex(source))
@@ -220,7 +220,7 @@ def test_closing_waits_for_no_queue(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"ignore_eos": True}, {"min_tokens": 2}])
-def test_settings_that_would_go_on_past_the_end_are_refused(settings: dict[str, int]) -> None:
+def test_settings_that_would_continue_past_the_end_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match="with a structured output"):
         SamplingParams(structured_output=YES_OR_NO, **settings)  # type: ignore[arg-type]
 
@@ -297,7 +297,7 @@ def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(mod
     assert text_of(outputs["good"]) in ("yes", "no")
 
 
-def test_a_preempted_request_goes_on_where_its_grammar_was(model_dir: Path) -> None:
+def test_a_preempted_request_continues_where_its_grammar_was(model_dir: Path) -> None:
     engine = Engine(model_dir, num_blocks=4, enable_prefix_caching=False, max_num_batched_tokens=64)
     lists = StructuredOutput(GrammarKind.REGEX, "(no, ){9}no")
     for name in ("a", "b"):

@@ -41,7 +41,7 @@ from worker.step_trace import TraceEnd, read_trace
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
         (
             {"engine": {"kv_cache_memory_mib": 2**30}},
-            "the KV pool wants 1,073,741,8.. MiB, and .* MiB are free",
+            "the KV pool needs 1,073,741,8.. MiB, and .* MiB are free",
         ),
     ],
 )

@@ -1,9 +1,9 @@
-"""Which GPU tensors of a device are computed by."""
+"""Which GPU computes with tensors of a device."""
 
 import pytest
 import torch
 
-from engine.gpu.which import gpu_of
+from engine.device import gpu_of
 
 CPU, META, SECOND = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 1)
 

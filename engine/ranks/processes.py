@@ -1,4 +1,4 @@
-"""RankedExecutor: a worker's tensor-parallel ranks as one pipeline and one connector; this process is rank 0.
+"""RankProcesses: the processes of a worker's other tensor-parallel ranks, which this process, rank 0, drives.
 
 process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
 process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
@@ -9,15 +9,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.system.curve import PlaneKeys
-from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import TorchCollectives
 from engine.connector import ConnectorWorker
 from engine.device import rank_device
-from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import Join, Loaded, Setup
@@ -26,7 +23,7 @@ from kv_transfer import RankConnector, RankedConnector
 
 
 class RankProcesses:
-    """Ranks 1 and up, and what all ranks have in common."""
+    """The processes of ranks 1 and up, and the collectives of all ranks."""
 
     def __init__(
         self,
@@ -41,11 +38,11 @@ class RankProcesses:
         """Starts their processes, which begin to load at once. `stop` must follow."""
         self._start_timeout_s = config.cluster.start_timeout_s
         device = rank_device(config.engine)
-        # In no file system, so it is gone with the last rank, however that ends. Never closed: what torch would then
-        # find under its number may be anything.
+        # In memory, so the file vanishes with the last rank, however that ends. Never closed: torch opens it by this
+        # number, which could then name another file.
         meeting_file = os.memfd_create("baton-ranks")
         self.collectives = TorchCollectives(meeting_file, 0, num_ranks, device, config.engine.rank_timeout_s)
-        text = config.model_dump_json(exclude_unset=True)  # what nobody has set may be the device's choice
+        text = config.model_dump_json(exclude_unset=True)  # the device chooses unset values
         setups = [
             Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
             for rank in range(1, num_ranks)
@@ -53,9 +50,9 @@ class RankProcesses:
         self._group = RankGroup(setups, on_news, self.collectives.abort, module)
 
     def join(self, digest: str) -> tuple[Loaded, ...]:
-        """Connects the collectives when all have loaded what rank 0 has: what they say of themselves.
+        """Connects the collectives once all ranks have loaded rank 0's model; returns what each rank reported.
 
-        Raises ConfigError or ModelError where a rank did, and ClusterError otherwise.
+        Raises a rank's own ConfigError or ModelError, and ClusterError for any other failure.
         """
         loaded = self._group.wait_until_loaded(self._start_timeout_s)
         for rank, facts in enumerate(loaded, 1):
@@ -73,7 +70,7 @@ class RankProcesses:
         return loaded
 
     def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
-        """Of all ranks. `make_own` makes rank 0's; the others make theirs meanwhile, and may meet it in that."""
+        """Joins rank 0's pipeline, which `make_own` makes while the others make theirs; all may use collectives."""
         try:
             own = make_own()
         except RuntimeError as error:
@@ -81,70 +78,20 @@ class RankProcesses:
         return RankedPipeline(own, self._group)
 
     def connector(self, own: RankConnector, block_size: int) -> ConnectorWorker:
-        """Of all ranks."""
+        """The connector of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
         return RankedConnector([own, *remote], block_size)
 
     def serve(self) -> None:
-        """Waits until every rank is ready; ClusterError if one does not get there.
+        """Waits until every rank is ready; ClusterError if a rank fails or is late.
 
-        From then on `on_news` is called, and a failure is the engine's to take notice of.
+        From then on `on_news` is called, and the engine handles failures.
         """
         self._group.wait_until_ready(self._start_timeout_s)
         self._group.serve()
 
     def stop(self) -> None:
-        """Ends the processes, whether they are well or not. Rank 0 computes nothing any more."""
+        """Ends the processes in any state. Rank 0 must not compute any more."""
         self._group.begin_stop()
         self.collectives.close()
         self._group.stop()
-
-
-class RankedExecutor:
-    """Satisfies `engine.executor.Executor` with this process, rank 0, and the processes of the other ranks."""
-
-    def __init__(self, own: DeviceEngine, others: RankProcesses) -> None:
-        self.device_engine = own
-        self._others = others
-        self._is_started = False
-        loaded = others.join(own.model.digest)
-        self.kv_addresses = (own.connector.kv_address, *(facts.kv_address for facts in loaded))
-        num_blocks = min([own.num_blocks, *(facts.num_blocks for facts in loaded)])
-        self.scheduler_config = own.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
-        self.connector: ConnectorWorker = others.connector(own.connector, self.scheduler_config.block_size)
-
-    def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
-
-    def start(self) -> None:
-        self._is_started = True
-        self.device_engine.connector.start()
-        self._others.serve()
-
-    def stop(self) -> None:
-        if self._is_started:
-            self.device_engine.connector.shutdown()
-        self._others.stop()
-        self.device_engine.free()
-
-
-def start_ranks(
-    config: BatonConfig,
-    num_ranks: int,
-    kv_keys: PlaneKeys | None,
-    model_path: Path,
-    incarnation: str,
-    clock: Clock,
-    on_news: Callable[[], None],
-    on_progress: OnProgress,
-) -> RankedExecutor:
-    """See `engine.executor.start_executor`; `num_ranks` > 1."""
-    others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_news)
-    try:
-        own = build_device_engine(
-            config, kv_keys, model_path, incarnation, others.collectives, clock, on_news, on_progress
-        )
-        return RankedExecutor(own, others)
-    except BaseException:
-        others.stop()
-        raise
