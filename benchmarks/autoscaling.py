@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config import BatonConfig
-from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.controller.planner import RoleChange, ScaleDecision
+from simulator.queueing_fleet import Load, Moment, Timing, VirtualFleet, play
 
 HOUR_S = 3600.0
 BURST_H = 20.0

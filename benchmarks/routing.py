@@ -25,11 +25,11 @@ from baton.config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from benchmarks.routing_fleet import KEY, Result, VirtualFleet
-from benchmarks.routing_workloads import Session, conversations, strangers
 from gateway.routing.placement import RouteQuery
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.router import Router
+from simulator.routing_fleet import KEY, Result, VirtualFleet
+from simulator.workloads import Session, conversations, strangers
 
 POLICIES = ("round_robin", "least_loaded", "kv_aware")
 NUM_BLOCKS = 100_000

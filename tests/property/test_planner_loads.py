@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
-from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.controller.planner import RoleChange, ScaleDecision
+from simulator.queueing_fleet import Load, Moment, Timing, VirtualFleet, play
 from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}

@@ -1,14 +1,12 @@
 """What must hold after every event, and what at rest. A breach is a `Violation` that names the promise."""
 
-from collections.abc import Sequence
-
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
-from tests.simulation.faults import Fleet
-from tests.simulation.gateway import End, SimGateway
+from simulator.fleet import Fleet
+from simulator.gateway import End, SimGateway
+from simulator.worker import Worker
+from simulator.world import Violation, World
 from tests.simulation.scenario import Scenario
-from tests.simulation.worker import Worker
-from tests.simulation.world import Violation, World
 
 EVENTS_PER_DEAR_CHECK = 8
 TURNS_PER_DEAR_CHECK = 4
@@ -21,12 +19,10 @@ MAX_STANDSTILL_S = 4.0
 class Invariants:
     """Call it after every event; `check_rest` when everything is over."""
 
-    def __init__(
-        self, world: World, scenario: Scenario, fleet: Fleet, gateways: Sequence[SimGateway]
-    ) -> None:
+    def __init__(self, world: World, scenario: Scenario, fleet: Fleet) -> None:
         self._world = world
         self._fleet = fleet
-        self._gateways = gateways
+        self._gateways = fleet.gateways
         self._transfer = scenario.transfer
         self._max_lateness_s = scenario.network.max_lateness_s
         self._unread_since: dict[tuple[str, str], float] = {}

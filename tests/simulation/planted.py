@@ -32,7 +32,7 @@ from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
-from tests.simulation.connector import SimConnector
+from simulator.connector import SimConnector
 from tests.simulation.run import Result
 from tests.simulation.runs import results
 from worker.kv_connector import KVConnectorScheduler

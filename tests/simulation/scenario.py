@@ -5,54 +5,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from baton.config import KVTransferConfig, SchedulerConfig
+from baton.worker import WorkerRole
+from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
-from tests.simulation.device import random_prompt
-from tests.simulation.network import NetworkFaults
-from tests.simulation.reading import ReadFaults
+from simulator.device import random_prompt
+from simulator.gateway import RequestSpec
+from simulator.network import NetworkFaults
+from simulator.pools import ReadFaults
+from simulator.worker import WorkerSpec
 
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
-Policy = Literal["retry", "recompute", "fail"]
 CROWDED_EVERY = 8
 """One seed in so many is a crowded one."""
 
 TWO_GATEWAYS_EVERY = 5
 
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """One worker, whatever becomes of its lives."""
-
-    name: str
-    scheduler: SchedulerConfig
-    host: str
-    transports: tuple[str, ...]
-    window_bytes: int
-    model: str
-    step_s: tuple[float, float]
-    max_order_delay_s: float
-    max_waiting: int
-    clock_offset_s: float
-    reads_at_once: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """A client's request, and when the client leaves, if it does."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    arrives_at: float
-    mode: Mode | None
-    timeout_s: float | None
-    leaves_after_s: float | None
-    cache_salt: str | None
-    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +40,7 @@ class Fault:
 class Scenario:
     seed: int
     transfer: KVTransferConfig
-    policy: Policy
+    policy: LoadFailurePolicy
     workers: tuple[WorkerSpec, ...]
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
@@ -183,6 +154,7 @@ def _workers(
         specs.append(
             WorkerSpec(
                 name,
+                WorkerRole.DECODE if name in DECODE else WorkerRole.PREFILL,
                 _scheduler(rng, block_size, is_tight, is_prefill=name in PREFILL),
                 "host" if has_one_host else name,
                 transports,

@@ -15,7 +15,7 @@ import xxhash
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 NUM_PLANES = 2
 """Keys and values of one layer."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.simulation.world import World
+from simulator.world import World
 
 MAX_DELAY_S = 0.002
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from baton.config import KVTransferConfig, SchedulerConfig
 from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
@@ -26,12 +27,11 @@ from kv_transfer.protocol.transports import ZMQ_TCP, TransportOffer
 from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
 from scheduler import RequestStatus, Scheduler
-from tests.simulation.connector import SimConnector
-from tests.simulation.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
-from tests.simulation.network import Network, SimChannel
-from tests.simulation.reading import SharedPools, SimExits, SimReader
-from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
-from tests.simulation.world import Process, World
+from simulator.connector import SimConnector
+from simulator.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from simulator.network import Network, SimChannel
+from simulator.pools import SharedPools, SimExits, SimReader
+from simulator.world import Process, World
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.role import Role
@@ -42,13 +42,33 @@ Outbox = Callable[["Worker", list[RequestOutput]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker, whatever becomes of its lives."""
+
+    name: str
+    role: WorkerRole
+    scheduler: SchedulerConfig
+    host: str
+    transports: tuple[str, ...]
+    window_bytes: int
+    model: str
+    step_s: tuple[float, float]
+    max_order_delay_s: float
+    max_waiting: int
+    clock_offset_s: float
+    reads_at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     """Where all workers live."""
 
     world: World
-    scenario: Scenario
+    transfer: KVTransferConfig
     network: Network
     pools: SharedPools
+    may_damage_reads: bool
+    """Checksums are compared wherever bytes go, so that damage must be noticed."""
 
 
 class Worker(Process):
@@ -60,7 +80,7 @@ class Worker(Process):
         self.spec = spec
         self.name = spec.name
         self.incarnation = f"{spec.name}-life-{number}"
-        self.is_decode = spec.name in DECODE
+        self.is_decode = spec.role is WorkerRole.DECODE
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world
         self._outboxes = outboxes
@@ -250,7 +270,7 @@ class Worker(Process):
                 self,
                 lambda: self.connector.wake_up(),
                 is_instant=self.spec.reads_at_once,
-                may_damage=site.scenario.is_checked,
+                may_damage=site.may_damage_reads,
             )
             for name in self.spec.transports
             if name != ZMQ_TCP
@@ -264,7 +284,7 @@ class Worker(Process):
         counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         pools = {name: reader.describe() or b"" for name, reader in self.readers.items()}
         endpoint = make_endpoint(
-            site.scenario.transfer,
+            site.transfer,
             self.incarnation,
             fingerprint,
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),

@@ -13,11 +13,11 @@ from baton.messages.request_plane import KVEvents
 from baton.request import FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
 from baton.worker import WorkerRole, WorkerStatus
-from benchmarks.routing_worker import BYTES_PER_TOKEN, LINK_BYTES_PER_S, SimWorker
-from benchmarks.routing_workloads import Session
 from gateway.routing.placement import NoRoom, Placement, RouteQuery
 from gateway.routing.router import Router
 from scheduler import Request
+from simulator.timed_worker import BYTES_PER_TOKEN, LINK_BYTES_PER_S, SimWorker
+from simulator.workloads import Session
 
 KEY = b"the benchmark's prefix key"
 HEARTBEAT_S = 0.5

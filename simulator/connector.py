@@ -26,9 +26,9 @@ from kv_transfer.commands import (
 )
 from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
 from kv_transfer.transport.base import Arrival
-from tests.simulation.leases import Leases
-from tests.simulation.network import SimChannel
-from tests.simulation.world import Process, World
+from simulator.leases import Leases
+from simulator.network import SimChannel
+from simulator.world import Process, World
 
 
 @dataclass(slots=True)

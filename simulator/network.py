@@ -9,7 +9,7 @@ import numpy as np
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import PREFIX_BYTES, SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
 from kv_transfer.transport.base import Arrival, Bytes
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 
 @dataclass(frozen=True, slots=True)

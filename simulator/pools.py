@@ -7,7 +7,7 @@ import numpy as np
 
 from kv_transfer.process_exits import ProcessExits
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 POLL_INTERVAL_S = 1 / 32
 

@@ -5,6 +5,7 @@ every token right, each position once and in order, nothing computed twice, one 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -34,17 +35,50 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import RequestRecord
 from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.retry import LoadFailurePolicy
+from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
-from tests.simulation.device import answer
-from tests.simulation.scenario import MAX_MODEL_LEN, Policy, RequestSpec
-from tests.simulation.worker import Worker
-from tests.simulation.worker_links import WorkerLinks
-from tests.simulation.world import World
+from gateway.text import TextStream
+from simulator.device import answer
+from simulator.worker import Worker
+from simulator.worker_links import WorkerLinks
+from simulator.world import World
 
 _PLENTY = KVBlockCounts(total=10**6, free=10**6, leased=0, quarantined=0)
 
 HEARTBEAT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A client's request, and when the client leaves, if it does."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives_at: float
+    mode: Mode | None
+    timeout_s: float | None
+    leaves_after_s: float | None
+    cache_salt: str | None
+    priority: int
+
+
+class SilentText(TextStream):
+    """A text stream without a tokenizer: every token counts, and none has any text."""
+
+    def __init__(self) -> None:
+        """Has nothing of a real one."""
+
+    @property
+    def matched_stop(self) -> str | None:
+        return None
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        return len(token_ids), ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class End(Enum):
@@ -59,25 +93,29 @@ class Client:
 
     spec: RequestSpec
     request: GatewayRequest
+    expected: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
     error: str = ""
-    expected: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.expected = answer(self.spec.prompt, self.spec.max_tokens, MAX_MODEL_LEN)
 
 
 class SimGateway:
     """Everything in flight; `ended` counts how requests came to their ends."""
 
     def __init__(
-        self, world: World, policy: Policy, *, name: str = "gateway", knows_room: bool = True
+        self,
+        world: World,
+        policy: LoadFailurePolicy,
+        max_model_len: int,
+        *,
+        name: str = "gateway",
+        knows_room: bool = True,
     ) -> None:
         """Without `knows_room` it sends more than decode workers have room for, as several gateways at once would."""
         self.name = name
         self._world = world
         self._knows_room = knows_room
+        self._max_model_len = max_model_len
         self._num_ids = 0
         self._id_prefix = "e" if name == "gateway" else f"{name}-e"
         config = GatewayConfig(routing_policy="round_robin")
@@ -141,7 +179,9 @@ class SimGateway:
             timeout_s=spec.timeout_s,
             caller=Caller(str(crc32(spec.request_id.encode()) % 3), may_administer=True),
         )
-        self.clients[spec.request_id] = self._clients[request] = Client(spec, request)
+        self.clients[spec.request_id] = self._clients[request] = Client(
+            spec, request, answer(spec.prompt, spec.max_tokens, self._max_model_len)
+        )
         self._world.log(self.name, f"{spec.request_id} arrives", lambda: spec)
         num_queued = self.dispatcher.num_queued
         self._handle(Submitted(request))
@@ -260,7 +300,10 @@ class SimGateway:
         if sub_request.output_token_ids != tuple(client.tokens):
             self._world.violate("nothing is computed twice", f"{sub_request} behind {client.tokens}")
         prompt, max_tokens = sub_request.prompt_token_ids, sub_request.sampling_params.max_tokens
-        self._sub_requests[sub_request.request_id] = sub_request, answer(prompt, max_tokens, MAX_MODEL_LEN)
+        self._sub_requests[sub_request.request_id] = (
+            sub_request,
+            answer(prompt, max_tokens, self._max_model_len),
+        )
         self._world.counts["path resumed"] += bool(sub_request.output_token_ids)
 
     def _note_record(self, record: RequestRecord) -> None:

@@ -4,7 +4,7 @@ from baton.errors import WireError
 from baton.kv import KVTransferParams
 from kv_transfer.protocol.messages import TO_PRODUCER, Hold, Open
 from kv_transfer.transport.base import Arrival
-from tests.simulation.world import Process, Violation, World
+from simulator.world import Process, Violation, World
 
 LEAST = 0.5
 """Of a lease: a producer charges a quarter of it for a standstill, and is stopped twice at most."""

@@ -4,20 +4,23 @@ Real: the session with each worker. Who is silent, and what gets through, is for
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import GatewaySession
 from baton.request import RequestOutput
-from gateway.workers.worker_client import WorkerListener
-from tests.simulation.request_plane import RequestPlane
-from tests.simulation.worker import Worker
-from tests.simulation.world import World
+from simulator.request_plane import RequestPlane
+from simulator.worker import Worker
+from simulator.world import World
+
+if TYPE_CHECKING:
+    from gateway.workers.worker_client import WorkerListener
 
 
 class WorkerLinks:
     """Of one gateway, until it dies."""
 
-    def __init__(self, world: World, name: str, listener: WorkerListener) -> None:
+    def __init__(self, world: World, name: str, listener: "WorkerListener") -> None:
         self.name = name
         self.is_dead = False
         self._world = world

@@ -100,7 +100,7 @@ class VirtualFleet:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
         self.clock = VirtualClock()
         self.window = LatencyWindow()
-        self.autoscaler = Autoscaler(config, self.clock, self.replicas, self.scale, self.set_role)
+        self.autoscaler = Autoscaler(config, self.clock, self.replicas, self.scale, self.change_role)
         self._config, self._timing, self._num_placeable = config, timing, num_placeable
         self._workers: list[_Worker] = []
         self._num_named = 0
@@ -129,7 +129,7 @@ class VirtualFleet:
         for worker in mine[: max(0, len(mine) - count)]:
             self._give_up(worker)
 
-    async def set_role(self, worker: str, role: WorkerRole) -> None:
+    async def change_role(self, worker: str, role: WorkerRole) -> None:
         (found,) = (w for w in self._workers if w.name == worker)
         self._requeue(found)
         found.role, found.state = role, ReplicaState.STARTING
