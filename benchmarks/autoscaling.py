@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from baton.config import BatonConfig
 from cluster.controller.planner import RoleChange, ScaleDecision
-from simulator.queueing_fleet import Load, Moment, Timing, VirtualFleet, play
+from simulator.queueing_fleet import Load, Moment, QueueingFleet, Timing
 
 HOUR_S = 3600.0
 BURST_H = 20.0
@@ -87,7 +87,7 @@ def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling:
             sentences.append(f"{moment.at / HOUR_S:5.2f} h  {moment.decision.sentence}")
 
     load = Load(requests_per_s, max_requests_per_s=40.0)
-    play(VirtualFleet(config, Timing()), load, num_hours * HOUR_S, 1, note)
+    QueueingFleet(config, Timing(), seed=1).play(load, num_hours * HOUR_S, note)
     before = (most_before_the_burst[0], most_before_the_burst[1])
     return Day(tuple(hours), changes, (most[0], most[1]), before, tuple(sentences))
 

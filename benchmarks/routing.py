@@ -28,7 +28,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, W
 from gateway.routing.placement import RouteQuery
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.router import Router
-from simulator.routing_fleet import KEY, Result, VirtualFleet
+from simulator.timed_fleet import KEY, Result, TimedFleet
 from simulator.workloads import Session, conversations, strangers
 
 POLICIES = ("round_robin", "least_loaded", "kv_aware")
@@ -133,7 +133,7 @@ def fleets_part() -> list[dict[str, Any]]:
 def play(case: Case, policy: str, **config: Any) -> Result:
     """One policy, from the first arrival to the last answer."""
     settings = GatewayConfig(routing_policy=policy, **config)  # type: ignore[arg-type]
-    return VirtualFleet(settings, *case.num_workers, case.num_blocks, seed=1).run(case.sessions)
+    return TimedFleet(settings, *case.num_workers, case.num_blocks, seed=1).run(case.sessions)
 
 
 def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from gateway.requests.events import (
     StreamEnded,
     Submitted,
     SubmitTo,
-    Tick,
     WorkerLost,
     WorkerOutputs,
     WorkerReported,
@@ -40,6 +39,7 @@ from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from gateway.text import TextStream
 from simulator.device import answer
+from simulator.driver import VirtualDriver
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
 from simulator.world import World
@@ -129,7 +129,7 @@ class SimGateway:
             placement_timeout_s=8.0,
         )
         self.links = WorkerLinks(world, name, self)
-        self._tick_at: float | None = None
+        self._driver = VirtualDriver(world, self.dispatcher, self._carry_out)
         self._is_listening = False
         self._sub_requests: dict[str, tuple[EngineRequest, tuple[int, ...]]] = {}
         """Of every attempt there ever was, by the id that workers know; and the right answer."""
@@ -205,12 +205,7 @@ class SimGateway:
     # the loop
 
     def _handle(self, event: Event) -> None:
-        """As RequestDriver does; a client reads at once."""
-        events: list[Event] = [event]
-        for each in events:
-            ended = map(self._carry_out, self.dispatcher.handle(each, self._world.now))
-            events += [event for event in ended if event is not None]
-        self._set_timer()
+        self._driver.handle(event)
         if self.dispatcher.num_queued:
             self._listen_soon()
 
@@ -229,17 +224,6 @@ class SimGateway:
             case Record(record):
                 self._note_record(record)
         return None
-
-    def _set_timer(self) -> None:
-        deadline = self.dispatcher.next_deadline()
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self._world.at(deadline, partial(self._tick, deadline), is_plane=False)
-
-    def _tick(self, deadline: float) -> None:
-        if self._tick_at == deadline:
-            self._tick_at = None
-            self._handle(Tick())
 
     def _listen_soon(self) -> None:
         """Heartbeats come at a fixed pace; here, only while they may matter to somebody."""

@@ -8,7 +8,7 @@ from typing import Any
 from baton.config import SchedulerConfig
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
-from baton.request import FinishReason, FirstToken, RequestOutput
+from baton.request import EngineRequest, FinishReason, FirstToken, OnPreemption, RequestOutput
 from baton.step import KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from scheduler import Request, Scheduler
@@ -27,13 +27,16 @@ DECODE_REQUEST_S = 0.0001
 
 
 @dataclass(slots=True)
-class RankTransfer:
-    """A request here, and what it should answer."""
+class TimedRequest:
+    """A request here, and what it will answer."""
 
     request: Request
     answer: tuple[int, ...]
     began_at: float | None = None
-    """Its first step."""
+    """When its first step began."""
+
+
+TimedOutputs = list[tuple[TimedRequest, RequestOutput]]
 
 
 class Connector:
@@ -67,7 +70,7 @@ class Connector:
         return request.is_handed_over
 
 
-class SimWorker:
+class TimedWorker:
     """Time is the caller's: `start_step` says how long a step takes, `end_step` what came of it."""
 
     def __init__(
@@ -89,7 +92,7 @@ class SimWorker:
         self.ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), BLOCK_SIZE)
         self.role = role
         self.scheduler = Scheduler(config, Connector(start_load), key)
-        self.legs: dict[str, RankTransfer] = {}
+        self.requests: dict[str, TimedRequest] = {}
         self._meter = LoadMeter()
         self._plan: SchedulerOutput | None = None
         self._began_at = 0.0
@@ -100,8 +103,16 @@ class SimWorker:
     def is_stepping(self) -> bool:
         return self._plan is not None
 
-    def add(self, request: Request, answer: tuple[int, ...]) -> None:
-        self.legs[request.request_id] = RankTransfer(request, answer)
+    def add(self, sub_request: EngineRequest, answer: tuple[int, ...], now: float) -> None:
+        request = Request(
+            sub_request.request_id,
+            sub_request.prompt_token_ids,
+            sub_request.sampling_params,
+            arrival_time=now,
+            kv_transfer=sub_request.kv_transfer,
+            on_preemption=OnPreemption.RESUME,  # nothing moves to another worker here
+        )
+        self.requests[request.request_id] = TimedRequest(request, answer)
         self.scheduler.add_request(request)
 
     def start_step(self, now: float) -> float | None:
@@ -112,28 +123,28 @@ class SimWorker:
         if not plan.num_scheduled_tokens:
             return None
         for request_id in plan.num_scheduled_tokens:
-            leg = self.legs[request_id]
-            leg.began_at = now if leg.began_at is None else leg.began_at
+            here = self.requests[request_id]
+            here.began_at = now if here.began_at is None else here.began_at
         self._plan, self._began_at = plan, now
         num_prefill, num_decodes = self._work(plan)
         return STEP_S + PREFILL_TOKEN_S * num_prefill + DECODE_REQUEST_S * num_decodes
 
-    def end_step(self, now: float) -> list[RequestOutput]:
+    def end_step(self, now: float) -> TimedOutputs:
         plan, self._plan = self._plan, None
         assert plan is not None
         sampled = {}
         for request_id in plan.num_scheduled_tokens:
-            request = self.legs[request_id].request
+            request = self.requests[request_id].request
             if request.num_computed_tokens == request.num_tokens:
-                sampled[request_id] = [self.legs[request_id].answer[request.num_output_tokens]]
+                sampled[request_id] = [self.requests[request_id].answer[request.num_output_tokens]]
         self._meter.step_done(*self._work(plan), self._began_at, now)
-        return self._told(self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled)))
+        return self._outputs(self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled)))
 
-    def receive(self, request_id: str, num_tokens: int, moving_s: float) -> list[RequestOutput]:
+    def receive(self, request_id: str, num_tokens: int, moving_s: float) -> TimedOutputs:
         """A prompt has arrived, with its first token."""
-        first = FirstToken(self.legs[request_id].answer[0], None)
+        first = FirstToken(self.requests[request_id].answer[0], None)
         received = ReceivedKV(request_id, first, num_tokens * BYTES_PER_TOKEN, moving_s, moving_s)
-        return self._told(
+        return self._outputs(
             self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=(received,)))
         )
 
@@ -151,9 +162,9 @@ class SimWorker:
 
     def status(self) -> WorkerStatus:
         waiting = sum(
-            leg.request.num_prompt_tokens - leg.request.num_computed_tokens
-            for leg in self.legs.values()
-            if leg.request.is_prefilling and not leg.request.is_consumer
+            here.request.num_prompt_tokens - here.request.num_computed_tokens
+            for here in self.requests.values()
+            if here.request.is_prefilling and not here.request.is_consumer
         )
         return WorkerStatus(
             self.ref,
@@ -173,17 +184,18 @@ class SimWorker:
         """Tokens of prompts, and requests that decode, in a step that is planned."""
         num_prefill = num_decodes = 0
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            request = self.legs[request_id].request
+            request = self.requests[request_id].request
             if request.num_computed_tokens - num_tokens < request.num_prompt_tokens:
                 num_prefill += num_tokens
             else:
                 num_decodes += 1
         return num_prefill, num_decodes
 
-    def _told(self, news: Any) -> list[RequestOutput]:
-        outputs = [output for each in news.values() for output in each.outputs]
-        for output in outputs:
+    def _outputs(self, news: Any) -> TimedOutputs:
+        outputs = []
+        for output in (output for each in news.values() for output in each.outputs):
+            outputs.append((self.requests[output.request_id], output))
             if output.finish_reason is not None:
-                del self.legs[output.request_id]
+                del self.requests[output.request_id]
             assert output.finish_reason is not FinishReason.ERROR, output.error
         return outputs

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from baton.clock import VirtualClock
 
 TICK_S = 2.0**-20
-"""All durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
+"""Durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
 
 MAX_EVENTS = 100_000
-"""Many times what any seed takes."""
+"""Many times what any seed of the fault simulation takes."""
 
 
 class Violation(Exception):
@@ -54,6 +54,9 @@ class World:
 
     seed: int
     is_verbose: bool = False
+    max_events: int = MAX_EVENTS
+    has_ticks: bool = True
+    """Without ticks, events happen at any time."""
     now: float = 0.0
     num_events: int = 0
     counts: "Counter[str]" = field(default_factory=Counter)
@@ -101,8 +104,9 @@ class World:
 
         Events of the planes (messages, reads, timers, devices) go on while an engine waits for its device in mid-step.
         """
-        whole = math.ceil(when / TICK_S) * TICK_S
-        self._push(max(whole, self.now), Event(action, process, is_plane))
+        if self.has_ticks:
+            when = math.ceil(when / TICK_S) * TICK_S
+        self._push(max(when, self.now), Event(action, process, is_plane))
 
     def after(
         self,
@@ -162,7 +166,7 @@ class World:
                 return
         self._move_to(when)
         self.num_events += 1
-        if self.num_events > MAX_EVENTS:
+        if self.num_events > self.max_events:
             self.violate("comes to rest", f"{self.num_events} events and no end")
             return
         try:

@@ -3,7 +3,7 @@
 from functools import cache
 
 from benchmarks.routing import Case, play
-from simulator.routing_fleet import Result
+from simulator.timed_fleet import Result
 from simulator.workloads import conversations, strangers
 
 CONVERSATIONS = Case("conversations", (3, 3), conversations(1, 30, 60.0, scale=0.1), (512, 512))
