@@ -179,6 +179,7 @@ class World:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
             self.violate("no exception", f"{type(error).__name__} at {where}: {error}")
+            self.violation.__cause__ = self.violation.__cause__ or error
             if self.is_verbose:
                 traceback.print_exc()
 
