@@ -150,10 +150,11 @@ class World:
     def digest(self) -> str:
         return self._log.hexdigest()
 
-    def violate(self, invariant: str, message: str) -> None:
+    def violate(self, invariant: str, message: str, cause: Exception | None = None) -> None:
         """Notes a broken promise where raising would be caught; the first one ends the run."""
         if self.violation is None:
             self.violation = Violation(invariant, message)
+            self.violation.__cause__ = cause
 
     def _next(self) -> None:
         when, _, event = heapq.heappop(self._heap)
@@ -178,8 +179,7 @@ class World:
         except Exception as error:  # nothing that peers or time do may raise
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-            self.violate("no exception", f"{type(error).__name__} at {where}: {error}")
-            self.violation.__cause__ = self.violation.__cause__ or error
+            self.violate("no exception", f"{type(error).__name__} at {where}: {error}", error)
             if self.is_verbose:
                 traceback.print_exc()
 

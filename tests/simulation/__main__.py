@@ -6,8 +6,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.simulation.run import Result, play
-from tests.simulation.runs import results
+from tests.simulation.run import Result, play, results
 
 SECONDS_PER_REPORT = 30.0
 

@@ -2,9 +2,12 @@
 
 import logging
 import math
+import multiprocessing
 from collections import Counter
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from simulator.fleet import Fleet
 from simulator.gateway import SimGateway
@@ -15,6 +18,10 @@ from simulator.world import Violation, World
 from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
 from tests.simulation.scenario import MAX_MODEL_LEN, Scenario, make_scenario
+
+SEEDS_PER_JOB = 8
+JOBS_AHEAD = 4
+"""For each process: few, so that little is played in vain when a run stops early."""
 
 MAX_CALM_S = 120.0
 """Time enough for every deadline to pass, one after the other."""
@@ -48,6 +55,20 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
     finally:
         logging.disable(logging.NOTSET)
     return Result(seed, world.digest(), world.num_events, world.counts, violation)
+
+
+def results(seeds: Iterable[int], num_jobs: int) -> Generator[Result, None, None]:
+    """Every seed's result, in their order. Processes are forked, so what is patched here is patched there."""
+    if num_jobs == 1:
+        yield from map(play, seeds)
+        return
+    waiting, chunk = iter(seeds), SEEDS_PER_JOB * JOBS_AHEAD * num_jobs
+    with multiprocessing.get_context("fork").Pool(num_jobs) as pool:
+        ahead = pool.imap(play, list(islice(waiting, chunk)), SEEDS_PER_JOB)
+        while batch := list(islice(waiting, chunk)):
+            behind, ahead = ahead, pool.imap(play, batch, SEEDS_PER_JOB)
+            yield from behind
+        yield from ahead
 
 
 def _play(scenario: Scenario, world: World) -> None:
