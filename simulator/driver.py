@@ -1,10 +1,11 @@
 """VirtualDriver: runs the gateway's own dispatcher on virtual time, as gateway/requests/driver.py does on asyncio."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import Effect, Event, StreamEnded, Tick
+from gateway.text import TextStream
 from simulator.world import World
 
 
@@ -34,3 +35,20 @@ class VirtualDriver:
         if self._tick_at == deadline:
             self._tick_at = None
             self.handle(Tick())
+
+
+class SilentText(TextStream):
+    """A text stream without a tokenizer: every token counts, and none has any text."""
+
+    def __init__(self) -> None:
+        """Needs nothing of a real one."""
+
+    @property
+    def matched_stop(self) -> str | None:
+        return None
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        return len(token_ids), ""
+
+    def flush(self) -> str:
+        return ""

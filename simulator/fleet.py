@@ -1,4 +1,4 @@
-"""Fleet: the workers as they are at present, each in its latest incarnation, and the gateways that know them."""
+"""Fleet: every worker in its latest incarnation, and the gateways."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ class Fleet:
     def __init__(self, site: Site, specs: Sequence[WorkerSpec], gateways: Sequence[SimGateway]) -> None:
         self.gateways = gateways
         self.incarnations: list[Worker] = []
-        """All there ever were."""
+        """All that ever ran."""
         self.workers: dict[str, Worker] = {}
         self._site = site
         self._outboxes = {gateway.name: gateway.links.outbox for gateway in gateways}
@@ -28,9 +28,9 @@ class Fleet:
         self.at_gateways(lambda links: links.add(worker))
 
     def end(self, worker: Worker) -> None:
-        """As SIGKILL does. Gateways are not told."""
+        """As SIGKILL does. Gateways are not notified."""
         worker.is_dead, worker.died_at = True, self._site.world.now
-        self._site.pools.tell_of_the_end_of(worker)
+        self._site.pools.report_exit(worker)
 
     def arrive(self, spec: RequestSpec, number: int) -> None:
         """A client asks one of the gateways that run."""

@@ -1,11 +1,10 @@
-"""SimGateway: the gateway's own dispatcher, driven on virtual time; and its clients, who check what they get.
+"""SimGateway: the gateway's own dispatcher on virtual time, and clients that check what they get.
 
-Real: the dispatcher with all that it holds, and the session with each worker. It checks what a client may rely on:
-every token right, each position once and in order, nothing computed twice, one end.
+Real: the dispatcher with all that it holds, and the session with each worker. Checked: every token is right, each
+position comes once and in order, nothing is computed twice, and each request has one end.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -37,9 +36,8 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from gateway.text import TextStream
 from simulator.device import answer
-from simulator.driver import VirtualDriver
+from simulator.driver import SilentText, VirtualDriver
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
 from simulator.world import World
@@ -51,7 +49,7 @@ HEARTBEAT_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A client's request, and when the client leaves, if it does."""
+    """A client's request, and when the client leaves, if ever."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -64,23 +62,6 @@ class RequestSpec:
     priority: int
 
 
-class SilentText(TextStream):
-    """A text stream without a tokenizer: every token counts, and none has any text."""
-
-    def __init__(self) -> None:
-        """Has nothing of a real one."""
-
-    @property
-    def matched_stop(self) -> str | None:
-        return None
-
-    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
-        return len(token_ids), ""
-
-    def flush(self) -> str:
-        return ""
-
-
 class End(Enum):
     DONE = "done"
     ERROR = "error"
@@ -89,7 +70,7 @@ class End(Enum):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """What one client asked, and has of its answer."""
+    """What one client asked, and what it has of its answer."""
 
     spec: RequestSpec
     request: GatewayRequest
@@ -100,7 +81,7 @@ class Client:
 
 
 class SimGateway:
-    """Everything in flight; `ended` counts how requests came to their ends."""
+    """One gateway with its clients; `ended` counts how their requests ended."""
 
     def __init__(
         self,
@@ -111,7 +92,7 @@ class SimGateway:
         name: str = "gateway",
         knows_room: bool = True,
     ) -> None:
-        """Without `knows_room` it sends more than decode workers have room for, as several gateways at once would."""
+        """Without `knows_room` it sends more than decode workers have room for, as several gateways would."""
         self.name = name
         self._world = world
         self._knows_room = knows_room
@@ -132,7 +113,7 @@ class SimGateway:
         self._driver = VirtualDriver(world, self.dispatcher, self._carry_out)
         self._is_listening = False
         self._sub_requests: dict[str, tuple[EngineRequest, tuple[int, ...]]] = {}
-        """Of every attempt there ever was, by the id that workers know; and the right answer."""
+        """The request of every attempt, by the id that workers know, and the right answer."""
         self._clients: dict[GatewayRequest, Client] = {}
         self.clients: dict[str, Client] = {}
         """By the request's id."""
@@ -143,7 +124,7 @@ class SimGateway:
     def num_open(self) -> int:
         return len(self.clients) - self.ended.total()
 
-    # what workers say: WorkerListener
+    # events from workers: WorkerListener
 
     def on_status(self, status: WorkerStatus) -> None:
         if not self._knows_room:
@@ -165,7 +146,7 @@ class SimGateway:
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
         self.router.kv_events(worker, events)
 
-    # what clients do
+    # events from clients
 
     def arrive(self, spec: RequestSpec) -> None:
         request = GatewayRequest(
@@ -188,14 +169,14 @@ class SimGateway:
         self._world.counts["path waited"] += self.dispatcher.num_queued > num_queued
 
     def leave(self, request_id: str) -> None:
-        """The client is not there any more."""
+        """The client disconnects."""
         client = self.clients.get(request_id)
         if client is not None and client.end is None:
             self._world.counts["fault client left"] += 1
             self._handle(self._end(client, End.LEFT, GeneratorExit()))
 
     def die(self) -> tuple[list[Worker], list[RequestSpec]]:
-        """As by SIGKILL: its clients have lost their connections. The workers that will find out, and what was lost."""
+        """As by SIGKILL: its clients lose their connections. Returns its workers, and the requests that were lost."""
         workers = self.links.die()
         lost = [client for client in self.clients.values() if client.end is None]
         for client in lost:
@@ -218,22 +199,22 @@ class SimGateway:
                 return self._end(self._clients[request], End.ERROR, error)
             case SubmitTo(worker, sub_request):
                 self._note_submit(worker, sub_request)
-                self.links.order(worker, lambda session: session.submit(sub_request))
+                self.links.send(worker, lambda session: session.submit(sub_request))
             case AbortAt(worker, engine_request_id):
-                self.links.order(worker, lambda session: session.abort((engine_request_id,)))
+                self.links.send(worker, lambda session: session.abort((engine_request_id,)))
             case Record(record):
                 self._note_record(record)
         return None
 
     def _listen_soon(self) -> None:
-        """Heartbeats come at a fixed pace; here, only while they may matter to somebody."""
+        """Heartbeats come at a fixed pace; here, only while requests wait."""
         if not self._is_listening:
             self._is_listening = True
             self._world.after(HEARTBEAT_S, self._listen, is_plane=False)
 
     def _listen(self) -> None:
         self._is_listening = False
-        self.links.hear_all()
+        self.links.take_heartbeats()
         if self.dispatcher.num_queued:
             self._listen_soon()
 
@@ -259,7 +240,7 @@ class SimGateway:
         return StreamEnded(client.request, error)
 
     def _check_output(self, worker: str, output: RequestOutput) -> None:
-        """Whatever becomes of it: a worker's tokens are right and behind those that the client had."""
+        """A worker's tokens are right, and behind those that the client had when its attempt began."""
         sub_request, expected = self._sub_requests[output.request_id]
         end = output.first_position + len(output.token_ids)
         if output.token_ids != expected[output.first_position : end]:
@@ -269,14 +250,14 @@ class SimGateway:
         self._check_times(worker, output)
 
     def _check_times(self, worker: str, output: RequestOutput) -> None:
-        """Whatever happened to a transfer, its events are in order, and a worker tells of one it was part of."""
+        """A transfer's events are in order, however it ended, and its peer is another worker."""
         for transfer in output.stage_times.transfers if output.stage_times else ():
             times = [event.at_s for event in transfer.events]
             self._world.counts[f"transfer {transfer.events[-1].kind.value}"] += 1
             if times != sorted(times) or times[0] < 0.0 or transfer.peer == worker:
                 self._world.violate("times are in order", f"{worker}: {transfer}")
 
-    # how often each way was really gone
+    # how often each path was taken
 
     def _note_submit(self, worker: str, sub_request: EngineRequest) -> None:
         self._world.log(self.name, f"-> {worker} {sub_request.request_id}")

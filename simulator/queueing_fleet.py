@@ -38,7 +38,7 @@ MAX_EVENTS = 10**8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What workers of one kind can do; roughly an 8B model on one GPU each."""
+    """Speed of each worker; roughly an 8B model on one GPU."""
 
     prefill_tokens_per_s: float = 20_000.0
     decode_step_s: float = 0.012
@@ -84,13 +84,13 @@ class _Worker:
     role: WorkerRole
     state: ReplicaState
     due_at: float = 0.0
-    """When it serves, while it does not."""
+    """When a starting worker serves."""
     prompts: deque[Arrival] = field(default_factory=deque)
     prompt_ends_at: float = math.inf
     prompt_tokens: int = 0
-    """Of all prompts here."""
+    """Tokens of all prompts here."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """A heap: the tick of the worker's tokens at which a request has its last one, and its blocks."""
+    """A heap: the tick at which a request has its last token, and its blocks."""
     ticks: float = 0.0
     blocks_used: int = 0
     reserved: int = 0
@@ -171,7 +171,7 @@ class QueueingFleet:
         num_paid = sum(worker.state is not ReplicaState.PLACING for worker in self._workers)
         return Moment(now - STEP_S, num_prefill, num_decode, num_paid, report, decision)
 
-    # what the autoscaler may do
+    # changes by the autoscaler
 
     def replicas(self) -> list[ReplicaDescription]:
         return [ReplicaDescription(name=w.name, role=w.role, state=w.state) for w in self._workers]
@@ -184,7 +184,7 @@ class QueueingFleet:
             self._add(role, ReplicaState.STARTING if has_room else ReplicaState.PLACING)
         mine.sort(key=lambda worker: (worker.state is ReplicaState.SERVING, self._num_requests(worker)))
         for worker in mine[: max(0, len(mine) - count)]:
-            self._give_up(worker)
+            self._remove(worker)
 
     async def change_role(self, worker: str, role: WorkerRole) -> None:
         (found,) = (w for w in self._workers if w.name == worker)
@@ -192,17 +192,15 @@ class QueueingFleet:
         found.role, found.state = role, ReplicaState.STARTING
         found.due_at = self._world.now + self._timing.role_change_s
 
-    # what happens to it
-
     def kill(self, name: str, *, comes_back_after_s: float | None) -> None:
-        """None: it is in a crash loop."""
+        """None: the worker is in a crash loop."""
         (worker,) = (w for w in self._workers if w.name == name)
         self._requeue(worker)
         worker.state = ReplicaState.CRASH_LOOP if comes_back_after_s is None else ReplicaState.STARTING
         worker.due_at = self._world.now + (comes_back_after_s or 0.0)
 
     def count(self, role: WorkerRole, *states: ReplicaState) -> int:
-        """Slots of the role, or those of them in one of these states."""
+        """Replicas of the role, or those of them in one of these states."""
         return sum(w.role is role and (not states or w.state in states) for w in self._workers)
 
     def _report(self, now: float) -> GatewayReport:
@@ -221,7 +219,7 @@ class QueueingFleet:
         )
 
     def _dispatch(self, now: float) -> None:
-        """The gateway: the first in line waits for room on a decode worker, and then goes to the shortest queue."""
+        """The gateway: the first request waits for room on a decode worker, then joins the shortest prefill queue."""
         while self._queue:
             arrival = self._queue[0]
             room = [
@@ -294,7 +292,7 @@ class QueueingFleet:
         self._workers.append(_Worker(f"w{self._num_named}", role, state, due_at))
         self._num_named += 1
 
-    def _give_up(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         self._requeue(worker)
         self._workers.remove(worker)
         placing = [w for w in self._workers if w.state is ReplicaState.PLACING]
@@ -305,7 +303,7 @@ class QueueingFleet:
             )
 
     def _requeue(self, worker: _Worker) -> None:
-        """Prompts go back to the gateway; what runs here ends at once, as if it had moved to another worker."""
+        """Prompts go back to the gateway; running requests end at once, as if they had moved to another worker."""
         self._queue.extendleft(reversed(worker.prompts))
         for arrival in worker.prompts:
             decode = self._moving.pop(arrival, None)

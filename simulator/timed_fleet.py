@@ -27,8 +27,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.routing.router import Router
-from simulator.driver import VirtualDriver
-from simulator.gateway import SilentText
+from simulator.driver import SilentText, VirtualDriver
 from simulator.timed_worker import BYTES_PER_TOKEN, LINK_BYTES_PER_S, TimedOutputs, TimedRequest, TimedWorker
 from simulator.workloads import Session
 from simulator.world import World

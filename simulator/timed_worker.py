@@ -1,5 +1,4 @@
-"""A worker of the routing benchmark: the real Scheduler with its block pool and its events, and a device that only
-takes time."""
+"""TimedWorker: the real scheduler with its block pool and its KV events, over a device that only takes time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from worker.load import LoadMeter
 
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 131_072
-"""Of an 8B model in bfloat16."""
+"""KV of an 8B model in bfloat16."""
 LINK_BYTES_PER_S = 5e9
 
 STEP_S = 0.008
 PREFILL_TOKEN_S = 0.0001
 DECODE_REQUEST_S = 0.0001
-"""A step with nothing in it; what a token of a prompt and a request that decodes add: an 8B model on one GPU, about."""
+"""An empty step; what each prompt token and each decoding request add: about an 8B model on one GPU."""
 
 
 @dataclass(slots=True)
@@ -39,9 +38,8 @@ class TimedRequest:
 TimedOutputs = list[tuple[TimedRequest, RequestOutput]]
 
 
-class Connector:
-    """The scheduler's side of hand-overs whose bytes are only counted: tells how much is loaded, and keeps what is
-    to be read."""
+class CountingConnector:
+    """The scheduler half of a connector whose hand-overs only count bytes. Blocks are held until they are read."""
 
     def __init__(self, start_load: Callable[[str, int], None]) -> None:
         self._start_load = start_load
@@ -71,7 +69,7 @@ class Connector:
 
 
 class TimedWorker:
-    """Time is the caller's: `start_step` says how long a step takes, `end_step` what came of it."""
+    """The caller owns time: `start_step` returns how long a step takes, `end_step` its outputs."""
 
     def __init__(
         self,
@@ -89,15 +87,15 @@ class TimedWorker:
             max_model_len=16_384,
             async_scheduling=False,
         )
-        self.ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), BLOCK_SIZE)
+        self.ref = WorkerRef(name, f"{name}-1", ("tcp://127.0.0.1:1",), BLOCK_SIZE)
         self.role = role
-        self.scheduler = Scheduler(config, Connector(start_load), key)
+        self.scheduler = Scheduler(config, CountingConnector(start_load), key)
         self.requests: dict[str, TimedRequest] = {}
         self._meter = LoadMeter()
         self._plan: SchedulerOutput | None = None
         self._began_at = 0.0
         self._num_events = 0
-        self._account = self.scheduler.begin_kv_events()
+        self._kv_events = self.scheduler.begin_kv_events()
 
     @property
     def is_stepping(self) -> bool:
@@ -152,9 +150,9 @@ class TimedWorker:
         self.scheduler.update_connector_output(KVConnectorOutput(finished_sending=(request_id,)))
 
     def events(self) -> KVEvents | None:
-        """What changed in the prefix cache since the last call, as the request plane would tell it."""
-        change = net([*self._account, *self.scheduler.take_kv_events()])
-        self._account = []
+        """Changes of the prefix cache since the last call, as the request plane would send them."""
+        change = net([*self._kv_events, *self.scheduler.take_kv_events()])
+        self._kv_events = []
         if change is None:
             return None
         self._num_events += 1
@@ -181,7 +179,7 @@ class TimedWorker:
         )
 
     def _work(self, plan: SchedulerOutput) -> tuple[int, int]:
-        """Tokens of prompts, and requests that decode, in a step that is planned."""
+        """Prompt tokens and decoding requests of a planned step."""
         num_prefill = num_decodes = 0
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self.requests[request_id].request
@@ -191,9 +189,9 @@ class TimedWorker:
                 num_decodes += 1
         return num_prefill, num_decodes
 
-    def _outputs(self, news: Any) -> TimedOutputs:
+    def _outputs(self, produced: Any) -> TimedOutputs:
         outputs = []
-        for output in (output for each in news.values() for output in each.outputs):
+        for output in (output for each in produced.values() for output in each.outputs):
             outputs.append((self.requests[output.request_id], output))
             if output.finish_reason is not None:
                 del self.requests[output.request_id]

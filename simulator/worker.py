@@ -1,6 +1,7 @@
-"""Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role, sessions.
+"""Worker: one incarnation of a worker on virtual time.
 
-Stand-ins: the loop's thread (worker/loop.py, line by line without its queue), the request plane's, the device.
+Real: engine core, scheduler, connector, endpoint, role, sessions. Stand-ins: the loop's thread (worker/loop.py, line by
+line without its queue), the request plane's thread, the device.
 """
 
 import heapq
@@ -43,7 +44,7 @@ Outbox = Callable[["Worker", list[RequestOutput]], None]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker, whatever becomes of its lives."""
+    """One worker; the same for all its incarnations."""
 
     name: str
     role: WorkerRole
@@ -53,7 +54,7 @@ class WorkerSpec:
     window_bytes: int
     model: str
     step_s: tuple[float, float]
-    max_order_delay_s: float
+    max_command_delay_s: float
     max_waiting: int
     clock_offset_s: float
     reads_at_once: bool
@@ -61,7 +62,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where all workers live."""
+    """What all workers share."""
 
     world: World
     transfer: KVTransferConfig
@@ -72,7 +73,7 @@ class Site:
 
 
 class Worker(Process):
-    """From its start until it is killed. Whatever happens to it, happens by events."""
+    """From its start until it is killed. Only events change it."""
 
     def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
         """`outboxes` of the gateways, by their names."""
@@ -91,17 +92,17 @@ class Worker(Process):
         self.is_draining = False
         self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: dict[str, str] = {}
-        """Those that have not ended here, and whose they are."""
+        """Requests that have not ended here, and the gateway of each."""
         config = spec.scheduler
         assert config.num_blocks is not None
         shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
-        # What stood in this memory before is nobody's KV.
+        # Memory that was never written holds no KV.
         self._pool: Bytes = np.full(shape, world.rng.randrange(256), np.uint8)
         self.runner = SimRunner(
             world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
         )
         self.connector = SimConnector(world, self, self.clock, self.wake)
-        self.connector.max_order_delay_s = spec.max_order_delay_s
+        self.connector.max_command_delay_s = spec.max_command_delay_s
         self.channel = SimChannel(site.network, spec.name, self)
         self.readers = self._make_readers(site)
         self._attach_endpoint(site)
@@ -119,11 +120,11 @@ class Worker(Process):
     def kind(self) -> WorkerRole:
         return self.role.kind
 
-    # what the request plane brings
+    # messages of the request plane
 
-    def hear(self, gateway: str, hello: Hello) -> None:
+    def on_hello(self, gateway: str, hello: Hello) -> None:
         if self.sessions.hear(gateway.encode(), hello, self._world.now):
-            self._world.counts["path order missed"] += 1
+            self._world.counts["path command missed"] += 1
             self.abort_client(gateway)
 
     def heartbeat(self, gateway: str) -> Heartbeat:
@@ -133,11 +134,11 @@ class Worker(Process):
         return self.sessions.heartbeat(gateway.encode(), status)
 
     def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
-        """RequestServer._receive, of what is not a Hello."""
+        """As RequestServer._receive takes what is not a Hello."""
         try:
             self.sessions.take(gateway.encode(), command)
         except WireError:
-            self._world.counts["path order of another session"] += 1
+            self._world.counts["path command of another session"] += 1
             return
         if isinstance(command, SubmitRequest):
             self.submit(gateway, command.request)
@@ -145,7 +146,7 @@ class Worker(Process):
             self.abort(command.request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
-        """It is out of reach, or was silent for too long."""
+        """The gateway is unreachable, or was silent for too long."""
         if self.sessions.end(gateway.encode()):
             self._world.counts["path gateway lost"] += 1
             self.abort_client(gateway)
@@ -164,12 +165,12 @@ class Worker(Process):
         self.wake()
 
     def give_back(self) -> None:
-        """Everything that has not ended."""
+        """Gives back every request that has not ended."""
         self._commands.append(lambda: self._deliver(self.core.give_back_requests()))
         self.wake()
 
     def reset_prefix_cache(self) -> None:
-        """Preempts everybody who runs."""
+        """Preempts every running request."""
         self._commands.append(self._reset_prefix_cache)
         self.wake()
 
@@ -237,8 +238,8 @@ class Worker(Process):
     def _reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache(force=True)
 
-    def _deliver(self, news: ClientOutputs) -> None:
-        for gateway, outputs in news.items():
+    def _deliver(self, produced: ClientOutputs) -> None:
+        for gateway, outputs in produced.items():
             for output in outputs:
                 if output.finish_reason is not None:
                     if output.request_id not in self.request_ids:
@@ -301,7 +302,7 @@ class Worker(Process):
 
 
 def _grammars() -> GrammarCompiler:
-    """Nobody asks for a structured output."""
+    """Never used: no request asks for a structured output."""
     return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""The command: one seed with its log, or many on all cores with a summary of what they went through."""
+"""The command: plays one seed with its log, or many on all cores with a summary."""
 
 import argparse
 import os

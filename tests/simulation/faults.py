@@ -1,4 +1,4 @@
-"""Carries out what the scenario has in store for the workers: pauses, crashes, partitions, cuts, failing devices."""
+"""Faults: carries out the scenario's pauses, crashes, partitions, cuts, drains and device failures."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,13 @@ from simulator.worker import Site, Worker
 from tests.simulation.scenario import Fault, Scenario
 
 MAX_HEARTBEAT_S = 0.05
-"""Until a gateway hears of a change."""
+"""Until a gateway learns of a change."""
 MAX_RETRY_S = 0.2
-"""Until a client that has lost its gateway asks another one."""
+"""Until a client whose gateway died asks another one."""
 
 
 class Faults:
-    """Plans what befalls a fleet."""
+    """Plans the faults of a fleet."""
 
     def __init__(self, site: Site, scenario: Scenario, fleet: Fleet) -> None:
         self._site = site
@@ -25,7 +25,7 @@ class Faults:
         self._peer_timeout_s = scenario.transfer.peer_timeout_s
 
     def plan(self, fault: Fault) -> None:
-        """It will happen when its time comes; never within a step of an engine."""
+        """The fault happens at its time, but never within a step of an engine."""
         actions: dict[str, Callable[[Fault], None]] = {
             "pause": self._pause,
             "crash": self._crash,
@@ -38,7 +38,7 @@ class Faults:
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
-    def plan_gateways_death(self, at: float, gateway: SimGateway) -> None:
+    def plan_gateway_death(self, at: float, gateway: SimGateway) -> None:
         self._world.at(at, lambda: self._end_gateway(gateway), is_plane=False)
 
     def _do(self, fault: Fault, action: Callable[[Fault], None]) -> None:
@@ -47,7 +47,7 @@ class Faults:
         action(fault)
 
     def _pause(self, fault: Fault) -> None:
-        """As SIGSTOP does: its clock runs on, and what arrives meanwhile waits."""
+        """As SIGSTOP does: the clock runs on, and messages wait."""
         worker, name = self._fleet.workers[fault.worker], fault.worker
         if worker.is_dead:
             return
@@ -59,11 +59,11 @@ class Faults:
                 self._peer_timeout_s, lambda: self._fleet.at_gateways(lambda links: links.note_silence(name))
             )
             self._later(
-                fault.duration_s, lambda: self._fleet.at_gateways(lambda links: links.hear_again(name))
+                fault.duration_s, lambda: self._fleet.at_gateways(lambda links: links.end_silence(name))
             )
 
     def _crash(self, fault: Fault) -> None:
-        """As SIGKILL does; it comes back at the same address as somebody else."""
+        """As SIGKILL does; another incarnation starts at the same address."""
         worker = self._fleet.workers[fault.worker]
         if worker.is_dead:
             return
@@ -76,13 +76,13 @@ class Faults:
         self._later(fault.duration_s, lambda: self._fleet.start(self._specs[fault.worker]))
 
     def _drain(self, fault: Fault) -> None:
-        """It takes nothing new, gives back what has not ended in time, and is restarted, or takes requests again."""
+        """The worker refuses requests, gives back those that do not end in time, and is restarted, or serves again."""
         worker = self._fleet.workers[fault.worker]
         if worker.is_dead or worker.is_draining:
             return
         worker.is_draining = True
-        heard_s = self._world.between(0.0, MAX_HEARTBEAT_S)
-        self._later(heard_s, lambda: self._fleet.at_gateways(lambda links: links.hear(worker)))
+        noticed_s = self._world.between(0.0, MAX_HEARTBEAT_S)
+        self._later(noticed_s, lambda: self._fleet.at_gateways(lambda links: links.take_heartbeat(worker)))
         self._later(fault.duration_s / 2, worker.give_back)
         self._later(fault.duration_s, lambda: self._end_drain(worker, is_restart=fault.is_mutual))
 
@@ -91,7 +91,7 @@ class Faults:
             return
         worker.is_draining = False
         if not is_restart:
-            self._fleet.at_gateways(lambda links: links.hear(worker))
+            self._fleet.at_gateways(lambda links: links.take_heartbeat(worker))
         elif worker.paused_until <= self._world.now:
             self._world.counts["fault restarted"] += 1
             self._fleet.end(worker)
@@ -105,8 +105,7 @@ class Faults:
             partitions[fault.peer, fault.worker] = until
 
     def _disconnect(self, fault: Fault) -> None:
-        """What a gateway and a worker say to each other is lost. Each end may notice, or not: only long silence is
-        sure. Other gateways are none the wiser."""
+        """Messages between a gateway and a worker are lost. Each end may notice at once, or after long silence."""
         worker, gateway = (
             self._fleet.workers[fault.worker],
             self._fleet.gateways[int(fault.at * 1024) % len(self._fleet.gateways)],
@@ -121,8 +120,7 @@ class Faults:
         self._later(fault.duration_s, lambda: links.reconnect(name))
 
     def _end_gateway(self, gateway: SimGateway) -> None:
-        """As SIGKILL does. Workers notice when they next speak to it, or when it was silent for too long; clients ask
-        another one."""
+        """As SIGKILL does. Workers notice at their next message, or after long silence; clients ask another gateway."""
         self._world.counts["fault gateway died"] += 1
         self._world.log("fault", f"{gateway.name} dies")
         workers, lost = gateway.die()
@@ -137,11 +135,11 @@ class Faults:
         self._fleet.workers[fault.worker].runner.must_fail = True
 
     def _reset(self, fault: Fault) -> None:
-        """Preempts everybody who runs, and forgets what could be hit."""
+        """Preempts every running request, and empties the prefix cache."""
         self._fleet.workers[fault.worker].reset_prefix_cache()
 
     def _break_reads(self, fault: Fault) -> None:
-        """Some of the reads that are under way fail, and the others go on."""
+        """Some of the reads under way fail, the others go on."""
         for reader in self._fleet.workers[fault.worker].readers.values():
             reader.break_reads()
 

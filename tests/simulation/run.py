@@ -24,14 +24,14 @@ JOBS_AHEAD = 4
 """For each process: few, so that little is played in vain when a run stops early."""
 
 MAX_CALM_S = 120.0
-"""Time enough for every deadline to pass, one after the other."""
+"""Enough for every deadline to pass, one after the other."""
 CALM_STEP_S = 1.0
 IDLE_S = 32.0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a seed; `violation` is None if every promise was kept."""
+    """The outcome of a seed; `violation` is None if every promise was kept."""
 
     seed: int
     digest: str
@@ -58,7 +58,7 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
 
 
 def results(seeds: Iterable[int], num_jobs: int) -> Generator[Result, None, None]:
-    """Every seed's result, in their order. Processes are forked, so what is patched here is patched there."""
+    """Every seed's result, in order. Processes are forked, so patches of this process apply there, too."""
     if num_jobs == 1:
         yield from map(play, seeds)
         return
@@ -72,7 +72,7 @@ def results(seeds: Iterable[int], num_jobs: int) -> Generator[Result, None, None
 
 
 def _play(scenario: Scenario, world: World) -> None:
-    pools = SharedPools(world, scenario.read_faults, scenario.tells_of_ends)
+    pools = SharedPools(world, scenario.read_faults, scenario.reports_exits)
     network = Network(world, scenario.network)
     site = Site(world, scenario.transfer, network, pools, may_damage_reads=scenario.is_checked)
     names = ["gateway", "second gateway"][: scenario.num_gateways]
@@ -87,7 +87,7 @@ def _play(scenario: Scenario, world: World) -> None:
     for fault in scenario.faults:
         faults.plan(fault)
     if scenario.gateway_dies_at is not None:
-        faults.plan_gateways_death(scenario.gateway_dies_at, gateways[-1])
+        faults.plan_gateway_death(scenario.gateway_dies_at, gateways[-1])
     for number, spec in enumerate(scenario.requests):
         world.at(spec.arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
         if spec.leaves_after_s is not None:
@@ -113,7 +113,7 @@ def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet) -> None:
     end = world.now + MAX_CALM_S
     while world.now < end and not _is_quiet(fleet):
         world.run(until=world.now + CALM_STEP_S)
-    # What is still on its way may open a leg for one lease more.
+    # A message still on its way may begin a rank transfer, for one more lease.
     world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
 
 
@@ -125,7 +125,7 @@ def _is_quiet(fleet: Fleet) -> bool:
 
 
 def _count(world: World, fleet: Fleet) -> None:
-    """What really happened, of all lives."""
+    """What happened to all incarnations."""
     for worker in fleet.incarnations:
         for name, count in worker.core.counters().items():
             if count and not name.endswith(("_us", "_bytes")):

@@ -1,4 +1,4 @@
-"""What a seed is: workers, requests, a network, and which faults come when. Drawn once, then a value."""
+"""Scenario: a seed's workers, requests, network and faults. Drawn once, then a value."""
 
 import random
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
 CROWDED_EVERY = 8
-"""One seed in so many is a crowded one."""
+"""One seed in so many is crowded."""
 
 TWO_GATEWAYS_EVERY = 5
 
@@ -47,30 +47,30 @@ class Scenario:
     network: NetworkFaults
     read_faults: ReadFaults
     calm_from: float
-    """When faults stop, and partitions, pauses and crashes are over."""
+    """When faults stop; partitions, pauses and crashes are over by then."""
     is_crowded: bool = False
-    """See `_crowded`: without a fault, and in no hurry, so that whoever waits for long waits for ever."""
+    """See `_crowded`: no fault and long timeouts, so that a request that waits long waits for ever."""
     num_gateways: int = 1
     gateway_dies_at: float | None = None
-    """The last one does."""
-    tells_of_ends: bool = True
-    """The kernel tells who watches it when a process has ended; else its pools are open until they are idle."""
+    """When the last gateway dies."""
+    reports_exits: bool = True
+    """The kernel notifies watchers of a process's end; else its pools stay open until they are idle."""
 
     @property
     def is_checked(self) -> bool:
-        """Checksums are compared wherever bytes go: what is damaged must be noticed."""
+        """Checksums are compared wherever bytes go, so that damage must be noticed."""
         has_one_host = len({worker.host for worker in self.workers}) == 1
         return self.transfer.checksum == "on" or (self.transfer.checksum == "auto" and not has_one_host)
 
 
 def make_scenario(seed: int) -> Scenario:
-    """One seed in five has two gateways, and in half of these one dies in the midst of it.
+    """One seed in five has two gateways, and in half of these seeds one dies meanwhile.
 
-    In half of all seeds the kernel tells of no process that it has ended. Both are drawn apart from the rest, so that
-    seeds of one gateway are what they would be if there were none of two.
+    In half of all seeds the kernel does not report exits. Both are drawn apart from the rest, so that seeds with one
+    gateway do not depend on them.
     """
-    tells_of_ends = random.Random(f"kernel of {seed}").random() < 0.5
-    scenario = replace(_with_one_gateway(seed), tells_of_ends=tells_of_ends)
+    reports_exits = random.Random(f"kernel of {seed}").random() < 0.5
+    scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
     if seed % TWO_GATEWAYS_EVERY != 3:
         return scenario
     rng = random.Random(f"gateways of {seed}")
@@ -80,10 +80,10 @@ def make_scenario(seed: int) -> Scenario:
 
 
 def _with_one_gateway(seed: int) -> Scenario:
-    """One seed in eight has no fault at all; in the others each kind is there or not.
+    """One seed in eight has no fault; in the others each kind of fault may be present.
 
-    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another; in stale ones
-    of these, consumers also read slowly and compare nothing, which is where the protocol has to be most careful.
+    In tight seeds, long prompts crowd the prefill workers' small pools and preempt one another. In stale ones of
+    these, consumers also read slowly and compare no checksums: the hardest case for the protocol.
     """
     rng = random.Random(seed)
     if seed % CROWDED_EVERY == 3:
@@ -120,7 +120,7 @@ def _with_one_gateway(seed: int) -> Scenario:
 
 
 def _crowded(rng: random.Random, seed: int) -> Scenario:
-    """Pools with room for little more than one prompt on both ends, which do not agree on who comes first."""
+    """Pools with room for little more than one prompt on both ends, which disagree on the order of requests."""
     transports = rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (NIXL,)])
     workers = []
     for spec in _workers(rng, transports, has_one_host=True, is_tight=True):
