@@ -1,7 +1,7 @@
 """A day's load through the autoscaler, in virtual time: `python -m benchmarks.autoscaling`; a minute or two.
 
-Beside it the same day on fleets of fixed size: as many workers as the autoscaler had at most, before a burst, or in the
-mean. What counts is the time in which targets were missed, and what it cost in workers' hours.
+For comparison, the same day on fleets of fixed size: as many workers as the autoscaler had at most, before the burst,
+and in the mean. The result is the share of time in which targets were missed, and the cost in worker hours.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def requests_per_s(at: float) -> float:
 
 @dataclass(slots=True)
 class Hour:
-    """Sums over the looks of one hour."""
+    """Sums over the autoscaler's looks in one hour."""
 
     num_looks: int = 0
     prefill: int = 0

@@ -1,4 +1,4 @@
-"""Whole workers' transfer endpoints, with real pools of bytes, joined by queues in one thread on virtual time."""
+"""Transfer endpoints of whole workers, with real pools of bytes, in the simulator's world."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CONFIG = KVTransferConfig(
 KV_PHTB = np.random.default_rng(0).integers(
     1, 256, (NUM_LAYERS * 2, NUM_HEADS, 512, CELL_BYTES), dtype=np.uint8
 )
-"""The KV of one long prompt, as a worker without ranks and blocks would hold it."""
+"""The KV of one long prompt, not split into ranks and blocks."""
 
 
 class ScriptedNetwork(Network):
@@ -46,7 +46,7 @@ class ScriptedNetwork(Network):
         self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
         """Whether a message to this address is lost."""
         self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
-        """What becomes of a header that this address has sent."""
+        """Changes a header sent from this address."""
         self.delay_s = 0.0
         self.num_payloads_to_lose = 0
         """So many of the next messages with bytes arrive without them."""
@@ -81,7 +81,7 @@ class Worker:
         names = tuple(f"{name}/{rank}" for rank in range(num_ranks))
         self.ref = WorkerRef(name, f"{name}-life", tuple(f"sim://{name}" for name in names), block_size)
         self.blocks: list[Bytes] = []
-        """Of every rank, [num_blocks, bytes of a block], wherever they are."""
+        """Every rank's pool, [num_blocks, bytes of a block], in host or device memory."""
         connectors = []
         fingerprint = replace(fingerprint, block_size=block_size, num_ranks=num_ranks)
         for rank, rank_name in enumerate(names):
@@ -161,7 +161,7 @@ class Fabric:
     def __init__(
         self, transport: str, *fallbacks: str, on_device: bool = False, began_at: float = 0.0
     ) -> None:
-        """Every worker offers `transport`, and then the `fallbacks`. `began_at` is what the clock reads at first."""
+        """Every worker offers `transport`, and then the `fallbacks`. The clock starts at `began_at`."""
         self.transport = transport
         self.transports = (transport, *fallbacks)
         self._host = FakeHost() if on_device or transport == CUDA_IPC else None
@@ -169,9 +169,9 @@ class Fabric:
         self.clock = self.world.clock(began_at)
         self.network = ScriptedNetwork(self.world)
         self.connectors: list[SimConnector] = []
-        """Of every rank."""
+        """One for every rank."""
         self.drivers: list[FakeDriver] = []
-        """Of every rank on a device, in the order in which they were added."""
+        """Drivers of the ranks on devices, in the order of their adding."""
 
     def add(
         self,
@@ -180,7 +180,7 @@ class Fabric:
         block_size: int = 16,
         fingerprint: KVFingerprint = FINGERPRINT,
     ) -> Worker:
-        """`fingerprint`: its ranks and block size are those of the other arguments."""
+        """Ranks and block size of `fingerprint` are replaced by the other arguments."""
         return Worker(self, name, num_ranks, block_size, fingerprint)
 
     def make_pool(
@@ -215,12 +215,12 @@ class Fabric:
         self.deliver()
 
     def _look(self) -> None:
-        """Every rank notices what time it is, and what its device has done."""
+        """Every rank looks at its clock and its device."""
         for connector in self.connectors:
             connector.turn()
 
     def assert_at_rest(self) -> None:
-        """No endpoint knows of any hand-over, and once pools that were read are let go, nothing is due."""
+        """No endpoint has a hand-over; once idle pools are closed, no timer is set."""
         endpoints = [connector.endpoint for connector in self.connectors]
         for endpoint in endpoints:
             endpoint.check_integrity()
