@@ -97,10 +97,6 @@ class TimedWorker:
         self._num_events = 0
         self._kv_events = self.scheduler.begin_kv_events()
 
-    @property
-    def is_stepping(self) -> bool:
-        return self._plan is not None
-
     def add(self, sub_request: EngineRequest, answer: tuple[int, ...], now: float) -> None:
         request = Request(
             sub_request.request_id,
@@ -159,11 +155,6 @@ class TimedWorker:
         return KVEvents(self._num_events - 1, change.is_anew, change.removed, change.stored)
 
     def status(self) -> WorkerStatus:
-        waiting = sum(
-            here.request.num_prompt_tokens - here.request.num_computed_tokens
-            for here in self.requests.values()
-            if here.request.is_prefilling and not here.request.is_consumer
-        )
         return WorkerStatus(
             self.ref,
             self.role,
@@ -172,7 +163,7 @@ class TimedWorker:
             self.scheduler.request_counts(),
             {},
             load=WorkerLoad(
-                num_queued_prompt_tokens=waiting,
+                num_queued_prompt_tokens=self.scheduler.waiting_load().num_prompt_tokens,
                 prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
                 decode_step_s=self._meter.decode_step_s,
             ),

@@ -85,7 +85,7 @@ class Worker(Process):
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world
         self._outboxes = outboxes
-        self._commands: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], object]] = []
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
@@ -152,26 +152,25 @@ class Worker(Process):
             self.abort_client(gateway)
 
     def submit(self, gateway: str, request: EngineRequest) -> None:
-        self._commands.append(lambda: self._admit(gateway, request))
-        self.wake()
+        self._command(lambda: self._admit(gateway, request))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        self._commands.append(lambda: self._abort(request_ids))
-        self.wake()
+        self._command(lambda: self._abort(request_ids))
 
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
-        self._commands.append(lambda: self._abort(self.requests_of(gateway)))
-        self.wake()
+        self._command(lambda: self._abort(self.requests_of(gateway)))
 
     def give_back(self) -> None:
         """Gives back every request that has not ended."""
-        self._commands.append(lambda: self._deliver(self.core.give_back_requests()))
-        self.wake()
+        self._command(lambda: self._deliver(self.core.give_back_requests()))
 
     def reset_prefix_cache(self) -> None:
         """Preempts every running request."""
-        self._commands.append(self._reset_prefix_cache)
+        self._command(lambda: self.scheduler.reset_prefix_cache(force=True))
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
         self.wake()
 
     def wake(self) -> None:
@@ -234,9 +233,6 @@ class Worker(Process):
                     overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
                 )
             )
-
-    def _reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache(force=True)
 
     def _deliver(self, produced: ClientOutputs) -> None:
         for gateway, outputs in produced.items():

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from baton.config import KVTransferConfig, SchedulerConfig
@@ -247,10 +248,7 @@ def _fault(rng: random.Random, kind: FaultKind, duration_s: float, lease_s: floa
 def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:
     """Bytes are damaged only where checksums are promised: always, or between hosts."""
     is_checked = transfer.checksum == "on" or (transfer.checksum == "auto" and not has_one_host)
-
-    def some(highest: float) -> float:
-        return rng.choice([0.0, 0.0, highest / 4, highest])
-
+    some = partial(_some, rng)
     return NetworkFaults(
         loss=some(0.2),
         doubling=some(0.2),
@@ -264,9 +262,7 @@ def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host
 
 
 def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaults:
-    def some(highest: float) -> float:
-        return rng.choice([0.0, 0.0, highest / 4, highest])
-
+    some = partial(_some, rng)
     return ReadFaults(
         failure=rng.choice([0.0, 0.02]) if is_stale else some(0.1),
         hang=some(0.05),
@@ -276,3 +272,8 @@ def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaul
         slowness=0.6 if is_stale else some(0.6),
         max_slow_s=rng.choice([lease_s / 4, lease_s, lease_s * 3]),
     )
+
+
+def _some(rng: random.Random, highest: float) -> float:
+    """A fault's likelihood: none in half of all seeds."""
+    return rng.choice([0.0, 0.0, highest / 4, highest])
