@@ -5,12 +5,13 @@ after a moment. The engine waits only for commands that withdraw blocks. Results
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 from baton.clock import Clock
-from baton.kv import KVTransferParams
+from baton.config import KVTransferConfig
+from baton.kv import KVFingerprint, KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
@@ -24,8 +25,10 @@ from kv_transfer.commands import (
     NoteStarvation,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
-from kv_transfer.transport.base import Arrival
+from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, TransferEndpoint, make_endpoint
+from kv_transfer.pool import KVPool
+from kv_transfer.protocol.transports import TransportOffer
+from kv_transfer.transport.base import Arrival, PoolReader
 from simulator.leases import Leases
 from simulator.network import SimChannel
 from simulator.world import Process, World
@@ -59,10 +62,26 @@ class SimConnector:
         self.holds: dict[str, Hold] = {}
         self.max_command_delay_s = 0.0
 
-    def attach(self, endpoint: TransferEndpoint, channel: SimChannel, counters: "Counter[str]") -> None:
-        self.endpoint = endpoint
-        self.counts = counters
-        self._leases = Leases(self._world, self._process, endpoint._producer_end._producer._lease_s)
+    def attach(
+        self,
+        config: KVTransferConfig,
+        incarnation: str,
+        fingerprint: KVFingerprint,
+        pool: KVPool,
+        channel: SimChannel,
+        readers: Mapping[str, PoolReader],
+        host: str,
+        transports: tuple[str, ...],
+    ) -> None:
+        """Makes the endpoint; its messages pass through `channel`."""
+        self.counts = Counter(dict.fromkeys(COUNTERS, 0))
+        offer = TransportOffer(
+            host, transports, {name: reader.describe() or b"" for name, reader in readers.items()}
+        )
+        self.endpoint = make_endpoint(
+            config, incarnation, fingerprint, pool, channel, readers, offer, self.counts, self._clock
+        )
+        self._leases = Leases(self._world, self._process, config.lease_s)
         channel.take = self._on_arrival
 
     # the engine's calls, as worker/core.py makes them

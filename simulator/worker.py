@@ -5,7 +5,6 @@ line without its queue), the request plane's thread, the device.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,8 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
-from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import KVBytes
-from kv_transfer.protocol.transports import ZMQ_TCP, TransportOffer
+from kv_transfer.protocol.transports import ZMQ_TCP
 from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
 from scheduler import RequestStatus, Scheduler
@@ -278,23 +276,20 @@ class Worker(Process):
         fingerprint = KVFingerprint(
             2, spec.model, "float32", "LKHTD", NUM_PLANES // 2, NUM_HEADS, CELL_BYTES // 4, block_size, 1
         )
-        counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        pools = {name: reader.describe() or b"" for name, reader in self.readers.items()}
-        endpoint = make_endpoint(
+        self.connector.attach(
             site.transfer,
             self.incarnation,
             fingerprint,
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
             self.channel,
             self.readers,
-            TransportOffer(spec.host, spec.transports, pools),
-            counters,
-            self.clock,
+            spec.host,
+            spec.transports,
         )
+        endpoint = self.connector.endpoint
         # Configuration counts in MiB, and a pool of this size would never fill a window.
         endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
         endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
-        self.connector.attach(endpoint, self.channel, counters)
 
 
 def _grammars() -> GrammarCompiler:

@@ -1,6 +1,5 @@
 """Transfer endpoints of whole workers, with real pools of bytes, in the simulator's world."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,11 +11,10 @@ from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
-from kv_transfer.connector.endpoint import make_endpoint
 from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
-from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, TransportOffer
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, PoolReader
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
@@ -87,27 +85,19 @@ class Worker:
         for rank, rank_name in enumerate(names):
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
-            pools = {name: reader.describe() or b"" for name, reader in readers.items()}
-            offer = TransportOffer("host", fabric.transports, pools)
-            counters: Counter[str] = Counter()
             process = Process()
             process.incarnation = f"{rank_name}-life"
             connector = SimConnector(fabric.world, process, fabric.clock, wake=lambda: None)
             channel = SimChannel(fabric.network, rank_name, process)
             connector.attach(
-                make_endpoint(
-                    CONFIG,
-                    self.ref.incarnation,
-                    fingerprint,
-                    pool,
-                    channel,
-                    readers,
-                    offer,
-                    counters,
-                    fabric.clock,
-                ),
+                CONFIG,
+                self.ref.incarnation,
+                fingerprint,
+                pool,
                 channel,
-                counters,
+                readers,
+                "host",
+                fabric.transports,
             )
             self.blocks.append(blocks)
             connectors.append(connector)
