@@ -33,7 +33,6 @@ from simulator.world import World
 BLOCK_SIZE = 16
 STEP_S = 0.25
 """Within a step every worker goes on at one pace."""
-MAX_EVENTS = 10**8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ class QueueingFleet:
 
     def __init__(self, config: BatonConfig, timing: Timing, seed: int, num_placeable: int = 1000) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
-        self._world = World(seed, max_events=MAX_EVENTS, has_ticks=False)
+        self._world = World(seed, max_events=math.inf, has_ticks=False)
         self.autoscaler = Autoscaler(
             config, self._world.clock(0.0), self.replicas, self.scale, self.change_role
         )

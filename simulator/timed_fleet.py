@@ -3,6 +3,7 @@
 The hand-over is a model: a prompt's blocks leave while they are computed, at the speed of a link.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,6 @@ TRAVEL_S = 0.0005
 """From one process to another."""
 LAST_CHUNK_TOKENS = 512
 """At least this much is still to be sent when a prompt is computed, unless the prompt is shorter."""
-MAX_EVENTS = 10**8
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 
@@ -102,7 +102,7 @@ class TimedFleet:
         self, config: GatewayConfig, num_prefill: int, num_decode: int, num_blocks: tuple[int, int], seed: int
     ) -> None:
         self.result = Result()
-        self._world = World(seed, max_events=MAX_EVENTS, has_ticks=False)
+        self._world = World(seed, max_events=math.inf, has_ticks=False)
         self._router = Router(config, KEY)
         numbers = count()
         self._dispatcher = Dispatcher(

@@ -54,7 +54,7 @@ class World:
 
     seed: int
     is_verbose: bool = False
-    max_events: int = MAX_EVENTS
+    max_events: float = MAX_EVENTS
     has_ticks: bool = True
     """Without ticks, events happen at any time."""
     now: float = 0.0
