@@ -53,7 +53,7 @@ def takes_too_long(fabric: Fabric) -> None:
 
 def loses_its_consumer(fabric: Fabric) -> None:
     prefill, _ = begin(fabric)
-    fabric.cut("p0/0")
+    fabric.network.cut("sim://p0/0")
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.advance(LEASE_S + LOAD_TIMEOUT_S)
     assert prefill.news().finished_sending
@@ -69,7 +69,7 @@ def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
             "zmq_tcp", began_at=origin
         )  # other transports describe their pools, each of which differs
         story(fabric)
-        told.append(fabric.sent)
+        told.append(fabric.network.sent)
     assert len(told[0]) > 8
     assert told[0] == told[1] == told[2]
 

@@ -38,7 +38,7 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 WORKERS = ("p0", "p1", "d0", "d1")
 MAX_QUEUED, MAX_IN_FLIGHT, PATIENCE_S = 4, 6, 10.0

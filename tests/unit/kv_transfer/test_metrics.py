@@ -76,7 +76,7 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
     fabric.deliver()
     assert ends(prefill) == ends(decode) == [(0, 1, 0)]
     begin(fabric, prefill, decode, "late")
-    fabric.cut("p0/0")
+    fabric.network.cut("sim://p0/0")
     fabric.advance(LOAD_TIMEOUT_S)
     prefill.command(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
     assert ends(prefill) == ends(decode) == [(0, 2, 0)]
@@ -124,7 +124,7 @@ def test_bytes_that_were_lost_on_the_way_do_not_count_as_received() -> None:
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
     begin(fabric, prefill, decode, "r")
-    fabric.num_payloads_to_lose = 1
+    fabric.network.num_payloads_to_lose = 1
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     assert decode.connector.counters()["kv_checksum_failures"] == 1

@@ -90,7 +90,7 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     (consumer,) = decode.ref.kv_addresses
-    fabric.alter = lambda source, header: of_version(
+    fabric.network.alter = lambda source, header: of_version(
         PROTOCOL_VERSION + (1 if source == consumer else -1), header
     )
     start(fabric, prefill, decode)
@@ -107,7 +107,7 @@ def test_c43_a_producer_names_both_versions() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     (consumer,) = decode.ref.kv_addresses
-    fabric.alter = lambda source, header: of_version(9, header) if source == consumer else header
+    fabric.network.alter = lambda source, header: of_version(9, header) if source == consumer else header
     start(fabric, prefill, decode)
     (failed,) = decode.news().failed_recving
     assert f"protocol_version: {PROTOCOL_VERSION} != 9" in failed.reason
@@ -116,7 +116,7 @@ def test_c43_a_producer_names_both_versions() -> None:
 def test_a_message_that_nobody_understands_fails_its_load_at_once() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    fabric.alter = with_changed("Open", lambda parts: parts.append(0))
+    fabric.network.alter = with_changed("Open", lambda parts: parts.append(0))
     start(fabric, prefill, decode)
     (failed,) = decode.news().failed_recving
     assert "protocol mismatch with the prefill worker: Open: expected 9 fields" in failed.reason
@@ -128,7 +128,7 @@ def test_only_loads_from_that_producer_fail() -> None:
     stranger, prefill, decode = fabric.add("p1"), fabric.add("p0"), fabric.add("d0")
     (address,) = stranger.ref.kv_addresses
     decode.command(BeginLoad("s", KVTransferParams(TransferRole.CONSUMER, "s", 0, stranger.ref), NUM_TOKENS))
-    fabric.alter = lambda source, header: of_version(9, header) if source == address else header
+    fabric.network.alter = lambda source, header: of_version(9, header) if source == address else header
     start(fabric, prefill, decode)
     assert decode.news().failed_recving == ()
     decode.load(LoadBlocks("s", 0, decode.blocks_for(NUM_TOKENS)))
@@ -139,9 +139,9 @@ def test_only_loads_from_that_producer_fail() -> None:
 def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    fabric.alter = lambda _, header: header[:-1] + bytes([header[-1] ^ 1])
+    fabric.network.alter = lambda _, header: header[:-1] + bytes([header[-1] ^ 1])
     start(fabric, prefill, decode)
-    fabric.alter = lambda _, header: header
+    fabric.network.alter = lambda _, header: header
     fabric.advance(0.6)  # a heartbeat
     assert decode.news().failed_recving == ()
     assert counters(prefill)["kv_bad_messages"] > 0

@@ -65,11 +65,11 @@ def test_c47_while_one_rank_has_not_reported_nothing_has_arrived_and_nothing_is_
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 2)
     prefill.compute(NUM_TOKENS)
     start(fabric, prefill, decode)
-    fabric.cut(decode.ref.kv_addresses[1])
+    fabric.network.cut(decode.ref.kv_addresses[1])
     finish(fabric, prefill)
     assert decode.news() == KVConnectorOutput()
     assert prefill.news() == KVConnectorOutput()
-    fabric.mend()
+    fabric.network.mend()
     fabric.advance(1.0)
     assert [load.request_id for load in decode.news().finished_recving] == ["r"]
     assert prefill.news().finished_sending == ("r",)
@@ -87,12 +87,12 @@ def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
     block_ids = prefill.blocks_for(NUM_TOKENS)
     prefill.save(SendBlocks("r", 0, block_ids[:2]))
     fabric.deliver()
-    fabric.cut(decode.ref.kv_addresses[-1])
+    fabric.network.cut(decode.ref.kv_addresses[-1])
     prefill.save(SendBlocks("r", 2, block_ids[2:4]))
     fabric.advance(LOAD_TIMEOUT_S)
     (failed,) = decode.news().failed_recving
     assert (failed.request_id, failed.num_valid_blocks) == ("r", 2)
-    fabric.mend()
+    fabric.network.mend()
     prefill.command(FinishSend("r", 5, block_ids[4:], TOKEN))
     fabric.advance(LEASE_S + 1)
     assert prefill.news().finished_sending == ("r",)
@@ -126,7 +126,7 @@ def test_c35_ranks_that_have_different_parts_keep_the_least() -> None:
         message = TO_CONSUMER.decode(frame)
         return isinstance(message, Pieces) and 2 in message.indices
 
-    fabric.lose = lose_the_third_piece
+    fabric.network.lose = lose_the_third_piece
     for index, block_id in enumerate(prefill.blocks_for(NUM_TOKENS)[:4]):
         prefill.save(SendBlocks("r", index, (block_id,)))
         fabric.deliver()
@@ -158,7 +158,7 @@ def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
     start(fabric, prefill, decode)
-    fabric.cut("p0/1")
+    fabric.network.cut("sim://p0/1")
     fabric.advance(2 * CONFIG.peer_timeout_s)
     assert 2 * CONFIG.peer_timeout_s < LOAD_TIMEOUT_S
     (failed,) = decode.news().failed_recving

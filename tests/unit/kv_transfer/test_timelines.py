@@ -96,7 +96,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
-    fabric.cut("p0/0")
+    fabric.network.cut("sim://p0/0")
     hand_over(fabric, prefill)
     fabric.advance(LEASE_S)
     given = told(prefill)
@@ -129,8 +129,8 @@ def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
     assert not prefill.news().transfers
     assert not decode.news().transfers
     fabric.assert_at_rest()
-    for endpoint in fabric.endpoints.values():
-        endpoint.check_integrity()
+    for connector in fabric.connectors:
+        connector.endpoint.check_integrity()
 
 
 def test_workers_that_do_not_match_say_so_in_their_records() -> None:

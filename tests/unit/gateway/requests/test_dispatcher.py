@@ -26,7 +26,7 @@ from gateway.requests.events import (
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 
 def make_dispatcher(*workers: str) -> Dispatcher:

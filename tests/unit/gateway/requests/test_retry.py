@@ -14,7 +14,7 @@ from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadF
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 
 class Fleet:

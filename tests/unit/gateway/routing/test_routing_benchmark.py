@@ -3,8 +3,8 @@
 from functools import cache
 
 from benchmarks.routing import Case, play
-from benchmarks.routing_fleet import Result
-from benchmarks.routing_workloads import conversations, strangers
+from simulator.timed_fleet import Result
+from simulator.workloads import conversations, strangers
 
 CONVERSATIONS = Case("conversations", (3, 3), conversations(1, 30, 60.0, scale=0.1), (512, 512))
 STRANGERS = Case("strangers", (3, 3), strangers(1, 60, 100.0, scale=0.1), (512, 512))

@@ -1,16 +1,17 @@
-"""SimConnector: the connector's worker half without a thread, and a ledger of everything it holds and since when.
+"""SimConnector: the connector's worker half without a thread, and a ledger of what it holds since when.
 
-As kv_transfer/connector/worker.py and agent.py do it: orders wait in a queue for the transfer thread, which takes them
-after a moment; only orders that take blocks back are waited for. News wait in a queue for the engine.
+As in kv_transfer/connector/worker.py and agent.py, commands wait in a queue for the transfer thread, which takes them
+after a moment. The engine waits only for commands that withdraw blocks. Results wait in a queue for the engine.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 from baton.clock import Clock
-from baton.kv import KVTransferParams
+from baton.config import KVTransferConfig
+from baton.kv import KVFingerprint, KVTransferParams
 from baton.step import KVConnectorOutput
 from baton.worker import KVPeerCounts
 from kv_transfer import KVConnectorMetadata
@@ -24,11 +25,13 @@ from kv_transfer.commands import (
     NoteStarvation,
     WithdrawBlocks,
 )
-from kv_transfer.connector.endpoint import TransferCommand, TransferEndpoint
-from kv_transfer.transport.base import Arrival
-from tests.simulation.leases import Leases
-from tests.simulation.network import SimChannel
-from tests.simulation.world import Process, World
+from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, TransferEndpoint, make_endpoint
+from kv_transfer.pool import KVPool
+from kv_transfer.protocol.transports import TransportOffer
+from kv_transfer.transport.base import Arrival, PoolReader
+from simulator.leases import Leases
+from simulator.network import SimChannel
+from simulator.world import Process, World
 
 
 @dataclass(slots=True)
@@ -36,13 +39,13 @@ class Hold:
     """Blocks that a transfer holds, or a load that waits for room."""
 
     kind: str
-    """sending (the prompt is being computed), leased, waiting (for room), loading, quarantined."""
+    """sending (the prompt is being computed), leased, waiting (for room), loading or quarantined."""
     since: float
     transfer: KVTransferParams
 
 
 class SimConnector:
-    """Belongs to one life of a worker; `wake` tells its engine of news."""
+    """Belongs to one incarnation of a worker; `wake` is called when there are results for its engine."""
 
     def __init__(self, world: World, process: Process, clock: Clock, wake: Callable[[], None]) -> None:
         self._world = world
@@ -51,25 +54,41 @@ class SimConnector:
         self._name = process.incarnation
         self._wake = wake
         self._commands: deque[TransferCommand] = deque()
-        self._news = KVConnectorOutput()
+        self._output = KVConnectorOutput()
         self._timer: float | None = None
         self.endpoint: TransferEndpoint
         self._leases: Leases
         self.counts: Counter[str] = Counter()
         self.holds: dict[str, Hold] = {}
-        self.max_order_delay_s = 0.0
+        self.max_command_delay_s = 0.0
 
-    def attach(self, endpoint: TransferEndpoint, channel: SimChannel, counters: "Counter[str]") -> None:
-        self.endpoint = endpoint
-        self.counts = counters
-        self._leases = Leases(self._world, self._process, endpoint._producer_end._producer._lease_s)
+    def attach(
+        self,
+        config: KVTransferConfig,
+        incarnation: str,
+        fingerprint: KVFingerprint,
+        pool: KVPool,
+        channel: SimChannel,
+        readers: Mapping[str, PoolReader],
+        host: str,
+        transports: tuple[str, ...],
+    ) -> None:
+        """Makes the endpoint; its messages pass through `channel`."""
+        self.counts = Counter(dict.fromkeys(COUNTERS, 0))
+        offer = TransportOffer(
+            host, transports, {name: reader.describe() or b"" for name, reader in readers.items()}
+        )
+        self.endpoint = make_endpoint(
+            config, incarnation, fingerprint, pool, channel, readers, offer, self.counts, self._clock
+        )
+        self._leases = Leases(self._world, self._process, config.lease_s)
         channel.take = self._on_arrival
 
     # the engine's calls, as worker/core.py makes them
 
     def get_finished(self) -> KVConnectorOutput:
-        news, self._news = self._news, KVConnectorOutput()
-        return news
+        output, self._output = self._output, KVConnectorOutput()
+        return output
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         if metadata is not None and metadata.at_once:
@@ -95,39 +114,41 @@ class SimConnector:
     # the transfer thread's part
 
     def turn(self) -> None:
-        """After whatever happened: does what is due, and tells the news."""
+        """Called after each event: does what is due, and passes results on."""
         num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
         num_expired = self.counts["kv_lease_expiries"] - num_expired
-        news = self.endpoint.collect_news()
-        if news:
-            freed = [self.holds[name].transfer for name in news.finished_sending if name in self.holds]
+        output = self.endpoint.collect_news()
+        if output:
+            freed = [self.holds[name].transfer for name in output.finished_sending if name in self.holds]
             self._leases.check(num_expired, freed)
-            self._end_holds(news)
-            self._news += news
+            self._end_holds(output)
+            self._output += output
             self._wake()
         self._set_timer()
 
     def wake_up(self) -> None:
-        """A read ended, and the transport says so."""
+        """A transport reports that a read has ended."""
         self._world.after(0.0, self.turn, self._process)
 
     def _on_arrival(self, arrival: Arrival) -> None:
         self._world.log(self._name, f"<- {arrival.peer!r} {arrival.header[:8].hex()}")
-        self._leases.hear(arrival)
+        self._leases.on_arrival(arrival)
         self.endpoint.take(arrival)
         self.turn()
 
     def _post(self, commands: Sequence[TransferCommand]) -> None:
         for command in commands:
-            whose = "" if isinstance(command, NoteStarvation) else command.request_id
-            self._world.log(self._name, f"order {type(command).__name__} {whose}", partial(repr, command))
+            request_id = "" if isinstance(command, NoteStarvation) else command.request_id
+            self._world.log(
+                self._name, f"order {type(command).__name__} {request_id}", partial(repr, command)
+            )
             self._commands.append(command)
         if any(isinstance(command, WithdrawBlocks) for command in commands):
-            self._world.counts["orders taken back"] += 1
+            self._world.counts["commands taken back"] += 1
             self._execute()
         elif commands:
-            delay_s = self._world.between(0.0, self.max_order_delay_s)
+            delay_s = self._world.between(0.0, self.max_command_delay_s)
             if delay_s > 0.0:
                 self._world.after(delay_s, self._execute, self._process)
             else:
@@ -141,7 +162,7 @@ class SimConnector:
         self.turn()
 
     def _set_timer(self) -> None:
-        """Wakes up at the next deadline; an earlier one moves it, a later one lets it come in vain."""
+        """Wakes up at the next deadline. An earlier deadline moves the timer; a later one does not."""
         deadline = self.endpoint.next_deadline()
         if deadline is None:
             return
@@ -182,13 +203,13 @@ class SimConnector:
         if hold is not None and kind is not None:
             self.holds[request_id] = Hold(kind, self._world.now, hold.transfer)
 
-    def _end_holds(self, news: KVConnectorOutput) -> None:
-        postponed = [load for load in news.failed_recving if load.is_postponed]
+    def _end_holds(self, output: KVConnectorOutput) -> None:
+        postponed = [load for load in output.failed_recving if load.is_postponed]
         ended = [
-            *news.finished_sending,
-            *(load.request_id for load in news.finished_recving),
-            *(load.request_id for load in news.failed_recving if not load.is_postponed),
-            *news.quiesced,
+            *output.finished_sending,
+            *(load.request_id for load in output.finished_recving),
+            *(load.request_id for load in output.failed_recving if not load.is_postponed),
+            *output.quiesced,
         ]
         for request_id in ended:
             self._world.log(self._name, f"news {request_id}")

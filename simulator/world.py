@@ -1,4 +1,4 @@
-"""World: a heap of events on virtual time, seeded chance, and a log of everything whose hash identifies the run."""
+"""World: a heap of events on virtual time, seeded randomness, and a log whose hash identifies the run."""
 
 import hashlib
 import heapq
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from baton.clock import VirtualClock
 
 TICK_S = 2.0**-20
-"""All durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
+"""Durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
 
 MAX_EVENTS = 100_000
-"""Many times what any seed takes."""
+"""Many times what any seed of the fault simulation takes."""
 
 
 class Violation(Exception):
@@ -30,15 +30,15 @@ class Violation(Exception):
 
 
 class Process:
-    """Something that events happen to, and that can be stopped, or be gone when they come."""
+    """A process that events happen to; it can be stopped, or have ended by the time they come."""
 
     incarnation = ""
     is_dead = False
     died_at = 0.0
-    """If it is dead."""
+    """Meaningful once it is dead."""
     paused_until = 0.0
     paused_s = 0.0
-    """In all."""
+    """In total."""
 
 
 @dataclass(slots=True)
@@ -50,17 +50,20 @@ class Event:
 
 @dataclass(slots=True)
 class World:
-    """Runs events in the order of their time, then of their making."""
+    """Runs events in the order of their times; events of one time in the order in which they were made."""
 
     seed: int
     is_verbose: bool = False
+    max_events: float = MAX_EVENTS
+    has_ticks: bool = True
+    """Without ticks, events happen at any time."""
     now: float = 0.0
     num_events: int = 0
     counts: "Counter[str]" = field(default_factory=Counter)
-    """How often each fault and path really occurred."""
+    """How often each fault and path occurred."""
     violation: Violation | None = None
     is_calm: bool = False
-    """Faults are over: from now on everybody is well, and everything has to come to rest."""
+    """Faults are over, and everything has to come to rest."""
     after_event: Callable[[], None] = lambda: None
     clocks: list[VirtualClock] = field(default_factory=list)
     rng: random.Random = field(init=False)
@@ -72,7 +75,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
-    # chance and time
+    # randomness and time
 
     def chance(self, probability: float) -> bool:
         return probability > 0.0 and self.rng.random() < probability
@@ -82,7 +85,7 @@ class World:
         return int(self.rng.uniform(low_s, high_s) / TICK_S) * TICK_S
 
     def clock(self, offset_s: float) -> VirtualClock:
-        """A process's own clock: it runs as fast as all others, and shows another time."""
+        """A process's own clock: it runs as fast as all others, from another origin."""
         clock = VirtualClock(offset_s + self.now)
         self.clocks.append(clock)
         return clock
@@ -97,12 +100,13 @@ class World:
         *,
         is_plane: bool = True,
     ) -> None:
-        """`action` will happen to `process`, unless that is dead then; later if it is paused then.
+        """Runs `action` unless `process` is dead by then; if it is paused, when it goes on.
 
         Events of the planes (messages, reads, timers, devices) go on while an engine waits for its device in mid-step.
         """
-        whole = math.ceil(when / TICK_S) * TICK_S
-        self._push(max(whole, self.now), Event(action, process, is_plane))
+        if self.has_ticks:
+            when = math.ceil(when / TICK_S) * TICK_S
+        self._push(max(when, self.now), Event(action, process, is_plane))
 
     def after(
         self,
@@ -115,7 +119,7 @@ class World:
         self.at(self.now + delay_s, action, process, is_plane=is_plane)
 
     def run(self, until: float, is_done: Callable[[], bool] = lambda: False) -> None:
-        """Events up to this time; raises the first violation."""
+        """Runs the events up to this time; raises the first violation."""
         while self._heap and self._heap[0][0] <= until and not is_done():
             self._next()
             if self.violation is not None:
@@ -124,7 +128,7 @@ class World:
             self._move_to(until)
 
     def pass_time(self, is_over: Callable[[], bool]) -> None:
-        """An engine waits in mid-step: time passes for everybody, but only the planes' events happen."""
+        """An engine waits in mid-step: time passes, but only the planes' events happen."""
         was_nested, self._is_nested = self._is_nested, True
         kept: list[tuple[float, int, Event]] = []
         while not is_over() and self._heap and self.violation is None:
@@ -136,9 +140,9 @@ class World:
             heapq.heappush(self._heap, entry)
         self._is_nested = was_nested
 
-    def log(self, who: str, what: str, detail: Callable[[], object] | None = None) -> None:
-        """One line; `detail` is only asked for when somebody reads it."""
-        line = f"{self.now:.6f} {who} {what}"
+    def log(self, subject: str, what: str, detail: Callable[[], object] | None = None) -> None:
+        """Adds a line; `detail` is called only if the log is printed."""
+        line = f"{self.now:.6f} {subject} {what}"
         self._log.update(line.encode())
         if self.is_verbose:
             print(line if detail is None else f"{line} {detail()}")
@@ -146,10 +150,11 @@ class World:
     def digest(self) -> str:
         return self._log.hexdigest()
 
-    def violate(self, invariant: str, message: str) -> None:
+    def violate(self, invariant: str, message: str, cause: Exception | None = None) -> None:
         """Notes a broken promise where raising would be caught; the first one ends the run."""
         if self.violation is None:
             self.violation = Violation(invariant, message)
+            self.violation.__cause__ = cause
 
     def _next(self) -> None:
         when, _, event = heapq.heappop(self._heap)
@@ -162,8 +167,8 @@ class World:
                 return
         self._move_to(when)
         self.num_events += 1
-        if self.num_events > MAX_EVENTS:
-            self.violate("comes to rest", f"{self.num_events} events and no end")
+        if self.num_events > self.max_events:
+            self.violate("comes to rest", f"still busy after {self.num_events} events")
             return
         try:
             event.action()
@@ -171,10 +176,10 @@ class World:
                 self.after_event()
         except Violation as violation:
             self.violation = self.violation or violation
-        except Exception as error:  # nothing that peers or time do may raise
+        except Exception as error:  # no event may raise
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
-            self.violate("no exception", f"{type(error).__name__} at {where}: {error}")
+            self.violate("no exception", f"{type(error).__name__} at {where}: {error}", error)
             if self.is_verbose:
                 traceback.print_exc()
 

@@ -1,16 +1,17 @@
-"""Worker: one life of one worker, on virtual time. Real: engine core, scheduler, connector, endpoint, role, sessions.
+"""Worker: one incarnation of a worker on virtual time.
 
-Stand-ins: the loop's thread (worker/loop.py, line by line without its queue), the request plane's, the device.
+Real: engine core, scheduler, connector, endpoint, role, sessions. Stand-ins: the loop's thread (worker/loop.py, line by
+line without its queue), the request plane's thread, the device.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from baton.config import KVTransferConfig, SchedulerConfig
 from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
@@ -20,18 +21,16 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
-from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
 from kv_transfer.pool import KVBytes
-from kv_transfer.protocol.transports import ZMQ_TCP, TransportOffer
+from kv_transfer.protocol.transports import ZMQ_TCP
 from kv_transfer.transport.base import Bytes
 from prefill_worker import PrefillWorker
 from scheduler import RequestStatus, Scheduler
-from tests.simulation.connector import SimConnector
-from tests.simulation.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
-from tests.simulation.network import Network, SimChannel
-from tests.simulation.reading import SharedPools, SimExits, SimReader
-from tests.simulation.scenario import DECODE, Scenario, WorkerSpec
-from tests.simulation.world import Process, World
+from simulator.connector import SimConnector
+from simulator.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from simulator.network import Network, SimChannel
+from simulator.pools import SharedPools, SimExits, SimReader
+from simulator.world import Process, World
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.role import Role
@@ -42,17 +41,37 @@ Outbox = Callable[["Worker", list[RequestOutput]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker; the same for all its incarnations."""
+
+    name: str
+    role: WorkerRole
+    scheduler: SchedulerConfig
+    host: str
+    transports: tuple[str, ...]
+    window_bytes: int
+    model: str
+    step_s: tuple[float, float]
+    max_command_delay_s: float
+    max_waiting: int
+    clock_offset_s: float
+    reads_at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
-    """Where all workers live."""
+    """What all workers share."""
 
     world: World
-    scenario: Scenario
+    transfer: KVTransferConfig
     network: Network
     pools: SharedPools
+    may_damage_reads: bool
+    """Checksums are compared wherever bytes go, so that damage must be noticed."""
 
 
 class Worker(Process):
-    """From its start until it is killed. Whatever happens to it, happens by events."""
+    """From its start until it is killed. Only events change it."""
 
     def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
         """`outboxes` of the gateways, by their names."""
@@ -60,28 +79,28 @@ class Worker(Process):
         self.spec = spec
         self.name = spec.name
         self.incarnation = f"{spec.name}-life-{number}"
-        self.is_decode = spec.name in DECODE
+        self.is_decode = spec.role is WorkerRole.DECODE
         self.clock = world.clock(spec.clock_offset_s)
         self._world = world
         self._outboxes = outboxes
-        self._commands: list[Callable[[], None]] = []
+        self._commands: list[Callable[[], object]] = []
         self._deadlines: list[tuple[float, str]] = []
         self._engine_timer: float | None = None
         self.num_turns = 0
         self.is_draining = False
         self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: dict[str, str] = {}
-        """Those that have not ended here, and whose they are."""
+        """Requests that have not ended here, and the gateway of each."""
         config = spec.scheduler
         assert config.num_blocks is not None
         shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
-        # What stood in this memory before is nobody's KV.
+        # Memory that was never written holds no KV.
         self._pool: Bytes = np.full(shape, world.rng.randrange(256), np.uint8)
         self.runner = SimRunner(
             world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
         )
         self.connector = SimConnector(world, self, self.clock, self.wake)
-        self.connector.max_order_delay_s = spec.max_order_delay_s
+        self.connector.max_command_delay_s = spec.max_command_delay_s
         self.channel = SimChannel(site.network, spec.name, self)
         self.readers = self._make_readers(site)
         self._attach_endpoint(site)
@@ -99,11 +118,11 @@ class Worker(Process):
     def kind(self) -> WorkerRole:
         return self.role.kind
 
-    # what the request plane brings
+    # messages of the request plane
 
-    def hear(self, gateway: str, hello: Hello) -> None:
+    def on_hello(self, gateway: str, hello: Hello) -> None:
         if self.sessions.hear(gateway.encode(), hello, self._world.now):
-            self._world.counts["path order missed"] += 1
+            self._world.counts["path command missed"] += 1
             self.abort_client(gateway)
 
     def heartbeat(self, gateway: str) -> Heartbeat:
@@ -113,11 +132,11 @@ class Worker(Process):
         return self.sessions.heartbeat(gateway.encode(), status)
 
     def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
-        """RequestServer._receive, of what is not a Hello."""
+        """As RequestServer._receive takes what is not a Hello."""
         try:
             self.sessions.take(gateway.encode(), command)
         except WireError:
-            self._world.counts["path order of another session"] += 1
+            self._world.counts["path command of another session"] += 1
             return
         if isinstance(command, SubmitRequest):
             self.submit(gateway, command.request)
@@ -125,32 +144,31 @@ class Worker(Process):
             self.abort(command.request_ids)
 
     def lose_gateway(self, gateway: str) -> None:
-        """It is out of reach, or was silent for too long."""
+        """The gateway is unreachable, or was silent for too long."""
         if self.sessions.end(gateway.encode()):
             self._world.counts["path gateway lost"] += 1
             self.abort_client(gateway)
 
     def submit(self, gateway: str, request: EngineRequest) -> None:
-        self._commands.append(lambda: self._admit(gateway, request))
-        self.wake()
+        self._command(lambda: self._admit(gateway, request))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        self._commands.append(lambda: self._abort(request_ids))
-        self.wake()
+        self._command(lambda: self._abort(request_ids))
 
     def abort_client(self, gateway: str) -> None:
         """The gateway's session is over."""
-        self._commands.append(lambda: self._abort(self.requests_of(gateway)))
-        self.wake()
+        self._command(lambda: self._abort(self.requests_of(gateway)))
 
     def give_back(self) -> None:
-        """Everything that has not ended."""
-        self._commands.append(lambda: self._deliver(self.core.give_back_requests()))
-        self.wake()
+        """Gives back every request that has not ended."""
+        self._command(lambda: self._deliver(self.core.give_back_requests()))
 
     def reset_prefix_cache(self) -> None:
-        """Preempts everybody who runs."""
-        self._commands.append(self._reset_prefix_cache)
+        """Preempts every running request."""
+        self._command(lambda: self.scheduler.reset_prefix_cache(force=True))
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
         self.wake()
 
     def wake(self) -> None:
@@ -214,11 +232,8 @@ class Worker(Process):
                 )
             )
 
-    def _reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache(force=True)
-
-    def _deliver(self, news: ClientOutputs) -> None:
-        for gateway, outputs in news.items():
+    def _deliver(self, produced: ClientOutputs) -> None:
+        for gateway, outputs in produced.items():
             for output in outputs:
                 if output.finish_reason is not None:
                     if output.request_id not in self.request_ids:
@@ -250,7 +265,7 @@ class Worker(Process):
                 self,
                 lambda: self.connector.wake_up(),
                 is_instant=self.spec.reads_at_once,
-                may_damage=site.scenario.is_checked,
+                may_damage=site.may_damage_reads,
             )
             for name in self.spec.transports
             if name != ZMQ_TCP
@@ -261,27 +276,24 @@ class Worker(Process):
         fingerprint = KVFingerprint(
             2, spec.model, "float32", "LKHTD", NUM_PLANES // 2, NUM_HEADS, CELL_BYTES // 4, block_size, 1
         )
-        counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        pools = {name: reader.describe() or b"" for name, reader in self.readers.items()}
-        endpoint = make_endpoint(
-            site.scenario.transfer,
+        self.connector.attach(
+            site.transfer,
             self.incarnation,
             fingerprint,
             KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
             self.channel,
             self.readers,
-            TransportOffer(spec.host, spec.transports, pools),
-            counters,
-            self.clock,
+            spec.host,
+            spec.transports,
         )
+        endpoint = self.connector.endpoint
         # Configuration counts in MiB, and a pool of this size would never fill a window.
         endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
         endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
-        self.connector.attach(endpoint, self.channel, counters)
 
 
 def _grammars() -> GrammarCompiler:
-    """Nobody asks for a structured output."""
+    """Never used: no request asks for a structured output."""
     return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""What a fleet is asked in the routing benchmark: sessions, all from a seed; knows no router and no scheduler."""
+"""Workloads: sessions of requests, drawn from a seed; knows no router and no scheduler."""
 
 import random
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, and what the model will answer."""
+    """A user's message, and the model's answer to it."""
 
     user: tuple[int, ...]
     answer: tuple[int, ...]
     think_s: float
-    """After the answer before it."""
+    """Pause after the previous answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation: each turn's prompt is all that was said before it, and what the user says now."""
+    """A conversation: each turn's prompt is everything before it, and the user's new message."""
 
     name: str
     arrival_s: float
@@ -44,7 +44,7 @@ def conversations(seed: int, num_sessions: int, sessions_per_s: float, scale: fl
 
 
 def strangers(seed: int, num_requests: int, requests_per_s: float, scale: float = 1.0) -> list[Session]:
-    """Requests that have nothing in common, with prompts of 200 to 6,000 tokens, most of them short."""
+    """Requests that share nothing, with prompts of 200 to 6,000 tokens, most of them short."""
     rng = random.Random(seed)
     sessions, now = [], 0.0
     for number in range(num_requests):

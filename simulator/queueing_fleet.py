@@ -1,19 +1,19 @@
-"""A fleet in virtual time, for the autoscaler to scale: queues with the timing of workers, and nothing else of them.
+"""QueueingFleet: workers as queues with assumed timing, for the real autoscaler and planner; whole days in seconds.
 
-Prefill workers compute prompts one after the other; requests wait for a decode worker with free blocks, as they do at
-the gateway; what a decode worker's step takes grows with the requests that it runs. Latencies go through the gateway's
-own window, and everything is seen through the same reports as in a real fleet.
+Prefill workers compute prompts one after the other. Requests wait for a decode worker with free blocks, as they do at
+the gateway. A decode worker's step takes longer the more requests it runs. Latencies go through the gateway's own
+window, and the autoscaler gets the reports of a real fleet.
 """
 
-import asyncio
 import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from baton.clock import VirtualClock
 from baton.config import BatonConfig
 from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.kv import WorkerRef
@@ -28,13 +28,16 @@ from baton.worker import (
 from cluster.controller.autoscaler import Autoscaler
 from cluster.controller.planner import Decision
 from gateway.requests.latency_window import LatencyWindow
+from simulator.world import World
 
 BLOCK_SIZE = 16
+STEP_S = 0.25
+"""Within a step every worker goes on at one pace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What workers of one kind can do; roughly an 8B model on one GPU each."""
+    """Speed of each worker; roughly an 8B model on one GPU."""
 
     prefill_tokens_per_s: float = 20_000.0
     decode_step_s: float = 0.012
@@ -80,41 +83,94 @@ class _Worker:
     role: WorkerRole
     state: ReplicaState
     due_at: float = 0.0
-    """When it serves, while it does not."""
+    """When a starting worker serves."""
     prompts: deque[Arrival] = field(default_factory=deque)
     prompt_ends_at: float = math.inf
     prompt_tokens: int = 0
-    """Of all prompts here."""
+    """Tokens of all prompts here."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """A heap: the tick of the worker's tokens at which a request has its last one, and its blocks."""
+    """A heap: the tick at which a request has its last token, and its blocks."""
     ticks: float = 0.0
     blocks_used: int = 0
     reserved: int = 0
     """Requests that were given room here and are still being prefilled."""
 
 
-class VirtualFleet:
-    """An autoscaler looks at it, and changes it; `advance` moves everything on."""
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one look of the autoscaler saw and decided."""
 
-    def __init__(self, config: BatonConfig, timing: Timing, num_placeable: int = 1000) -> None:
+    at: float
+    num_prefill: int
+    num_decode: int
+    """Workers that serve."""
+    num_paid: int
+    """Workers that have a place, whether they serve yet or not."""
+    report: GatewayReport
+    decision: Decision
+
+
+class QueueingFleet:
+    """An autoscaler looks at it, and changes it; `play` runs a load through it."""
+
+    def __init__(self, config: BatonConfig, timing: Timing, seed: int, num_placeable: int = 1000) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
-        self.clock = VirtualClock()
-        self.window = LatencyWindow()
-        self.autoscaler = Autoscaler(config, self.clock, self.replicas, self.scale, self.set_role)
+        self._world = World(seed, max_events=math.inf, has_ticks=False)
+        self.autoscaler = Autoscaler(
+            config, self._world.clock(0.0), self.replicas, self.scale, self.change_role
+        )
+        self._window = LatencyWindow()
         self._config, self._timing, self._num_placeable = config, timing, num_placeable
         self._workers: list[_Worker] = []
         self._num_named = 0
         self._queue: deque[Arrival] = deque()
-        self._moving: dict[tuple[float, int, int], _Worker] = {}
+        self._moving: dict[Arrival, _Worker] = {}
+        """The decode worker that keeps room for each prompt at a prefill worker."""
+        self._next_look = 0.0
         for role in WorkerRole:
             for _ in range(getattr(config.cluster, role.value)):
                 self._add(role, ReplicaState.SERVING)
 
-    @property
-    def interval_s(self) -> float:
-        return self._config.autoscaling.interval_s
+    def play(self, load: Load, duration_s: float, on_look: Callable[[Moment], None] = lambda _: None) -> None:
+        """Runs the load, with a look every `autoscaling.interval_s`."""
+        self._expect(load.arrivals(self._world.rng, duration_s))
+        self._world.after(STEP_S, partial(self._step, on_look))
+        self._world.run(until=duration_s)
 
-    # what the autoscaler may do
+    def _expect(self, arrivals: Iterator[Arrival]) -> None:
+        """The next request reaches the gateway one step after its client sent it."""
+        if (arrival := next(arrivals, None)) is not None:
+            self._world.at(arrival.at + STEP_S, partial(self._arrive, arrival, arrivals))
+
+    def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+        self._queue.append(arrival)
+        self._expect(arrivals)
+
+    def _step(self, on_look: Callable[[Moment], None]) -> None:
+        now = self._world.now
+        for worker in self._workers:
+            if worker.state is ReplicaState.STARTING and worker.due_at <= now:
+                worker.state = ReplicaState.SERVING
+        self._dispatch(now)
+        for worker in self._serving(WorkerRole.PREFILL):
+            self._prefill(worker, now)
+        for worker in self._serving(WorkerRole.DECODE):
+            self._decode(worker, now)
+        if now - STEP_S >= self._next_look:
+            self._next_look += self._config.autoscaling.interval_s
+            on_look(self._look(now))
+        self._world.after(STEP_S, partial(self._step, on_look))
+
+    def _look(self, now: float) -> Moment:
+        """One report of the only gateway, and one look of the autoscaler."""
+        report = self._report(now)
+        self.autoscaler.report(report)
+        decision = _result(self.autoscaler.look())
+        num_prefill, num_decode = (self.count(role, ReplicaState.SERVING) for role in WorkerRole)
+        num_paid = sum(worker.state is not ReplicaState.PLACING for worker in self._workers)
+        return Moment(now - STEP_S, num_prefill, num_decode, num_paid, report, decision)
+
+    # changes by the autoscaler
 
     def replicas(self) -> list[ReplicaDescription]:
         return [ReplicaDescription(name=w.name, role=w.role, state=w.state) for w in self._workers]
@@ -127,51 +183,28 @@ class VirtualFleet:
             self._add(role, ReplicaState.STARTING if has_room else ReplicaState.PLACING)
         mine.sort(key=lambda worker: (worker.state is ReplicaState.SERVING, self._num_requests(worker)))
         for worker in mine[: max(0, len(mine) - count)]:
-            self._give_up(worker)
+            self._remove(worker)
 
-    async def set_role(self, worker: str, role: WorkerRole) -> None:
+    async def change_role(self, worker: str, role: WorkerRole) -> None:
         (found,) = (w for w in self._workers if w.name == worker)
         self._requeue(found)
         found.role, found.state = role, ReplicaState.STARTING
-        found.due_at = self.clock.now() + self._timing.role_change_s
-
-    # what happens to it
-
-    def arrive(self, arrival: Arrival) -> None:
-        self._queue.append(arrival)
-
-    def advance(self, dt: float) -> None:
-        """A small step, within which every worker goes on at one pace."""
-        self.clock.advance(dt)
-        now = self.clock.now()
-        for worker in self._workers:
-            if worker.state is ReplicaState.STARTING and worker.due_at <= now:
-                worker.state = ReplicaState.SERVING
-        self._dispatch(now)
-        for worker in self._serving(WorkerRole.PREFILL):
-            self._prefill(worker, now)
-        for worker in self._serving(WorkerRole.DECODE):
-            self._decode(worker, dt, now)
+        found.due_at = self._world.now + self._timing.role_change_s
 
     def kill(self, name: str, *, comes_back_after_s: float | None) -> None:
-        """None: it is in a crash loop."""
+        """None: the worker is in a crash loop."""
         (worker,) = (w for w in self._workers if w.name == name)
         self._requeue(worker)
         worker.state = ReplicaState.CRASH_LOOP if comes_back_after_s is None else ReplicaState.STARTING
-        worker.due_at = self.clock.now() + (comes_back_after_s or 0.0)
+        worker.due_at = self._world.now + (comes_back_after_s or 0.0)
 
     def count(self, role: WorkerRole, *states: ReplicaState) -> int:
-        """Slots of the role, or those of them in one of these states."""
+        """Replicas of the role, or those of them in one of these states."""
         return sum(w.role is role and (not states or w.state in states) for w in self._workers)
 
-    async def look(self) -> Decision:
-        """One report of the only gateway, and one look of the autoscaler."""
-        self.autoscaler.report(self.report())
-        return await self.autoscaler.look()
-
-    def report(self) -> GatewayReport:
-        now, window_s = self.clock.now(), self._config.autoscaling.grow_after_s
-        seen = self.window.latencies(window_s, now)
+    def _report(self, now: float) -> GatewayReport:
+        window_s = self._config.autoscaling.grow_after_s
+        seen = self._window.latencies(window_s, now)
         return GatewayReport(
             gateway="g0",
             window_s=window_s,
@@ -185,7 +218,7 @@ class VirtualFleet:
         )
 
     def _dispatch(self, now: float) -> None:
-        """The gateway: the first in line waits for room on a decode worker, and then goes to the shortest queue."""
+        """The gateway: the first request waits for room on a decode worker, then joins the shortest prefill queue."""
         while self._queue:
             arrival = self._queue[0]
             room = [
@@ -203,7 +236,7 @@ class VirtualFleet:
             worker = min(prefill, key=lambda w: w.prompt_tokens)
             worker.prompts.append(arrival)
             worker.prompt_tokens += arrival.num_prompt_tokens
-            self._moving[arrival.at, arrival.num_prompt_tokens, arrival.num_output_tokens] = decode
+            self._moving[arrival] = decode
             if worker.prompt_ends_at == math.inf:
                 worker.prompt_ends_at = now + self._prefill_s(arrival)
 
@@ -211,10 +244,8 @@ class VirtualFleet:
         while worker.prompts and worker.prompt_ends_at <= now:
             arrival = worker.prompts.popleft()
             worker.prompt_tokens -= arrival.num_prompt_tokens
-            self.window.first_token(worker.prompt_ends_at - arrival.at, now)
-            decode = self._moving.pop(
-                (arrival.at, arrival.num_prompt_tokens, arrival.num_output_tokens), None
-            )
+            self._window.first_token(worker.prompt_ends_at - arrival.at, now)
+            decode = self._moving.pop(arrival, None)
             if decode is not None:
                 decode.reserved -= 1
                 ends = decode.ticks + arrival.num_output_tokens
@@ -226,16 +257,16 @@ class VirtualFleet:
             else:
                 worker.prompt_ends_at = math.inf
 
-    def _decode(self, worker: _Worker, dt: float, now: float) -> None:
+    def _decode(self, worker: _Worker, now: float) -> None:
         if not worker.running:
             return
         step_s = self._step_s(worker)
-        self.window.next_tokens(step_s, 1, now)
-        worker.ticks += dt / step_s
+        self._window.next_tokens(step_s, 1, now)
+        worker.ticks += STEP_S / step_s
         while worker.running and worker.running[0][0] <= worker.ticks:
             _, num_blocks = heapq.heappop(worker.running)
             worker.blocks_used -= num_blocks
-            self.window.finished(now)
+            self._window.finished(now)
 
     def _status(self, worker: _Worker, now: float) -> WorkerStatus:
         waiting = list(worker.prompts)[1:]
@@ -256,30 +287,29 @@ class VirtualFleet:
         )
 
     def _add(self, role: WorkerRole, state: ReplicaState) -> None:
-        due_at = self.clock.now() + self._timing.start_s
+        due_at = self._world.now + self._timing.start_s
         self._workers.append(_Worker(f"w{self._num_named}", role, state, due_at))
         self._num_named += 1
 
-    def _give_up(self, worker: _Worker) -> None:
+    def _remove(self, worker: _Worker) -> None:
         self._requeue(worker)
         self._workers.remove(worker)
         placing = [w for w in self._workers if w.state is ReplicaState.PLACING]
         if placing and len(self._workers) - len(placing) < self._num_placeable:
             placing[0].state, placing[0].due_at = (
                 ReplicaState.STARTING,
-                self.clock.now() + self._timing.start_s,
+                self._world.now + self._timing.start_s,
             )
 
     def _requeue(self, worker: _Worker) -> None:
-        """Prompts go back to the gateway; what runs here ends at once, as if it had moved to another worker."""
+        """Prompts go back to the gateway; running requests end at once, as if they had moved to another worker."""
         self._queue.extendleft(reversed(worker.prompts))
         for arrival in worker.prompts:
-            key = (arrival.at, arrival.num_prompt_tokens, arrival.num_output_tokens)
-            decode = self._moving.pop(key, None)
+            decode = self._moving.pop(arrival, None)
             if decode is not None:
                 decode.reserved -= 1
                 decode.blocks_used -= arrival.num_blocks
-        self._moving = {key: decode for key, decode in self._moving.items() if decode is not worker}
+        self._moving = {arrival: decode for arrival, decode in self._moving.items() if decode is not worker}
         worker.prompts.clear()
         worker.prompt_tokens = 0
         worker.prompt_ends_at = math.inf
@@ -299,52 +329,10 @@ class VirtualFleet:
         return self._timing.decode_step_s + self._timing.decode_step_per_request_s * len(worker.running)
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What one look saw and decided."""
-
-    at: float
-    num_prefill: int
-    num_decode: int
-    """That serve."""
-    num_paid: int
-    """That have a place, whether they serve yet or not."""
-    report: GatewayReport
-    decision: Decision
-
-
-def play(
-    fleet: VirtualFleet,
-    load: Load,
-    duration_s: float,
-    seed: int,
-    each_look: Callable[[Moment], None] = lambda _: None,
-    step_s: float = 0.25,
-) -> None:
-    """Runs the load through the fleet, with a look every `autoscaling.interval_s`."""
-    asyncio.run(_play(fleet, load, duration_s, seed, each_look, step_s))
-
-
-async def _play(
-    fleet: VirtualFleet,
-    load: Load,
-    duration_s: float,
-    seed: int,
-    each_look: Callable[[Moment], None],
-    step_s: float,
-) -> None:
-    arrivals = load.arrivals(random.Random(seed), duration_s)
-    arrival = next(arrivals, None)
-    next_look = 0.0
-    while (now := fleet.clock.now()) < duration_s:
-        while arrival is not None and arrival.at <= now:
-            fleet.arrive(arrival)
-            arrival = next(arrivals, None)
-        fleet.advance(step_s)
-        if now >= next_look:
-            next_look += fleet.interval_s
-            report = fleet.report()
-            decision = await fleet.look()
-            counts = [fleet.count(role, ReplicaState.SERVING) for role in WorkerRole]
-            num_paid = sum(replica.state is not ReplicaState.PLACING for replica in fleet.replicas())
-            each_look(Moment(now, counts[0], counts[1], num_paid, report, decision))
+def _result(coroutine: Coroutine[Any, Any, Decision]) -> Decision:
+    """Runs a coroutine that never waits: in virtual time, every change is made at once."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError(f"{coroutine} waits")

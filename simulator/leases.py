@@ -1,29 +1,29 @@
-"""Leases: one ends only after a silence of its reader in which the producer ran; reckoned apart from the producer."""
+"""Leases: checks that a lease ends only after its reader was silent while the producer ran; counts apart from both."""
 
 from baton.errors import WireError
 from baton.kv import KVTransferParams
 from kv_transfer.protocol.messages import TO_PRODUCER, Hold, Open
 from kv_transfer.transport.base import Arrival
-from tests.simulation.world import Process, Violation, World
+from simulator.world import Process, Violation, World
 
 LEAST = 0.5
-"""Of a lease: a producer charges a quarter of it for a standstill, and is stopped twice at most."""
+"""Share of a lease: a producer charges a quarter of it for a standstill, and is stopped twice at most."""
 
 
 class Leases:
-    """Of one life of a worker. Knows fewer signs of life than the producer, so it never takes a silence for shorter."""
+    """The leases of one incarnation. It counts fewer signs of life than the producer, so silences look no shorter."""
 
     def __init__(self, world: World, process: Process, lease_s: float) -> None:
         self._world = world
         self._process = process
         self._lease_s = lease_s
-        self._heard_at: dict[tuple[str, int], float] = {}
-        """When a hand-over's consumer was last heard, or its lease began, in the time in which this worker ran."""
+        self._last_sign_at: dict[tuple[str, int], float] = {}
+        """When a hand-over's consumer last gave a sign, or its lease began, on a clock that stops with this worker."""
 
     def begin(self, transfer: KVTransferParams) -> None:
-        self._heard_at[transfer.transfer_id, transfer.attempt] = self._running()
+        self._last_sign_at[transfer.transfer_id, transfer.attempt] = self._running()
 
-    def hear(self, arrival: Arrival) -> None:
+    def on_arrival(self, arrival: Arrival) -> None:
         if arrival.is_from_producer:
             return
         try:
@@ -33,20 +33,20 @@ class Leases:
         key = message.key
         is_for_us = key.producer == self._process.incarnation
         if (
-            (key.transfer_id, key.attempt) in self._heard_at
+            (key.transfer_id, key.attempt) in self._last_sign_at
             and is_for_us
             and isinstance(message, Hold | Open)
         ):
-            self._heard_at[key.transfer_id, key.attempt] = self._running()
+            self._last_sign_at[key.transfer_id, key.attempt] = self._running()
 
     def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:
-        """So many leases have ended by silence, and these hand-overs in whatever way."""
+        """`num_expired` leases have ended by silence; `freed` are all hand-overs that have ended."""
         now = self._running()
-        heard_at = [self._heard_at.pop((each.transfer_id, each.attempt), now) for each in freed]
-        num_silent = sum(now - when >= LEAST * self._lease_s for when in heard_at)
+        signs_at = [self._last_sign_at.pop((each.transfer_id, each.attempt), now) for each in freed]
+        num_silent = sum(now - when >= LEAST * self._lease_s for when in signs_at)
         if num_expired > num_silent:
             raise Violation(
-                "own standstill is nobody's silence",
+                "a standstill is no silence",
                 f"{self._process.incarnation}: {num_expired} leases ended, {num_silent} readers were silent",
             )
 

@@ -1,6 +1,6 @@
-"""A device whose model is a function: KV bytes of the tokens up to their own, next tokens of prompt and position.
+"""SimRunner: a device whose model is a function: KV of the tokens so far, the next token of prompt and position.
 
-It reads back every slot that attention would read, and samples a wrong token if one byte is not what it should be.
+The device reads back every slot that attention would read, and samples a wrong token if one byte is wrong.
 """
 
 import random
@@ -15,33 +15,33 @@ import xxhash
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 NUM_PLANES = 2
 """Keys and values of one layer."""
 NUM_HEADS = 2
 CELL_BYTES = 4
-"""Of one token, in one head of one plane."""
+"""Bytes of one token in one head of one plane."""
 SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
 
 EOS = 2
 WRONG = 1
-"""What is sampled after reading KV that is not what it should be. No prompt and no answer contains it."""
+"""Sampled after wrong KV was read. No prompt and no answer contains this token."""
 
 
 class DeviceFailure(RuntimeError):
-    """What a device may raise in any step."""
+    """A device may raise this in any step."""
 
 
 def next_token(prompt: tuple[int, ...], position: int) -> int:
-    """What the model says at an output position; the end of the sequence now and then, also at once."""
+    """The model's token at an output position; now and then EOS, also at the first."""
     token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
     return EOS if token_id % 16 == 0 else token_id
 
 
 @lru_cache(maxsize=1024)
 def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int, ...]:
-    """Everything the model says, by the stop rules alone."""
+    """The model's whole answer, by the stop rules alone."""
     tokens: list[int] = []
     while len(tokens) < max_tokens and len(prompt) + len(tokens) < max_len:
         tokens.append(next_token(prompt, len(tokens)))
@@ -67,7 +67,7 @@ class KnownRequest:
     num_tokens: int
     block_ids: list[int]
     kv: bytearray
-    """What should stand in the slots of all its tokens."""
+    """What the slots of all its tokens must hold."""
 
 
 class SimRunner:
@@ -84,7 +84,7 @@ class SimRunner:
         self._known: dict[str, KnownRequest] = {}
         self.step_s = step_s
         self.must_fail = False
-        """The next step that computes anything raises, as a device may."""
+        """The next step that computes anything raises DeviceFailure."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Slots are written some time before they are read, as layer follows layer."""
@@ -166,7 +166,7 @@ class SimRunner:
 
 
 class SlowRunner:
-    """Takes its time before it computes, while peers and transfers go on: for a pipeline that computes at once."""
+    """Lets time pass before it computes, while peers and transfers go on: for a pipeline that computes at once."""
 
     def __init__(self, world: World, runner: SimRunner) -> None:
         self._world = world
@@ -187,7 +187,7 @@ class SlowRunner:
 
 @dataclass(slots=True)
 class AsyncDevice:
-    """Computes steps one after the other while the next is planned; a `Pipeline` without a thread."""
+    """A `Pipeline` without a thread: computes one step while the next is planned."""
 
     world: World
     runner: SimRunner
@@ -196,7 +196,7 @@ class AsyncDevice:
     _plans: "deque[SchedulerOutput]" = field(default_factory=deque)
     _results: "deque[StepResult]" = field(default_factory=deque)
     _is_broken: bool = False
-    """A step has failed, and so will those that were planned on top of it."""
+    """A step has failed, so the steps planned on top of it fail, too."""
 
     def submit(self, plan: SchedulerOutput) -> None:
         if not self._plans and not self._results:
@@ -207,7 +207,7 @@ class AsyncDevice:
 
     def take(self) -> StepResult:
         self.world.pass_time(lambda: bool(self._results))
-        if not self._results:  # the run is over, for a reason that the world knows
+        if not self._results:  # the world has ended the run
             return StepResult(ModelRunnerOutput({}))
         return self._results.popleft()
 
@@ -230,7 +230,7 @@ class AsyncDevice:
 
 
 def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResult:
-    """As a device's thread does; but a plan that makes no sense is no failure of the device."""
+    """As a device's thread does; a plan that cannot be computed is no failure of the device, but a violation."""
     try:
         return StepResult(runner.execute(plan))
     except DeviceFailure as error:

@@ -1,7 +1,7 @@
-"""SimGateway: the gateway's own dispatcher, driven on virtual time; and its clients, who check what they get.
+"""SimGateway: the gateway's own dispatcher on virtual time, and clients that check what they get.
 
-Real: the dispatcher with all that it holds, and the session with each worker. It checks what a client may rely on:
-every token right, each position once and in order, nothing computed twice, one end.
+Real: the dispatcher with all that it holds, and the session with each worker. Checked: every token is right, each
+position comes once and in order, nothing is computed twice, and each request has one end.
 """
 
 from collections import Counter
@@ -27,24 +27,39 @@ from gateway.requests.events import (
     StreamEnded,
     Submitted,
     SubmitTo,
-    Tick,
     WorkerLost,
     WorkerOutputs,
     WorkerReported,
 )
 from gateway.requests.record import RequestRecord
 from gateway.requests.request import Delta, GatewayRequest
+from gateway.requests.retry import LoadFailurePolicy
+from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
-from tests.simulation.device import answer
-from tests.simulation.scenario import MAX_MODEL_LEN, Policy, RequestSpec
-from tests.simulation.worker import Worker
-from tests.simulation.worker_links import WorkerLinks
-from tests.simulation.world import World
+from simulator.device import answer
+from simulator.driver import SilentText, VirtualDriver
+from simulator.worker import Worker
+from simulator.worker_links import WorkerLinks
+from simulator.world import World
 
 _PLENTY = KVBlockCounts(total=10**6, free=10**6, leased=0, quarantined=0)
 
 HEARTBEAT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A client's request, and when the client leaves, if ever."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives_at: float
+    mode: Mode | None
+    timeout_s: float | None
+    leaves_after_s: float | None
+    cache_salt: str | None
+    priority: int
 
 
 class End(Enum):
@@ -55,29 +70,33 @@ class End(Enum):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """What one client asked, and has of its answer."""
+    """What one client asked, and what it has of its answer."""
 
     spec: RequestSpec
     request: GatewayRequest
+    expected: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
     error: str = ""
-    expected: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.expected = answer(self.spec.prompt, self.spec.max_tokens, MAX_MODEL_LEN)
 
 
 class SimGateway:
-    """Everything in flight; `ended` counts how requests came to their ends."""
+    """One gateway with its clients; `ended` counts how their requests ended."""
 
     def __init__(
-        self, world: World, policy: Policy, *, name: str = "gateway", knows_room: bool = True
+        self,
+        world: World,
+        policy: LoadFailurePolicy,
+        max_model_len: int,
+        *,
+        name: str = "gateway",
+        knows_room: bool = True,
     ) -> None:
-        """Without `knows_room` it sends more than decode workers have room for, as several gateways at once would."""
+        """Without `knows_room` it sends more than decode workers have room for, as several gateways would."""
         self.name = name
         self._world = world
         self._knows_room = knows_room
+        self._max_model_len = max_model_len
         self._num_ids = 0
         self._id_prefix = "e" if name == "gateway" else f"{name}-e"
         config = GatewayConfig(routing_policy="round_robin")
@@ -91,10 +110,10 @@ class SimGateway:
             placement_timeout_s=8.0,
         )
         self.links = WorkerLinks(world, name, self)
-        self._tick_at: float | None = None
+        self._driver = VirtualDriver(world, self.dispatcher, self._carry_out)
         self._is_listening = False
         self._sub_requests: dict[str, tuple[EngineRequest, tuple[int, ...]]] = {}
-        """Of every attempt there ever was, by the id that workers know; and the right answer."""
+        """The request of every attempt, by the id that workers know, and the right answer."""
         self._clients: dict[GatewayRequest, Client] = {}
         self.clients: dict[str, Client] = {}
         """By the request's id."""
@@ -105,7 +124,7 @@ class SimGateway:
     def num_open(self) -> int:
         return len(self.clients) - self.ended.total()
 
-    # what workers say: WorkerListener
+    # events from workers: WorkerListener
 
     def on_status(self, status: WorkerStatus) -> None:
         if not self._knows_room:
@@ -127,7 +146,7 @@ class SimGateway:
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
         self.router.kv_events(worker, events)
 
-    # what clients do
+    # events from clients
 
     def arrive(self, spec: RequestSpec) -> None:
         request = GatewayRequest(
@@ -141,21 +160,23 @@ class SimGateway:
             timeout_s=spec.timeout_s,
             caller=Caller(str(crc32(spec.request_id.encode()) % 3), may_administer=True),
         )
-        self.clients[spec.request_id] = self._clients[request] = Client(spec, request)
+        self.clients[spec.request_id] = self._clients[request] = Client(
+            spec, request, answer(spec.prompt, spec.max_tokens, self._max_model_len)
+        )
         self._world.log(self.name, f"{spec.request_id} arrives", lambda: spec)
         num_queued = self.dispatcher.num_queued
         self._handle(Submitted(request))
         self._world.counts["path waited"] += self.dispatcher.num_queued > num_queued
 
     def leave(self, request_id: str) -> None:
-        """The client is not there any more."""
+        """The client disconnects."""
         client = self.clients.get(request_id)
         if client is not None and client.end is None:
             self._world.counts["fault client left"] += 1
             self._handle(self._end(client, End.LEFT, GeneratorExit()))
 
     def die(self) -> tuple[list[Worker], list[RequestSpec]]:
-        """As by SIGKILL: its clients have lost their connections. The workers that will find out, and what was lost."""
+        """As by SIGKILL: its clients lose their connections. Returns its workers, and the requests that were lost."""
         workers = self.links.die()
         lost = [client for client in self.clients.values() if client.end is None]
         for client in lost:
@@ -165,12 +186,7 @@ class SimGateway:
     # the loop
 
     def _handle(self, event: Event) -> None:
-        """As RequestDriver does; a client reads at once."""
-        events: list[Event] = [event]
-        for each in events:
-            ended = map(self._carry_out, self.dispatcher.handle(each, self._world.now))
-            events += [event for event in ended if event is not None]
-        self._set_timer()
+        self._driver.handle(event)
         if self.dispatcher.num_queued:
             self._listen_soon()
 
@@ -183,33 +199,22 @@ class SimGateway:
                 return self._end(self._clients[request], End.ERROR, error)
             case SubmitTo(worker, sub_request):
                 self._note_submit(worker, sub_request)
-                self.links.order(worker, lambda session: session.submit(sub_request))
+                self.links.send(worker, lambda session: session.submit(sub_request))
             case AbortAt(worker, engine_request_id):
-                self.links.order(worker, lambda session: session.abort((engine_request_id,)))
+                self.links.send(worker, lambda session: session.abort((engine_request_id,)))
             case Record(record):
                 self._note_record(record)
         return None
 
-    def _set_timer(self) -> None:
-        deadline = self.dispatcher.next_deadline()
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = deadline
-            self._world.at(deadline, partial(self._tick, deadline), is_plane=False)
-
-    def _tick(self, deadline: float) -> None:
-        if self._tick_at == deadline:
-            self._tick_at = None
-            self._handle(Tick())
-
     def _listen_soon(self) -> None:
-        """Heartbeats come at a fixed pace; here, only while they may matter to somebody."""
+        """Heartbeats come at a fixed pace; here, only while requests wait."""
         if not self._is_listening:
             self._is_listening = True
             self._world.after(HEARTBEAT_S, self._listen, is_plane=False)
 
     def _listen(self) -> None:
         self._is_listening = False
-        self.links.hear_all()
+        self.links.take_heartbeats()
         if self.dispatcher.num_queued:
             self._listen_soon()
 
@@ -235,7 +240,7 @@ class SimGateway:
         return StreamEnded(client.request, error)
 
     def _check_output(self, worker: str, output: RequestOutput) -> None:
-        """Whatever becomes of it: a worker's tokens are right and behind those that the client had."""
+        """A worker's tokens are right, and behind those that the client had when its attempt began."""
         sub_request, expected = self._sub_requests[output.request_id]
         end = output.first_position + len(output.token_ids)
         if output.token_ids != expected[output.first_position : end]:
@@ -245,14 +250,14 @@ class SimGateway:
         self._check_times(worker, output)
 
     def _check_times(self, worker: str, output: RequestOutput) -> None:
-        """Whatever happened to a transfer, its events are in order, and a worker tells of one it was part of."""
+        """A transfer's events are in order, however it ended, and its peer is another worker."""
         for transfer in output.stage_times.transfers if output.stage_times else ():
             times = [event.at_s for event in transfer.events]
             self._world.counts[f"transfer {transfer.events[-1].kind.value}"] += 1
             if times != sorted(times) or times[0] < 0.0 or transfer.peer == worker:
                 self._world.violate("times are in order", f"{worker}: {transfer}")
 
-    # how often each way was really gone
+    # how often each path was taken
 
     def _note_submit(self, worker: str, sub_request: EngineRequest) -> None:
         self._world.log(self.name, f"-> {worker} {sub_request.request_id}")
@@ -260,7 +265,10 @@ class SimGateway:
         if sub_request.output_token_ids != tuple(client.tokens):
             self._world.violate("nothing is computed twice", f"{sub_request} behind {client.tokens}")
         prompt, max_tokens = sub_request.prompt_token_ids, sub_request.sampling_params.max_tokens
-        self._sub_requests[sub_request.request_id] = sub_request, answer(prompt, max_tokens, MAX_MODEL_LEN)
+        self._sub_requests[sub_request.request_id] = (
+            sub_request,
+            answer(prompt, max_tokens, self._max_model_len),
+        )
         self._world.counts["path resumed"] += bool(sub_request.output_token_ids)
 
     def _note_record(self, record: RequestRecord) -> None:

@@ -1,4 +1,4 @@
-"""Network: carries the KV plane's messages as badly as the scenario says; each worker's life has a SimChannel on it."""
+"""Network: carries the KV plane's messages, with seeded faults; each incarnation of a worker has a SimChannel on it."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,28 +9,28 @@ import numpy as np
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import PREFIX_BYTES, SEAL_BYTES, TO_CONSUMER, TO_PRODUCER
 from kv_transfer.transport.base import Arrival, Bytes
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """How often what happens to a message."""
+    """How likely each fault is for a message."""
 
     loss: float = 0.0
     doubling: float = 0.0
     header_damage: float = 0.0
     payload_damage: float = 0.0
-    """Only where checksums promise to notice."""
+    """Only where checksums must notice."""
     lateness: float = 0.0
     """Messages that take up to `max_lateness_s` instead of milliseconds."""
     max_lateness_s: float = 0.5
     is_ordered: bool = False
-    """Messages of one worker to another do not overtake one another, as over one TCP connection."""
+    """Messages between two workers keep their order, as over one TCP connection."""
     max_delay_s: float = 0.004
 
 
 class Payload:
-    """Bytes of a pool that are read behind its back: half of them when they are sent, the others when they arrive."""
+    """Bytes of a pool, read while it may change: half of them when they are sent, the others when they arrive."""
 
     def __init__(self, spans: Sequence[Bytes]) -> None:
         self._spans = spans
@@ -47,7 +47,7 @@ class Payload:
         return damaged
 
     def read(self) -> Bytes:
-        """As it arrives."""
+        """The bytes as they arrive."""
         data = self._early.copy()
         data[1::2] = _joined(self._spans)[1::2]
         if self._flipped_bit is not None:
@@ -57,20 +57,20 @@ class Payload:
 
 @dataclass(slots=True)
 class Network:
-    """Who listens where, who is cut off from whom, and what is on its way."""
+    """Which channel listens where, which workers are cut off from each other, and what is on its way."""
 
     world: World
     faults: NetworkFaults
     listening: dict[str, "SimChannel"] = field(default_factory=dict)
-    """Whose life listens at each address at present."""
+    """The channel that listens at each address now."""
     partitions: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Until when nothing gets from one worker to another."""
+    """Until when no message gets from one worker to another."""
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def post(
         self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
     ) -> None:
-        """`arrive(header, payload)` will be called once, never or twice; it looks for its reader itself."""
+        """`arrive(header, payload)` is called once, never or twice."""
         world, faults = self.world, self.faults
         kind = kind_of(header)
         world.counts[f"message {kind}"] += 1
@@ -114,7 +114,7 @@ class Network:
 
 
 class SimChannel:
-    """One life's sockets: a ROUTER that others connect to, and a DEALER to each worker it talks to."""
+    """The sockets of one incarnation: a ROUTER that others connect to, and a DEALER to each worker it talks to."""
 
     def __init__(self, network: Network, name: str, process: Process) -> None:
         self._network = network
@@ -124,7 +124,7 @@ class SimChannel:
         self.num_dropped = 0
         self.take: Callable[[Arrival], None] = lambda _: None
         self._peers: dict[bytes, SimChannel] = {}
-        """Who is behind each identity that connected to our ROUTER."""
+        """The channel behind each identity that connected to our ROUTER."""
         self._payload = Payload(())
         network.listening[self.address] = self
 
@@ -158,7 +158,7 @@ class SimChannel:
             yield self._payload.read()
 
     def receive(self, arrival: Arrival, payload: Payload) -> None:
-        """What came out of the network; a process that is stopped reads it when it goes on, a dead one never."""
+        """A stopped process reads a message when it goes on, a dead one never."""
         if self._process.is_dead:
             return
         if self._process.paused_until > self._network.world.now:
@@ -170,7 +170,7 @@ class SimChannel:
         self._payload = Payload(())
 
     def _reach_listener(self, address: str, header: bytes, payload: Payload) -> None:
-        """Whoever listens at the address by now, even if that is a later life than the one that was meant."""
+        """Delivers to the channel that listens there now, even if that belongs to a later incarnation."""
         listener = self._network.listening.get(address)
         if listener is None:
             return
@@ -180,7 +180,7 @@ class SimChannel:
 
 
 def id_of(channel: SimChannel) -> str:
-    """Which life of which worker."""
+    """The incarnation it belongs to."""
     return channel._process.incarnation
 
 
@@ -201,6 +201,6 @@ def kind_of(header: bytes) -> str:
 
 
 def describe(header: bytes) -> object:
-    """The whole message, for people."""
+    """The whole message, for verbose logs."""
     codec = TO_PRODUCER if kind_of(header) in ("Hold", "Open", "Ack", "Release", "Cancel") else TO_CONSUMER
     return codec.decode(header)

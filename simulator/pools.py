@@ -1,4 +1,4 @@
-"""SimReader: one-sided reads of a peer's pool; they take time, and may be torn, fail, or never end."""
+"""SimReader: one-sided reads of a peer's pool, which take time and may be torn, fail or never end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,38 +7,38 @@ import numpy as np
 
 from kv_transfer.process_exits import ProcessExits
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
-from tests.simulation.world import Process, World
+from simulator.world import Process, World
 
 POLL_INTERVAL_S = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFaults:
-    """How often what happens to a read."""
+    """How likely each fault is for a read."""
 
     failure: float = 0.0
     hang: float = 0.0
     damage: float = 0.0
-    """Only where checksums promise to notice."""
+    """Only where checksums must notice."""
     refusal: float = 0.0
-    """Pools that cannot be opened."""
+    """How likely a pool cannot be opened."""
     max_duration_s: float = 0.01
     slowness: float = 0.0
-    """Reads that take up to `max_slow_s`, which is longer than a lease."""
+    """How likely a read takes up to `max_slow_s`, which may be longer than a lease."""
     max_slow_s: float = 4.0
 
 
 @dataclass(slots=True)
 class SharedPools:
-    """Every pool that can be read, by the life it belongs to. Memory outlives its process while somebody maps it."""
+    """Every pool that can be read, with its owner. Memory outlives its process while another process maps it."""
 
     world: World
     faults: ReadFaults
-    tells_of_ends: bool
-    """Who watches a process hears of its end."""
+    reports_exits: bool
+    """Watchers of a process learn that it has ended."""
     pools: dict[bytes, tuple[Process, Bytes]] = field(default_factory=dict)
     owners: list[Process] = field(default_factory=list)
-    """By the ids that they have as processes."""
+    """Indexed by process id."""
     watchers: list["SimExits"] = field(default_factory=list)
 
     def add(self, description: bytes, owner: Process, pool: Bytes) -> None:
@@ -46,17 +46,17 @@ class SharedPools:
         if owner not in self.owners:
             self.owners.append(owner)
 
-    def tell_of_the_end_of(self, owner: Process) -> None:
-        """As the kernel does, whoever watches it."""
+    def report_exit(self, owner: Process) -> None:
+        """As the kernel does, to every watcher."""
         for watcher in self.watchers:
-            watcher.tell_of(owner)
+            watcher.on_exit(owner)
 
 
 class SimExits(ProcessExits):
-    """Of the processes of a world, which are all in one."""
+    """Exits of simulated processes."""
 
     def __init__(self, pools: SharedPools, wake_up: Callable[[], None]) -> None:
-        """`wake_up` has `take` called."""
+        """`wake_up` makes the connector call `take`."""
         super().__init__()
         self._pools = pools
         self._wake_up = wake_up
@@ -66,7 +66,7 @@ class SimExits(ProcessExits):
         pools.watchers.append(self)
 
     def watch(self, pid: int) -> int | None:
-        if not self._pools.tells_of_ends:
+        if not self._pools.reports_exits:
             return None
         process = self._pools.owners[pid]
         if process.is_dead:
@@ -75,8 +75,8 @@ class SimExits(ProcessExits):
         self._watched[self._num_watches] = process
         return self._num_watches
 
-    def tell_of(self, process: Process) -> None:
-        """It has ended."""
+    def on_exit(self, process: Process) -> None:
+        """A process has ended."""
         self._ended += [watch for watch, watched in self._watched.items() if watched is process]
         if self._ended:
             self._wake_up()
@@ -90,7 +90,7 @@ class SimExits(ProcessExits):
 
 
 class SimReader:
-    """A transport that reads; with `is_instant`, reads are over as soon as they are begun."""
+    """A transport that reads; with `is_instant`, a read ends as soon as it begins."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SimReader:
         self.may_damage = may_damage
         self.num_reads = 0
         self.mapped: list[SimPool] = []
-        """Peers' pools that are open."""
+        """Open pools of peers."""
         self._description = f"{name} {incarnation}".encode()
         self._done: list[ReadDone] = []
         pools.add(self._description, process, self.pool)
@@ -139,10 +139,10 @@ class SimReader:
         return done
 
     def close(self) -> None:
-        """Nothing that outlives the process."""
+        """Nothing here outlives the process."""
 
     def break_reads(self) -> None:
-        """Half of what is under way fails at once."""
+        """About half of the reads under way fail."""
         for pool in self.mapped:
             for number in list(pool.under_way):
                 if self.pools.world.chance(0.5):
@@ -154,7 +154,7 @@ class SimReader:
 
 @dataclass(slots=True, eq=False)
 class SimPool:
-    """A peer's pool, mapped. Every read copies what stands there when the read ends, or half of it a moment before."""
+    """A mapped pool of a peer. A read copies what the pool holds when the read ends, or half of it a moment before."""
 
     reader: SimReader
     source: Bytes
@@ -194,7 +194,7 @@ class SimPool:
         return self.reader.pools.owners[self.owner_pid]
 
     def close(self) -> None:
-        """Ends what is under way: nothing of it is written any more."""
+        """Ends the reads under way: they write nothing more."""
         if self.is_open:
             self.is_open = False
             self.reader.mapped.remove(self)
@@ -203,7 +203,7 @@ class SimPool:
             self.under_way.clear()
 
     def fail(self, number: int) -> None:
-        """After half of it was written."""
+        """The read fails after half of it was written."""
         self.reader.pools.world.counts["fault read failed"] += 1
         self._copy(number, slice(None, None, 2))
         del self.under_way[number]
@@ -225,7 +225,7 @@ class SimPool:
             reader.done(number, None)
         world.log("read", f"{number} of {reader.name} ended")
         if not reader.is_instant and world.chance(0.5):
-            reader.on_done()  # some transports wake whoever waits, others are only polled
+            reader.on_done()  # some transports wake their user, others are only polled
 
     def _copy(self, number: int, part: slice) -> None:
         runs = self.under_way.get(number)
