@@ -225,11 +225,20 @@ class Dispatcher:
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
-        """Sends the request to its workers, or returns why that cannot be."""
+        """Sends the request to its workers, or returns why that is impossible at present.
+
+        A bug that routing one request meets refuses that request: it must not reach the worker connection or the
+        client whose message caused this sweep, nor keep later requests from being tried.
+        """
         state = entry.item
         if len(self._placed) >= self._max_in_flight:
             return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
-        placement = state.retry.route(self.router, state.output_token_ids)
+        try:
+            placement = state.retry.route(self.router, state.output_token_ids)
+        except Exception as error:
+            del self._entries[state]
+            self._refuse(state, error)
+            return None
         if not isinstance(placement, Placement):
             return placement
         del self._entries[state]

@@ -37,7 +37,8 @@ Refusal = tuple[QueueEntry[T], RequestError]
 
 
 class RequestQueue(Generic[T]):
-    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker."""
+    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker. None: the request waits
+    no longer."""
 
     def __init__(
         self, max_queued: int, place: Callable[[QueueEntry[T]], RequestError | None], patience_s: float

@@ -2,6 +2,8 @@
 
 from itertools import count
 
+import pytest
+
 from baton.config import GatewayConfig
 from baton.errors import InvalidRequest, RateLimited
 from baton.kv import WorkerRef
@@ -25,6 +27,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
+from gateway.routing.placement import Placement, RouteQuery
 from gateway.routing.router import Router
 from tests.factories.silent_text import SilentText
 
@@ -52,11 +55,13 @@ def status_of(name: str) -> WorkerStatus:
 
 
 def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequest:
+    """Its salt is its id."""
     return GatewayRequest(
         request_id=request_id,
         prompt_token_ids=(1, 2, 3),
         sampling_params=SamplingParams(max_tokens=3, seed=0),
         text=SilentText(),
+        cache_salt=request_id,
         caller=caller,
     )
 
@@ -135,3 +140,27 @@ def test_what_is_refused_when_it_comes_is_recorded_as_rejected() -> None:
         assert isinstance(recorded, Record)
         assert recorded.record.outcome is Outcome.REJECTED
     assert dispatcher.requests_of("r", caller) == [first]
+
+
+def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweep follows a heartbeat: an error that left it would close the connection to the worker."""
+    dispatcher, cursed, healthy = make_dispatcher(), make_request("cursed"), make_request("healthy")
+    for request in (cursed, healthy):
+        assert dispatcher.handle(Submitted(request), 0.0) == []
+    route, bug = dispatcher.router.route, ZeroDivisionError("a bug")
+
+    def route_or_fail(query: RouteQuery) -> Placement:
+        if query.cache_salt == cursed.cache_salt:
+            raise bug
+        return route(query)
+
+    monkeypatch.setattr(dispatcher.router, "route", route_or_fail)
+    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
+    assert submitted(effects).keys() == {"d0"}
+    assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
+    (recorded,) = dispatcher.handle(StreamEnded(cursed, bug), 2.0)
+    assert isinstance(recorded, Record)
+    assert recorded.record.outcome is Outcome.REJECTED
