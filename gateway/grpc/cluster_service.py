@@ -8,10 +8,8 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
-from baton.fleet import FleetDescription
 from baton.messages.control import (
     ControlApi,
-    DescribeFleet,
     DrainNode,
     DrainWorker,
     SetWorkerRole,
@@ -24,10 +22,8 @@ from gateway.auth import callers
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
 from gateway.requests.driver import RequestDriver
-from gateway.workers.appearance import in_order
-
-DESCRIBE_TIMEOUT_S = 1.0
-"""If the controller takes longer, the answer has only what the gateway itself knows."""
+from gateway.workers.controller_view import ask_controller
+from gateway.workers.worker_view import in_order, views_of
 
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
@@ -40,7 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):
-    """Describes the fleet as the gateway and the controller see it, and passes commands on to the controller.
+    """Describes the fleet as the gateway and the controller see it, and sends operators' commands to the controller.
 
     The controller carries out a command even if its caller leaves.
     """
@@ -144,38 +140,25 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         raise ClusterError("this gateway is shutting down; use another one")
 
     async def _description(self) -> pb.DescribeClusterResponse:
-        controller, fleet = await self._controller()
-        clients = self._driver.fleet.clients
+        controller = await ask_controller(self._control)
+        driver = self._driver
         response = pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
-            workers=fleet_messages.workers_to_messages(clients, fleet.replicas if fleet else ()),
-            gateway=fleet_messages.gateway_to_message(
-                self._driver.num_in_flight, self._driver.num_queued, self._driver.tally
+            workers=map(
+                fleet_messages.worker_to_message, views_of(driver.fleet.clients, controller.replicas)
             ),
-            nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
-            controller=controller,
+            gateway=fleet_messages.gateway_to_message(driver.num_in_flight, driver.num_queued, driver.tally),
+            nodes=map(fleet_messages.node_to_message, controller.nodes),
+            controller=fleet_messages.controller_to_message(controller),
         )
         if not callers.current_caller.get().may_administer:
             fleet_messages.hide_inside(response)
         return response
 
-    async def _controller(self) -> tuple[pb.Controller, FleetDescription | None]:
-        if self._control is None:
-            return pb.Controller(state="none"), None
-        try:
-            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                fleet = await self._control.call(DescribeFleet())
-        except TimeoutError:
-            reason = f"no answer within {DESCRIBE_TIMEOUT_S:g} s"
-            return pb.Controller(state="away", failure=reason), None
-        except (FleetError, ClusterError) as error:
-            return pb.Controller(state="away", failure=str(error)), None
-        return fleet_messages.controller_to_message(fleet), fleet
-
     async def _why(self, workers: Iterable[str], error: FleetError) -> FleetError:
         """The controller's error, or a clearer one if it does not know one of the workers."""
-        _, fleet = await self._controller()
+        fleet = (await ask_controller(self._control)).fleet
         if fleet is None:
             return error
         names = sorted((replica.name for replica in fleet.replicas), key=in_order)

@@ -11,7 +11,7 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.grpc.cluster_service import DESCRIBE_TIMEOUT_S
+from gateway.workers.controller_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
 from tests.factories.models import make_model_dir
@@ -161,7 +161,7 @@ def test_while_the_controller_is_away_the_gateway_answers_soon_with_what_it_know
             control.answers.clear()
             started = asyncio.get_running_loop().time()
             description = await under_test.client.describe()
-            assert asyncio.get_running_loop().time() - started < DESCRIBE_TIMEOUT_S + 10.0
+            assert asyncio.get_running_loop().time() - started < TIMEOUT_S + 10.0
             assert description["controller"]["state"] == "away"
             assert "no answer within 1 s" in description["controller"]["failure"]
             assert [worker["name"] for worker in description["workers"]] == ["w0"]

@@ -19,7 +19,8 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import GatewayError
-from gateway.grpc.status import INTERNAL, MAX_MESSAGE_BYTES
+from gateway.error_codes import INTERNAL_MESSAGE
+from gateway.grpc.status import MAX_MESSAGE_BYTES
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
 from tests.factories.models import make_model_dir, make_tokenizer
@@ -138,7 +139,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
         async with gateway_with(folder, {}, {"d0": silent}, control=control) as under_test:
             monkeypatch.setattr("gateway.grpc.convert.prompt_from", broken)
             error = await error_of(under_test, pb.GenerateRequest(text="Hi", request_id="unlucky"))
-            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL)
+            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE)
             assert b"secret" not in b"".join(
                 value if isinstance(value, bytes) else value.encode() for value in trailers_of(error).values()
             )
@@ -150,7 +151,7 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             monkeypatch.setattr(control, "call", broken)
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
-            assert caught.value.message == INTERNAL
+            assert caught.value.message == INTERNAL_MESSAGE
             assert "log has details under request" in caught.value.advice
 
     with caplog.at_level(logging.ERROR):

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from baton.errors import DeadlinePassed, Overloaded, RequestAborted, SlowReader
 from baton.request import EngineRequest, ErrorKind, RequestOutput
-from gateway.http.errors import headers_of, status_of
+from gateway.error_codes import codes_of
+from gateway.http.errors import headers_of
 from gateway.text import TokenizerPool
 from tests.factories.gateway import (
     failing,
@@ -246,7 +247,7 @@ def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_complete
 
 @pytest.mark.parametrize("error", [RequestAborted("ended"), SlowReader("slow"), DeadlinePassed("late")])
 def test_what_ended_on_purpose_is_nothing_that_openais_client_tries_again(error: RequestAborted) -> None:
-    response = httpx2.Response(status_of(error), headers=dict(headers_of(error)))
+    response = httpx2.Response(codes_of(error).http, headers=dict(headers_of(error)))
     client = openai.OpenAI(api_key="none")
     assert not client._should_retry(response)
-    assert client._should_retry(httpx2.Response(status_of(Overloaded("full", 1.0))))
+    assert client._should_retry(httpx2.Response(codes_of(Overloaded("full", 1.0)).http))
