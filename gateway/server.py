@@ -41,8 +41,7 @@ from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.telemetry.access_log import log_request
-from gateway.telemetry.call_error import CallError
-from gateway.telemetry.call_log import log_call_error
+from gateway.telemetry.call_log import CallError, log_call_error
 from gateway.telemetry.cluster_view import ClusterView
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.loop_lag import LoopLag

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
+from baton.errors import ClusterError, FleetError, InvalidRequest, UnknownWorker
 from baton.messages.control import (
     ControlApi,
     DrainNode,
@@ -21,6 +21,7 @@ from baton.worker import WorkerRole
 from gateway.auth import callers
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
+from gateway.places import Places
 from gateway.requests.driver import RequestDriver
 from gateway.workers.controller_view import ask_controller
 from gateway.workers.worker_view import in_order, views_of
@@ -46,7 +47,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._model = model
         self._control = control
         self._is_closing = asyncio.Event()
-        self._num_watches = 0
+        self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
     async def DescribeCluster(  # noqa: N802
         self,
@@ -61,17 +62,10 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[pb.WatchClusterResponse]:
         interval_s = _interval_from(request)
-        if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(
-                f"{MAX_WATCHES} calls are watching already, which is the limit", retry_after_s=10.0
-            )
-        self._num_watches += 1
-        try:
+        with self._watches.take():
             async with aclosing(self._changes(interval_s)) as changes:
                 async for description in changes:
                     yield pb.WatchClusterResponse(cluster=description)
-        finally:
-            self._num_watches -= 1
 
     def end_watches(self) -> None:
         """Ends watches, which could last for ever, before the server waits for running calls."""
@@ -124,14 +118,14 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             raise await self._why(asked, error) from error
 
     async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
-        told: pb.DescribeClusterResponse | None = None
+        latest: pb.DescribeClusterResponse | None = None
         now = asyncio.get_running_loop().time
         ends_at = now() + callers.MAX_WATCH_S
         while not self._is_closing.is_set():
             current = await self._description()
-            if current != told:
+            if current != latest:
                 yield current
-                told = current
+                latest = current
             if now() >= ends_at:
                 raise ClusterError(f"a watch lasts at most {callers.MAX_WATCH_S:g} s; start another one")
             with suppress(TimeoutError):

@@ -17,7 +17,7 @@ from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
 from gateway.error_codes import codes_of
 from gateway.grpc.status import REQUEST_ID, Context, abort_call
-from gateway.telemetry.call_error import INTERNAL_ERROR, CallError, OnCallError
+from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 
 logger = logging.getLogger(__name__)
 

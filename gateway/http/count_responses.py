@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.telemetry.call_error import CallError, OnCallError
+from gateway.telemetry.call_log import CallError, OnCallError
 
 OnResponse = Callable[[str, str, int], None]
 """Method, route, status."""

@@ -24,7 +24,7 @@ from baton.errors import (
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 from gateway.http.request_ids import HEADER, shown_id
 from gateway.http.validation import first_problem
-from gateway.telemetry.call_error import INTERNAL_ERROR
+from gateway.telemetry.call_log import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,12 @@
 """EventStream: server-sent events as an HTTP response; does not know their content."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from gateway.http.connection import while_connected
 
 Write = Callable[[bytes], Awaitable[None]]
 """Sends one event, or several at once; waits while the client reads too slowly."""
@@ -65,3 +64,25 @@ def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
                 await write(each)
 
     return EventStream(tell)
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Runs `work` to its end, or until the client is gone: then `work` is cancelled, and has cleaned up on return.
+
+    Call it once the request's body has been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.wait((working, leaving))
+    if not working.cancelled():
+        working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

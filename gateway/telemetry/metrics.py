@@ -28,7 +28,7 @@ from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
 from gateway.requests.request import Finish
 from gateway.requests.timing import HandoverParts, SeenTransfer, Timing, TtftParts
 from gateway.telemetry import buckets
-from gateway.telemetry.call_error import INTERNAL_ERROR, CallError
+from gateway.telemetry.call_log import INTERNAL_ERROR, CallError
 
 MAX_CALLERS = 256
 """Callers that are counted by name; later ones are counted together as `(others)`."""

@@ -144,7 +144,7 @@ def test_so_many_may_watch_the_health_and_all_may_ask(folder: Path, monkeypatch:
                 watch.cancel()
                 service = under_test.gateway._grpc._health
                 async with asyncio.timeout(20):
-                    while service._num_watches:
+                    while service._watches.num_taken:
                         await asyncio.sleep(0.01)
 
     run(test())

@@ -112,7 +112,7 @@ def test_so_many_may_watch_and_no_more(folder: Path, monkeypatch: pytest.MonkeyP
                     with pytest.raises(GatewayError, match="2 calls are watching already") as caught:
                         await anext(client.watch())
                     assert caught.value.details.retry_after_s == 10.0
-                await under_test.until(lambda: service._num_watches == 0)
+                await under_test.until(lambda: service._watches.num_taken == 0)
 
     run(test())
 

@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import DeadlinePassed, InvalidRequest
 from gateway.choices import ChoiceDelta, batches_of, in_turns
 from gateway.error_codes import codes_of
-from gateway.http.connection import while_connected
 from gateway.http.errors import body_of
-from gateway.http.event_stream import EventStream, Write
+from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.events import DONE, EventWriter, error_event

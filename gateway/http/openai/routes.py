@@ -31,8 +31,8 @@ from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.respond import Generated, OpenAIAnswer, in_terms_of
+from gateway.http.request_ids import trace_of
 from gateway.http.strict_json import JsonRoute
-from gateway.http.trace_headers import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt, SamplingInRoom
 from gateway.requests.driver import RequestDriver
