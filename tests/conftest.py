@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -33,6 +34,16 @@ if not torch.cuda.is_available():
 # How long an example takes is no property of the code, least of all on a busy machine.
 hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model as `make_model_dir` makes one by default. Read-only: all tests share the folder."""
+    from tests.factories.models import (
+        make_model_dir,  # transformers takes seconds to import, and few tests need a model
+    )
+
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 STARTS_RAY = (

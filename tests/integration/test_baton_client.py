@@ -19,7 +19,6 @@ from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import make_certificates
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -249,15 +248,10 @@ def test_requests_take_turns() -> None:
     asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def test_a_real_gateway_answers_and_hears_of_whoever_leaves(model_dir: Path) -> None:
+def test_a_real_gateway_answers_and_hears_of_whoever_leaves(folder: Path) -> None:
     async def run() -> None:
         async with (
-            gateway_with(model_dir, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
+            gateway_with(folder, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
             BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
         ):
             parts = await parts_of(client, max_tokens=3)
@@ -269,13 +263,13 @@ def test_a_real_gateway_answers_and_hears_of_whoever_leaves(model_dir: Path) -> 
 
 
 @pytest.mark.parametrize("leave", ["cancel", "close"])
-def test_leaving_ends_the_request_on_the_workers(model_dir: Path, leave: str) -> None:
+def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> None:
     async def run() -> None:
         def one_token(request: Any) -> Any:
             return answering([5, 6, 7])(request)[:1]
 
         async with (
-            gateway_with(model_dir, {}, {"d0": one_token}) as tested,
+            gateway_with(folder, {}, {"d0": one_token}) as tested,
             BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
         ):
             stream = client.generate(text="hello", max_tokens=3, mode="local")
@@ -292,7 +286,7 @@ def test_leaving_ends_the_request_on_the_workers(model_dir: Path, leave: str) ->
     asyncio.run(run())
 
 
-def test_keys_and_certificates_of_a_locked_gateway(model_dir: Path, tmp_path: Path) -> None:
+def test_keys_and_certificates_of_a_locked_gateway(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
         files, script = make_certificates(tmp_path), answering([5, 6, 7])
         trusted = TLS(authorities=files.ca.read_bytes())
@@ -302,7 +296,7 @@ def test_keys_and_certificates_of_a_locked_gateway(model_dir: Path, tmp_path: Pa
             "api_keys": API_KEYS,
             "credentials": files.credentials(ADMIN, has_own=True),
         }
-        async with gateway_with(model_dir, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
+        async with gateway_with(folder, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
             target = f"localhost:{tested.gateway.grpc_port}"
             for key, tls, code in (
                 (ALICE, TLS(trusted.authorities, *own), None),

@@ -18,16 +18,10 @@ from baton.v1.sampling_pb2 import SamplingParams
 from tests.factories.api_keys import ALICE, API_KEYS, BOB, WATCHER, entry
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.metrics import Scrape, read_url
-from tests.factories.models import make_model_dir
 
 BUSY = "baton-busy"
 KEYS = (*API_KEYS, entry("busy", BUSY, requests_per_minute=1))
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 async def over_http(under_test: GatewayUnderTest) -> str:

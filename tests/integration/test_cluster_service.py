@@ -14,7 +14,6 @@ from gateway import GatewayError
 from gateway.workers.controller_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
-from tests.factories.models import make_model_dir
 
 NODES = (
     NodeDescription(name="head", address="10.0.0.1", is_alive=True, is_head=True, resources=(("CPU", 2.0),)),
@@ -32,11 +31,6 @@ FLEET = fleet_of(
     replica("w3", state=ReplicaState.PLACING),
     nodes=NODES,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

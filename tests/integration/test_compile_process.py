@@ -17,15 +17,10 @@ from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.grammars import check as module
 from gateway.model import ServedModel
 from tests.factories.hostile_grammars import SHAPES
-from tests.factories.models import EOS_TOKEN_ID, make_model_dir, make_tokenizer
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 TOO_COMPLEX = {"alternatives of terminals", "many optional characters"}
 """Of those that nest no deeper than is allowed: the library finds some of them too big, others end the process."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager

@@ -14,14 +14,8 @@ from baton.worker import WorkerLoad
 from gateway import GatewayError
 from gateway.routing.prefill_times import MIN_SEEN
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_model_dir
 
 LONG, SHORT = list(range(4, 104)), [4, 5, 6]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

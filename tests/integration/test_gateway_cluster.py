@@ -18,14 +18,8 @@ from gateway.http.page import FILES
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
-from tests.factories.models import make_model_dir
 
 ANSWER = [7, 8, 9, 10]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:

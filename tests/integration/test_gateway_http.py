@@ -12,12 +12,6 @@ import pytest
 from baton.errors import ConfigError
 from baton.request import EngineRequest, RequestOutput
 from tests.factories.gateway import gateway_with
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def says_nothing(request: EngineRequest) -> list[RequestOutput]:

@@ -23,12 +23,6 @@ from tests.factories.gateway import (
     silent,
 )
 from tests.factories.metrics import Scrape, read_url
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 async def scrape(under_test: GatewayUnderTest) -> Scrape:

@@ -3,15 +3,7 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from tests.factories.gateway import gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:

@@ -24,17 +24,11 @@ from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_model_dir
 
 MAPPED = "[::ffff:127.0.0.1]"
 """The same place by an address that the certificate does not name."""
 NOT_KNOWN_AS_LOOPBACK = "LOCALHOST"
 """It is, but a name may mean anything, so the rules for other hosts hold."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -32,16 +32,10 @@ from gateway.requests.record import Outcome, RequestRecord
 from gateway.telemetry.trace_export import tracing_for
 from gateway.telemetry.tracing import MAX_QUEUED_SPANS, STOP_TIMEOUT_S, Tracing, _resource
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with
-from tests.factories.models import make_model_dir
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
 ANSWER = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager

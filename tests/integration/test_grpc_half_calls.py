@@ -15,17 +15,11 @@ from gateway.grpc import guard, server
 from gateway.grpc import health as health_service
 from tests.factories.api_keys import ADMIN, API_KEYS, AS_ADMIN
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir
 
 GENERATE = "/baton.v1.GenerationService/Generate"
 AS_SOMEBODY = (("authorization", f"Bearer {ADMIN}"),)
 HEALTHY = health_pb2.HealthCheckResponse.SERVING
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

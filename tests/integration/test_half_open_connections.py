@@ -22,14 +22,8 @@ from gateway.http import acceptor
 from gateway.http.acceptor import Acceptor
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

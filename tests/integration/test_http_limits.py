@@ -14,15 +14,9 @@ import pytest
 from gateway.http.protocol import BoundedH11
 from gateway.http.request_limits import RequestLimits
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.models import make_tokenizer_dir
 
 MIB = 2**20
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager

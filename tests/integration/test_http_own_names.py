@@ -11,14 +11,8 @@ from pydantic import ValidationError
 from baton.config import GatewayConfig
 from tests.factories.api_keys import ALICE, API_KEYS
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_tokenizer_dir
 
 PAGE = {"origin": "http://page.example", "access-control-request-method": "POST"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
 
 
 async def asked(

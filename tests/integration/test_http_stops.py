@@ -11,12 +11,6 @@ import pytest
 
 from baton.request import EngineRequest, RequestOutput
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -9,18 +9,12 @@ import pytest
 
 from gateway import Tokenizer
 from tests.factories.gateway import gateway_with
-from tests.factories.models import make_tokenizer_dir
 
 MESSAGES = [
     {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
     {"role": "user", "content": "hé"},
 ]
 RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhé<|im_end|>\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path) -> None:

@@ -12,14 +12,8 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput,
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
 from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -30,17 +30,12 @@ from tests.factories.gateway import (
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TEXT = "The cache is the baton"
 ANSWER = TOKENIZER.encode(TEXT).ids
 HALF = len(ANSWER) // 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

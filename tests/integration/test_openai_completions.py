@@ -10,7 +10,7 @@ import pytest
 
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
 from tests.factories.gateway import answering, gateway_with, outputs_of
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_for
 
 TOKENIZER = make_tokenizer()
@@ -18,11 +18,6 @@ TEXT = "Caf\u00e9 \U0001f600 the"
 ANSWER = TOKENIZER.encode(TEXT).ids
 THE = TOKENIZER.encode("the").ids
 PROMPT = TOKENIZER.encode("Hello").ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

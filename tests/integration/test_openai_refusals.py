@@ -13,16 +13,11 @@ from gateway.http.openai.chat_request import ChatCompletionRequest, Message
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.fields import Body
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("baton").ids
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager

@@ -21,16 +21,10 @@ from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.models import make_model_dir
 from tests.factories.serving import baton
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 LEAVE_ALTERNATE_SCREEN, SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def control() -> FakeFleetControl:

@@ -25,7 +25,6 @@ from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.preprocess import MAX_SALT_CHARACTERS
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 
 # What to set, over which number of things, up to how many, and the field that an error names.
 BOUNDS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
@@ -39,11 +38,6 @@ OF_THE_REQUEST: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "request_id": (lambda n: {"request_id": "x" * n}, 128),
     "cache_salt": (lambda n: {"cache_salt": "x" * n}, MAX_SALT_CHARACTERS),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) -> None:

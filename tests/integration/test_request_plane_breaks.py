@@ -23,7 +23,6 @@ from tests.factories.gateway import (
     gateway_with,
     outputs_of,
 )
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
 BREAK_S = 0.2
@@ -35,11 +34,6 @@ def half(request: EngineRequest) -> list[RequestOutput]:
 
 def the_rest(request: EngineRequest) -> list[RequestOutput]:
     return outputs_of(request, ANSWER[2:], start=2)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_model_dir(tmp_path)
 
 
 def run(test: Coroutine[None, None, None]) -> None:

@@ -15,14 +15,8 @@ from gateway.auth.callers import ANYBODY
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
 
 MAX_UNREAD = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

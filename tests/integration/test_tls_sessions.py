@@ -12,15 +12,9 @@ import pytest
 from baton.config import Tls
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import gateway_with
-from tests.factories.models import make_model_dir
 
 HTTP_REQUEST = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def client_context(files: CertificateFiles, version: ssl.TLSVersion, protocol: str) -> ssl.SSLContext:

@@ -20,16 +20,11 @@ from gateway.grpc.generated import common_pb2
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.factories.gateway import GatewayUnderTest, Script, answering, gateway_with, silent
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 PROMPT = TOKENIZER.encode("Hello").ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -22,14 +22,8 @@ from tests.factories.gateway import (
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

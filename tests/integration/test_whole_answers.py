@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc.aio
 import httpx2
-import pytest
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.grpc import guard
@@ -17,7 +16,7 @@ from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.http.whole_json import WRITE_CHARACTERS
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_for
 
 TEXT = make_tokenizer().encode(" the cache is the baton,").ids
@@ -25,11 +24,6 @@ NUM_TOKENS = 500
 TOKENS_EACH = 50
 N = 8
 TOP = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def long_answer(request: EngineRequest) -> list[RequestOutput]:

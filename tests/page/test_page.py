@@ -10,7 +10,6 @@ from gateway import Tokenizer
 from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.browser import browser, find_browser
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 from tests.factories.paced_fleet import Pace, PacedFleet
 
 pytestmark = pytest.mark.skipif(
@@ -21,11 +20,6 @@ HOSTILE = (
     "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script> & done"
 )
 WORKER = "w<b>1"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_a_prompt_is_typed_and_its_stages_and_tokens_are_seen_as_text(folder: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from baton.request import EngineRequest, ErrorKind, FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from tests.factories.models import make_model_dir
 from tests.factories.whole_engines import EnginesOf, Told, WholeEngine, legs
 
 NUM_WORKLOADS = 6
@@ -94,11 +93,6 @@ def assert_goes_on(spec: Spec, cut: int, told: Told) -> None:
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4), what
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top], what
         assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4), what
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -17,15 +17,14 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
 from gateway.text import ChatMessage, Tokenizer
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 VOCAB_SIZE = make_tokenizer().get_vocab_size()
 MAX_MODEL_LEN = 100
 
 
 @pytest.fixture(scope="module")
-def preprocessor(tmp_path_factory: pytest.TempPathFactory) -> Preprocessor:
-    folder: Path = make_model_dir(tmp_path_factory.mktemp("model"))
+def preprocessor(folder: Path) -> Preprocessor:
     model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,))
     grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
     return Preprocessor(Tokenizer(folder), model, grammars)
