@@ -275,13 +275,13 @@ def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> No
             stream = client.generate(text="hello", max_tokens=3, mode="local")
             async with aclosing(stream):
                 assert (await anext(stream)).token_ids == (5,)
-                leg = await tested.workers["d0"].next_leg()
+                request = await tested.workers["d0"].next_request()
                 if leave == "cancel":
                     waiting = asyncio.ensure_future(anext(stream))
                     await asyncio.sleep(0)
                     waiting.cancel()
                     await asyncio.gather(waiting, return_exceptions=True)
-            assert await tested.workers["d0"].next_abort() == leg.request_id
+            assert await tested.workers["d0"].next_abort() == request.request_id
 
     asyncio.run(run())
 

@@ -50,7 +50,7 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(folder:
             await under_test.until(lambda: "d0" in prefill_times._workers)
             for _ in range(MIN_SEEN):
                 await ask(under_test, LONG, timeout_s=90.0)
-                await worker.next_leg()
+                await worker.next_request()
             with pytest.raises(GatewayError) as caught:
                 await ask(under_test, LONG + LONG, timeout_s=90.0)
             assert caught.value.code == "DEADLINE_EXCEEDED"
@@ -65,10 +65,10 @@ def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(folder:
                 )
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_too_close")
             assert answer.headers["x-should-retry"] == "false", "that would be too late, too"
-            assert worker.heard.empty(), "no worker was asked"
+            assert worker.received.empty(), "no worker was asked"
             for token_ids, timeout_s in ((SHORT, 90.0), (LONG + LONG, 110.0), (LONG + LONG, None)):
                 await ask(under_test, token_ids, timeout_s)
-                await worker.next_leg()
+                await worker.next_request()
             counters = (await under_test.client.describe())["gateway"]["counters"]
             assert counters["rejected"] == 2
 

@@ -227,8 +227,8 @@ def test_who_leaves_ends_their_request(folder: Path) -> None:
                 async for name, _ in events_of(answer):
                     if name == "placed":
                         break
-            leg = await under_test.workers["w0"].next_leg()
-            assert await under_test.workers["w0"].next_abort() == leg.request_id
+            request = await under_test.workers["w0"].next_request()
+            assert await under_test.workers["w0"].next_abort() == request.request_id
 
     asyncio.run(run())
 

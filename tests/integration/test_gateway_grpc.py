@@ -65,8 +65,8 @@ def test_a_prompt_goes_to_a_pair_and_the_answer_streams_back(folder: Path) -> No
                 "attempts": 1,
             }
             assert completion.usage["prompt_tokens"] == len(TOKENIZER.encode("Hello").ids)
-            to_prefill = await under_test.workers["p0"].next_leg()
-            to_decode = await under_test.workers["d0"].next_leg()
+            to_prefill = await under_test.workers["p0"].next_request()
+            to_decode = await under_test.workers["d0"].next_request()
             assert to_prefill.kv_transfer is not None
             assert to_decode.kv_transfer is not None
             assert to_prefill.kv_transfer.transfer_id == to_decode.kv_transfer.transfer_id
@@ -85,8 +85,8 @@ def test_a_chat_is_rendered_with_the_models_template(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
             await ask(under_test, text=None, messages=[("user", "hi")])
-            leg = await under_test.workers["d0"].next_leg()
-            text = TOKENIZER.decode(list(leg.prompt_token_ids), skip_special_tokens=False)
+            request = await under_test.workers["d0"].next_request()
+            text = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
             assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
     run(test())
@@ -98,9 +98,9 @@ def test_local_mode_asks_the_decode_worker_alone(folder: Path) -> None:
             events = await ask(under_test, mode="local")
             assert events[-1].completion is not None
             assert events[-1].completion.placement["mode"] == "local"
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.kv_transfer is None
-            assert under_test.workers["p0"].heard.empty()
+            request = await under_test.workers["d0"].next_request()
+            assert request.kv_transfer is None
+            assert under_test.workers["p0"].received.empty()
 
     run(test())
 
@@ -109,10 +109,10 @@ def test_a_client_that_leaves_ends_the_request_on_both_workers(folder: Path) -> 
     async def test() -> None:
         async with gateway_with(folder, {"p0": silent}, {"d0": silent}) as under_test:
             call = asyncio.create_task(ask(under_test))
-            legs = [await under_test.workers[name].next_leg() for name in ("p0", "d0")]
+            requests = [await under_test.workers[name].next_request() for name in ("p0", "d0")]
             call.cancel()
             aborts = [await under_test.workers[name].next_abort() for name in ("p0", "d0")]
-            assert aborts == [leg.request_id for leg in legs]
+            assert aborts == [request.request_id for request in requests]
 
     run(test())
 
@@ -123,10 +123,10 @@ def test_a_deadline_reaches_both_workers_and_ends_the_request(folder: Path) -> N
             error = await refusal(under_test, timeout_s=0.3)
             assert error.code == "DEADLINE_EXCEEDED"
             for name in ("p0", "d0"):
-                leg = await under_test.workers[name].next_leg()
-                assert leg.timeout_s is not None
-                assert 0.0 < leg.timeout_s <= 0.31, "gRPC rounds deadlines up by up to a millisecond"
-                assert await under_test.workers[name].next_abort() == leg.request_id
+                request = await under_test.workers[name].next_request()
+                assert request.timeout_s is not None
+                assert 0.0 < request.timeout_s <= 0.31, "gRPC rounds deadlines up by up to a millisecond"
+                assert await under_test.workers[name].next_abort() == request.request_id
 
     run(test())
 
@@ -135,10 +135,10 @@ def test_a_request_can_be_aborted_by_its_id(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}) as under_test:
             call = asyncio.create_task(refusal(under_test, request_id="mine"))
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             assert await under_test.client.abort("mine", "nobody") == 1
             assert (await call).code == "ABORTED"
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            assert await under_test.workers["d0"].next_abort() == request.request_id
 
     run(test())
 
@@ -153,8 +153,8 @@ def test_a_stop_string_ends_the_request_and_the_workers_stop(folder: Path) -> No
             assert "".join(event.text for event in events) == "The cache"
             assert events[-1].completion is not None
             assert events[-1].completion.finish_reason == "stop"
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            request = await under_test.workers["d0"].next_request()
+            assert await under_test.workers["d0"].next_abort() == request.request_id
 
     run(test())
 
@@ -167,8 +167,8 @@ def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worker(fold
         async with gateway_with(folder, {"p0": ends}, {"d0": silent}) as under_test:
             events = await ask(under_test)
             assert [t for event in events for t in event.token_ids] == ANSWER[:1]
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id, (
+            request = await under_test.workers["d0"].next_request()
+            assert await under_test.workers["d0"].next_abort() == request.request_id, (
                 "D's reservation is released"
             )
 
@@ -274,7 +274,7 @@ def test_an_id_in_use_and_a_full_house_are_refused(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
             call = asyncio.create_task(refusal(under_test, request_id="mine"))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             assert (await refusal(under_test, request_id="mine")).code == "INVALID_ARGUMENT"
             assert (await refusal(under_test)).code == "RESOURCE_EXHAUSTED"
             await under_test.client.abort("mine")
@@ -304,7 +304,7 @@ def test_c42_a_worker_that_falls_silent_is_lost(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}, placement_timeout_s=0.5) as under_test:
             call = asyncio.create_task(refusal(under_test))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             under_test.workers.pop("d0").stop()
             assert (await call).code == "UNAVAILABLE"
             assert under_test.gateway.num_ready == 0
@@ -332,15 +332,15 @@ def test_a_worker_that_is_heard_again_gets_requests_again_and_forgets_what_it_ha
         ) as under_test:
             worker = under_test.workers["d0"]
             call = asyncio.create_task(refusal(under_test))
-            leg = await worker.next_leg()
+            request = await worker.next_request()
             worker.goes_on.clear()
             assert (await call).code == "UNAVAILABLE"
             worker.goes_on.set()
             # Told to abort it by the gateway, or having missed that gateway's signs of life itself.
-            assert (await worker.next_abort()).startswith((leg.request_id, "client"))
+            assert (await worker.next_abort()).startswith((request.request_id, "client"))
             await under_test.until(lambda: under_test.gateway.num_ready == 1)
             call = asyncio.create_task(refusal(under_test, request_id="again"))
-            while not isinstance(await asyncio.to_thread(worker.heard.get, True, 10), EngineRequest):
+            while not isinstance(await asyncio.to_thread(worker.received.get, True, 10), EngineRequest):
                 continue
             await under_test.client.abort("again")
             assert (await call).code == "ABORTED"

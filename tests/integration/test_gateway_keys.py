@@ -128,10 +128,10 @@ def test_callers_cannot_end_or_even_meet_each_others_requests(folder: Path) -> N
             client_with(under_test, BOB) as bob,
         ):
             hers = asyncio.create_task(tokens_of(alice, request_id="mine"))
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             assert await bob.abort("mine") == 0
             his = asyncio.create_task(tokens_of(bob, request_id="mine"))
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             assert await alice.abort("mine") == 1
             assert await code_of(hers) == "ABORTED"  # type: ignore[arg-type]
             assert not his.done()
@@ -281,13 +281,13 @@ def test_a_keys_limits_hold_at_both_doors(folder: Path) -> None:
         ) as under_test:
             async with client_with(under_test, "m") as client:
                 first = asyncio.create_task(tokens_of(client, request_id="first"))
-                await under_test.workers["w0"].next_leg()
+                await under_test.workers["w0"].next_request()
                 assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
                 await client.abort("first")
                 assert await code_of(first) == "ABORTED"  # type: ignore[arg-type]
                 second = asyncio.create_task(tokens_of(client, request_id="second"))
                 await under_test.workers["w0"].next_abort()
-                await under_test.workers["w0"].next_leg()
+                await under_test.workers["w0"].next_request()
                 await client.abort("second")
                 assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
             base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
@@ -365,7 +365,7 @@ def test_nobody_goes_ahead_of_others_whose_key_does_not_say_so(folder: Path) -> 
             for key, asked, got in ((ALICE, 0, 0), (ALICE, 3, 3), ("f", -5, -5), ("l", 0, 10), ("l", 11, 11)):
                 async with client_with(under_test, key) as client:
                     assert await tokens_of(client, priority=asked) == [7, 8]
-                assert (await worker.next_leg()).priority == got
+                assert (await worker.next_request()).priority == got
             for key, asked in ((ALICE, -1), ("f", -6), ("l", -1)):
                 async with client_with(under_test, key) as client:
                     assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
@@ -373,6 +373,6 @@ def test_nobody_goes_ahead_of_others_whose_key_does_not_say_so(folder: Path) -> 
             async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
                 answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
                 assert "event: end" in answer.text, answer.text
-            assert (await worker.next_leg()).priority == 10, "nor by way of the page"
+            assert (await worker.next_request()).priority == 10, "nor by way of the page"
 
     run(test())

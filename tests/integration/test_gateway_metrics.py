@@ -78,17 +78,17 @@ def test_tokens_are_counted_while_the_answer_goes_on(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
             asking = [asyncio.create_task(ask(under_test)) for _ in range(2)]
-            leg = await under_test.workers["d0"].next_leg()
-            first, second, third = outputs_of(leg, [5, 6, 7])
-            under_test.workers["d0"].say(leg, [first, first, second])
+            request = await under_test.workers["d0"].next_request()
+            first, second, third = outputs_of(request, [5, 6, 7])
+            under_test.workers["d0"].say(request, [first, first, second])
             await _until(under_test, lambda now: now("generation_tokens_total") == 2)
             now = await scrape(under_test)
             assert now("time_to_first_token_seconds_count") == 1
             assert now("gateway_requests_in_flight") == now("gateway_requests_queued") == 1
             assert now("gateway_oldest_queued_seconds") > 0
-            under_test.workers["d0"].say(leg, [third])
-            leg = await under_test.workers["d0"].next_leg()
-            under_test.workers["d0"].say(leg, outputs_of(leg, [5, 6, 7]))
+            under_test.workers["d0"].say(request, [third])
+            request = await under_test.workers["d0"].next_request()
+            under_test.workers["d0"].say(request, outputs_of(request, [5, 6, 7]))
             await asyncio.gather(*asking)
 
     asyncio.run(asyncio.wait_for(test(), 60))
@@ -133,7 +133,7 @@ def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}) as under_test:
             asking = asyncio.create_task(ask(under_test))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             asking.cancel()
             await _until(under_test, lambda now: now("requests_total", outcome="aborted") == 1)
             now = await scrape(under_test)
@@ -191,11 +191,11 @@ def test_the_parts_of_the_time_to_first_token_are_what_line_and_worker_took(fold
             worker = under_test.workers["d0"]
             asking = [asyncio.create_task(ask(under_test, 2)) for _ in range(2)]
             for number in (1, 2):
-                leg = await worker.next_leg()
+                request = await worker.next_request()
                 await asyncio.sleep(0.3)
-                first, second = outputs_of(leg, [5, 6])
+                first, second = outputs_of(request, [5, 6])
                 first.stage_times = StageTimes(queue_s=0.1, prefill_s=0.15)
-                worker.say(leg, [first, second])
+                worker.say(request, [first, second])
                 await asyncio.wait(asking, return_when=FIRST_COMPLETED if number == 1 else ALL_COMPLETED)
             await asyncio.gather(*asking)
             now = await scrape(under_test)
@@ -225,16 +225,16 @@ def test_what_an_attempt_in_vain_took_is_a_part_of_its_own(folder: Path) -> None
         async with gateway_with(folder, {}, {"d0": silent, "d1": silent}) as under_test:
             workers = under_test.workers.values()
             asking = asyncio.create_task(ask(under_test, 1))
-            await under_test.until(lambda: any(not worker.heard.empty() for worker in workers))
-            first = next(worker for worker in workers if not worker.heard.empty())
+            await under_test.until(lambda: any(not worker.received.empty() for worker in workers))
+            first = next(worker for worker in workers if not worker.received.empty())
             (second,) = (worker for worker in workers if worker is not first)
-            leg = await first.next_leg()
+            request = await first.next_request()
             await asyncio.sleep(0.2)
-            first.say(leg, [failure_of(leg, ErrorKind.INTERNAL, "out of order")])
-            leg = await second.next_leg()
-            (output,) = outputs_of(leg, [5])
+            first.say(request, [failure_of(request, ErrorKind.INTERNAL, "out of order")])
+            request = await second.next_request()
+            (output,) = outputs_of(request, [5])
             output.stage_times = StageTimes(prefill_s=0.001)
-            second.say(leg, [output])
+            second.say(request, [output])
             await asking
             now = await scrape(under_test)
             assert now("ttft_part_seconds_sum", part="failed_attempts") >= 0.2

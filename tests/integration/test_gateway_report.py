@@ -17,16 +17,16 @@ def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
                     got.set()
 
             reading = asyncio.create_task(read())
-            leg = await worker.next_leg()
+            request = await worker.next_request()
             before = gateway.report()
             assert (before.num_in_flight, before.num_finished, before.ttft_s) == (1, 0, (0.0, 0.0))
-            first, second, third = outputs_of(leg, [5, 6, 7])
+            first, second, third = outputs_of(request, [5, 6, 7])
             await asyncio.sleep(0.3)
-            worker.say(leg, [first])
+            worker.say(request, [first])
             await got.wait()
-            worker.say(leg, [first])  # said twice, counted once
+            worker.say(request, [first])  # said twice, counted once
             await asyncio.sleep(0.1)
-            worker.say(leg, [second, third])
+            worker.say(request, [second, third])
             await reading
             report = gateway.report(30.0)
             assert report.gateway == before.gateway != ""
@@ -48,13 +48,13 @@ def test_a_report_holds_who_waits_for_room(folder: Path) -> None:
                     pass
 
             asking = [asyncio.create_task(ask()) for _ in range(2)]
-            leg = await worker.next_leg()
+            request = await worker.next_request()
             await under_test.until(lambda: gateway.report().num_queued == 1)
             await under_test.until(lambda: gateway.report().oldest_queued_s > 0.0)
-            worker.say(leg, outputs_of(leg, [5]))
-            leg = await worker.next_leg()
+            worker.say(request, outputs_of(request, [5]))
+            request = await worker.next_request()
             assert gateway.report().num_queued == 0
-            worker.say(leg, outputs_of(leg, [5]))
+            worker.say(request, outputs_of(request, [5]))
             await asyncio.gather(*asking)
             assert gateway.report().num_finished == 2
 

@@ -186,11 +186,11 @@ def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
 
 def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) -> None:
     """What workers tell of a hand-over counts from their order, and lies inside the attempt that it is of."""
-    legs: list[EngineRequest] = []
+    requests: list[EngineRequest] = []
 
     def decode(request: EngineRequest) -> list[RequestOutput]:
-        legs.append(request)
-        if len(legs) == 1:
+        requests.append(request)
+        if len(requests) == 1:
             return failing(ErrorKind.INTERNAL, "broken")(request)
         assert request.kv_transfer is not None
         events = (

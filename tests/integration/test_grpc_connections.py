@@ -98,13 +98,13 @@ def test_an_old_connection_ends_and_its_running_call_does_not(folder: Path) -> N
             stub = pb_grpc.GenerationServiceStub(channel)
             call = stub.Generate(pb.GenerateRequest(text="Hi"))
             reading = asyncio.ensure_future(call.read())
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             assert proxy.num_connections == 1
             async with asyncio.timeout(60):
                 while proxy.num_connections == 1:
                     await asyncio.sleep(0.2)
                     await stub.GetModelInfo(pb.GetModelInfoRequest())
-            under_test.workers["d0"].say(leg, outputs_of(leg, ANSWER))
+            under_test.workers["d0"].say(request, outputs_of(request, ANSWER))
             answer: Any = await reading
             assert answer.token_ids
 
@@ -118,8 +118,8 @@ def test_a_connection_whose_grace_is_over_loses_its_calls(folder: Path) -> None:
         ) as under_test:
             with pytest.raises(Exception, match="UNAVAILABLE"):
                 await anext(under_test.client.generate(text="Hi"))
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            request = await under_test.workers["d0"].next_request()
+            assert await under_test.workers["d0"].next_abort() == request.request_id
 
     run(test())
 
@@ -132,13 +132,13 @@ def test_one_connection_has_so_many_calls_and_no_more(folder: Path) -> None:
                 return [t async for event in under_test.client.generate(text="Hi") for t in event.token_ids]
 
             calls = [asyncio.create_task(ask()) for _ in range(3)]
-            legs = [await under_test.workers["d0"].next_leg() for _ in range(2)]
+            requests = [await under_test.workers["d0"].next_request() for _ in range(2)]
             await asyncio.sleep(0.3)
-            assert under_test.workers["d0"].heard.empty(), "the third waits at its client"
-            under_test.workers["d0"].say(legs[0], outputs_of(legs[0], ANSWER))
-            third = await under_test.workers["d0"].next_leg()
-            for leg in (legs[1], third):
-                under_test.workers["d0"].say(leg, outputs_of(leg, ANSWER))
+            assert under_test.workers["d0"].received.empty(), "the third waits at its client"
+            under_test.workers["d0"].say(requests[0], outputs_of(requests[0], ANSWER))
+            third = await under_test.workers["d0"].next_request()
+            for request in (requests[1], third):
+                under_test.workers["d0"].say(request, outputs_of(request, ANSWER))
             assert await asyncio.gather(*calls) == [ANSWER] * 3
 
     run(test())
@@ -157,11 +157,11 @@ def test_a_client_that_is_gone_without_a_word_is_noticed(
         ):
             call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
             reading = asyncio.ensure_future(call.read())
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             await asyncio.sleep(2.5)
-            assert under_test.workers["d0"].heard.empty(), "a quiet client that answers pings stays"
+            assert under_test.workers["d0"].received.empty(), "a quiet client that answers pings stays"
             proxy.passes.clear()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            assert await under_test.workers["d0"].next_abort() == request.request_id
             reading.cancel()
             proxy.passes.set()
 
@@ -212,28 +212,28 @@ def test_a_client_that_stops_reading_loses_its_call(folder: Path, monkeypatch: p
             worker = under_test.workers["d0"]
             target = f"127.0.0.1:{under_test.gateway.grpc_port}"
             async with grpc.aio.insecure_channel(target, [("grpc.http2.bdp_probe", 0)]) as channel:
-                request = pb.GenerateRequest(
+                asked = pb.GenerateRequest(
                     text="Hi", sampling_params=sampling_pb2.SamplingParams(max_tokens=2000, logprobs=20)
                 )
-                call = pb_grpc.GenerationServiceStub(channel).Generate(request)
+                call = pb_grpc.GenerationServiceStub(channel).Generate(asked)
                 first = asyncio.ensure_future(call.read())
-                leg = await worker.next_leg()
+                request = await worker.next_request()
                 for position in range(0, 2000, 50):
-                    worker.say(leg, [fat_output(leg, position, 50)])
+                    worker.say(request, [fat_output(request, position, 50)])
                 answer: Any = await first
                 assert answer.token_ids
-                assert await worker.next_abort() == leg.request_id
+                assert await worker.next_abort() == request.request_id
                 await under_test.until(lambda: under_test.gateway._driver.num_in_flight == 0)
                 with pytest.raises(
                     grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"
                 ):
                     await read_all(call)
 
-    def fat_output(leg: EngineRequest, position: int, count: int) -> RequestOutput:
+    def fat_output(request: EngineRequest, position: int, count: int) -> RequestOutput:
         """Half a megabyte in all: more than a client that does not read is sent."""
         logprobs = TokenLogprobs(1, -1.0, 1, tuple((token_id, -1.0) for token_id in range(20)))
         return RequestOutput(
-            request_id=leg.request_id,
+            request_id=request.request_id,
             first_position=position,
             token_ids=(1,) * count,
             logprobs=(logprobs,) * count,
@@ -257,12 +257,12 @@ def test_clients_that_leave_in_the_middle_are_no_errors(
                 async with grpc.aio.insecure_channel(target) as channel:
                     call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
                     first = asyncio.ensure_future(call.read())
-                    leg = await worker.next_leg()
-                    worker.say(leg, outputs_of(leg, ANSWER[:1], 0, None))
+                    request = await worker.next_request()
+                    worker.say(request, outputs_of(request, ANSWER[:1], 0, None))
                     await first
                     for position in range(1, 20):
-                        worker.say(leg, outputs_of(leg, ANSWER[:1], position, None))
-                assert await worker.next_abort() == leg.request_id
+                        worker.say(request, outputs_of(request, ANSWER[:1], position, None))
+                assert await worker.next_abort() == request.request_id
             await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
 
     run(test())

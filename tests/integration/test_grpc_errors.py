@@ -76,7 +76,7 @@ def test_a_full_house_says_when_to_come_back(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
             call = asyncio.ensure_future(anext(under_test.client.generate(text="Hi", request_id="mine")))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             error = await error_of(under_test, pb.GenerateRequest(text="Hi"))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             hint_ms = detail(error, details_pb.RetryInfo).retry_delay.ToMilliseconds()
@@ -105,13 +105,13 @@ def test_grpcs_own_retries_come_back_when_they_were_told_to(folder: Path) -> Non
         async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
             worker = under_test.workers["d0"]
             first = asyncio.create_task(tokens_of(under_test, []))
-            leg = await worker.next_leg()
+            request = await worker.next_request()
             second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
             tally = under_test.gateway._driver.tally
             await under_test.until(lambda: tally.counters["rejected"] == 1)
-            worker.say(leg, outputs_of(leg, ANSWER))
-            leg = await worker.next_leg()
-            worker.say(leg, outputs_of(leg, ANSWER))
+            worker.say(request, outputs_of(request, ANSWER))
+            request = await worker.next_request()
+            worker.say(request, outputs_of(request, ANSWER))
             assert await first == await second == ANSWER
 
     async def tokens_of(under_test: GatewayUnderTest, options: list[tuple[str, str]]) -> list[int]:

@@ -156,7 +156,7 @@ def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_a
                 waits = with_body(body).replace(b"/tokenize", b"/v1/completions")
                 async with connection(under_test) as (reader, writer):
                     writer.write(waits)
-                    await under_test.workers["w0"].next_leg()
+                    await under_test.workers["w0"].next_request()
                     with pytest.raises(TimeoutError):
                         async with asyncio.timeout(1.5):
                             await reader.read(1)

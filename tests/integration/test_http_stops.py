@@ -41,10 +41,10 @@ def test_what_runs_may_end_and_an_idle_connection_holds_nobody_up(
         async with gateway_with(folder, {}, {"d0": silent}) as under_test, client_of(under_test) as client:
             assert (await client.get("/health")).status_code == 200, "on a connection that stays"
             asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             stopping = asyncio.create_task(under_test.gateway.stop(grace_s=30.0))
             await under_test.until(lambda: under_test.gateway._http is not None and not listens(under_test))
-            under_test.workers["d0"].say(leg, outputs_of(leg, [8, 9]))
+            under_test.workers["d0"].say(request, outputs_of(request, [8, 9]))
             assert (await asking).status_code == 200
             await stopping
 
@@ -67,7 +67,7 @@ def test_what_has_not_ended_in_time_is_refused_or_breaks_off(
         workers: dict[str, Any] = {"d0": one_token}
         async with gateway_with(folder, {}, workers) as under_test, client_of(under_test) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as answer:
                 events = answer.aiter_lines()
                 await anext(events)

@@ -43,11 +43,13 @@ def test_an_answer_comes_whole(folder: Path) -> None:
             assert choice.message.role == "assistant"
             assert choice.message.content == "The cache is the baton"
             assert (choice.finish_reason, choice.logprobs) == ("length", None)
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             prompt = TOKENIZER.encode("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n").ids
-            assert list(leg.prompt_token_ids) == prompt
-            assert leg.sampling_params.temperature == 1.0
-            assert leg.sampling_params.max_tokens == 256 - len(prompt), "all that the prompt leaves room for"
+            assert list(request.prompt_token_ids) == prompt
+            assert request.sampling_params.temperature == 1.0
+            assert request.sampling_params.max_tokens == 256 - len(prompt), (
+                "all that the prompt leaves room for"
+            )
             assert answer.usage is not None
             usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
             assert usage == (len(prompt), len(ANSWER), len(prompt) + len(ANSWER))
@@ -74,8 +76,8 @@ def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None
             answer = await client.chat.completions.create(model="tiny", messages=messages)
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
             await client.chat.completions.create(model="tiny", messages=messages)
-            await under_test.workers["d0"].next_leg()
-            leg = await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
+            request = await under_test.workers["d0"].next_request()
             turns = [
                 ("system", "Be brief"),
                 ("user", "Hello"),
@@ -83,7 +85,7 @@ def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None
                 ("user", "More"),
             ]
             text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
-            assert list(leg.prompt_token_ids) == TOKENIZER.encode(text + "<|im_start|>assistant\n").ids
+            assert list(request.prompt_token_ids) == TOKENIZER.encode(text + "<|im_start|>assistant\n").ids
 
     run(test())
 
@@ -160,9 +162,9 @@ def test_many_answers_have_seeds_of_their_own(folder: Path) -> None:
                 assert [choice.index for choice in answer.choices] == list(range(options["n"]))
                 assert answer.usage is not None
                 assert answer.usage.completion_tokens == options["n"] * len(ANSWER)
-                legs = [await under_test.workers["d0"].next_leg() for _ in answer.choices]
-                assert answer.usage.prompt_tokens == len(legs[0].prompt_token_ids)
-                return sorted(leg.sampling_params.seed or 0 for leg in legs)
+                requests = [await under_test.workers["d0"].next_request() for _ in answer.choices]
+                assert answer.usage.prompt_tokens == len(requests[0].prompt_token_ids)
+                return sorted(request.sampling_params.seed or 0 for request in requests)
 
             three = await seeds(n=3, seed=7)
             assert len(set(three)) == 3
@@ -207,8 +209,8 @@ def test_workers_hear_of_every_sampling_field(folder: Path) -> None:
                     "priority": -3,
                 },
             )
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.sampling_params == SamplingParams(
+            request = await under_test.workers["d0"].next_request()
+            assert request.sampling_params == SamplingParams(
                 max_tokens=20,
                 min_tokens=2,
                 temperature=0.5,
@@ -225,7 +227,7 @@ def test_workers_hear_of_every_sampling_field(folder: Path) -> None:
                 stop_token_ids=(5,),
                 ignore_eos=True,
             )
-            assert (leg.cache_salt, leg.priority) == ("mine", -3)
+            assert (request.cache_salt, request.priority) == ("mine", -3)
 
     run(test())
 
@@ -262,8 +264,8 @@ def test_answers_that_must_match_something(
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
             await raw_events(under_test, HELLO, **fields)
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.sampling_params.structured_output == output
+            request = await under_test.workers["d0"].next_request()
+            assert request.sampling_params.structured_output == output
 
     run(test())
 
@@ -285,11 +287,11 @@ def test_a_routing_mode_can_be_asked_for(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test:
             await raw_events(under_test, HELLO, routing_mode="local")
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.kv_transfer is None
+            request = await under_test.workers["d0"].next_request()
+            assert request.kv_transfer is None
             await raw_events(under_test, HELLO, routing_mode="disaggregated")
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.kv_transfer is not None
+            request = await under_test.workers["d0"].next_request()
+            assert request.kv_transfer is not None
 
     run(test())
 
@@ -329,10 +331,10 @@ def test_what_is_there_of_several_answers_goes_out_in_one_piece(folder: Path) ->
                 b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             )
             writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            legs = [await d0.next_leg() for _ in range(4)]
+            requests = [await d0.next_request() for _ in range(4)]
             for start, finish, num_events in ((0, None, 8), (1, None, 4), (2, FinishReason.STOP, 4)):
-                news = [outputs_of(leg, [ANSWER[0]], start, finish) for leg in legs]
-                d0.say(legs[0], [output for each in news for output in each])
+                news = [outputs_of(request, [ANSWER[0]], start, finish) for request in requests]
+                d0.say(requests[0], [output for each in news for output in each])
                 if start == 0:
                     await reader.readuntil(b"\r\n\r\n")
                 size = int(await reader.readline(), 16)

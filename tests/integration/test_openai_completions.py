@@ -47,9 +47,9 @@ def test_a_text_is_continued(folder: Path) -> None:
             answer = await client.completions.create(model="tiny", prompt="Hello")
             (choice,) = answer.choices
             assert (choice.text, choice.finish_reason, choice.logprobs) == (TEXT, "length", None)
-            leg = await under_test.workers["d0"].next_leg()
-            assert list(leg.prompt_token_ids) == PROMPT
-            assert leg.sampling_params.max_tokens == 16, "OpenAI's default"
+            request = await under_test.workers["d0"].next_request()
+            assert list(request.prompt_token_ids) == PROMPT
+            assert request.sampling_params.max_tokens == 16, "OpenAI's default"
             stream = await client.completions.create(model="tiny", prompt="Hello", stream=True)
             chunks = [chunk async for chunk in stream]
             assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
@@ -86,8 +86,8 @@ def test_prompts_of_every_kind_get_n_answers_each_in_their_order(
                 for choice in chunk.choices:
                     texts[choice.index] += choice.text
             assert texts == [echo + TEXT for echo in echoes for _ in range(2)]
-            legs = [await under_test.workers["d0"].next_leg() for _ in texts]
-            assert len({leg.request_id for leg in legs}) == len(texts)
+            requests = [await under_test.workers["d0"].next_request() for _ in texts]
+            assert len({request.request_id for request in requests}) == len(texts)
             usage = chunks[-1].usage
             assert usage.prompt_tokens == sum(len(TOKENIZER.encode(echo).ids) for echo in echoes)
             assert usage.completion_tokens == len(texts) * len(ANSWER)
@@ -149,8 +149,8 @@ def test_log_probabilities_of_a_text_say_where_each_token_begins(folder: Path, s
             (top,) = {tuple(top.items()) for part in parts for top in part.top_logprobs}
             names = [TOKENIZER.decode([token_id]) for token_id in (65, 66)]
             assert top == ((names[0], -0.25), (names[1], -9999.0))
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.sampling_params.logprobs == 2
+            request = await under_test.workers["d0"].next_request()
+            assert request.sampling_params.logprobs == 2
 
     run(test())
 
@@ -176,7 +176,7 @@ def test_log_probabilities_of_a_conversation_have_their_bytes(folder: Path, stre
             assert content[0].token == "C"
             for token in content:
                 assert [top.logprob for top in token.top_logprobs] == [-0.25, -9999.0]
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.sampling_params.logprobs == 2
+            request = await under_test.workers["d0"].next_request()
+            assert request.sampling_params.logprobs == 2
 
     run(test())

@@ -47,8 +47,9 @@ def test_a_client_that_leaves_ends_its_request_on_all_workers(folder: Path, stre
             asking = asyncio.create_task(
                 client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, n=2)
             )
-            legs = {
-                w: [(await under_test.workers[w].next_leg()).request_id for _ in "ab"] for w in ("p0", "d0")
+            requests = {
+                w: [(await under_test.workers[w].next_request()).request_id for _ in "ab"]
+                for w in ("p0", "d0")
             }
             if stream:
                 answer: Any = await asking
@@ -56,7 +57,7 @@ def test_a_client_that_leaves_ends_its_request_on_all_workers(folder: Path, stre
                 await answer.close()
             else:
                 asking.cancel()
-            for worker, ids in legs.items():
+            for worker, ids in requests.items():
                 heard = [await under_test.workers[worker].next_abort() for _ in ids]
                 assert sorted(heard) == sorted(ids)
 
@@ -115,9 +116,9 @@ def test_a_deadline_crosses_to_the_workers_and_ends_the_request(folder: Path) ->
                     model="tiny", messages=HELLO, extra_headers={"x-request-timeout-ms": "60000"}
                 )
             )
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.timeout_s is not None
-            assert 50 < leg.timeout_s <= 60
+            request = await under_test.workers["d0"].next_request()
+            assert request.timeout_s is not None
+            assert 50 < request.timeout_s <= 60
             asking.cancel()
             await under_test.workers["d0"].next_abort()
 
@@ -141,10 +142,10 @@ def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings(folde
                     model="tiny", prompt=["Hello"] * 4, extra_headers={"x-request-timeout-ms": "60000"}
                 )
             )
-            legs = [await under_test.workers["d0"].next_leg() for _ in range(4)]
-            assert all(leg.timeout_s is not None and leg.timeout_s < 59.3 for leg in legs)
+            requests = [await under_test.workers["d0"].next_request() for _ in range(4)]
+            assert all(request.timeout_s is not None and request.timeout_s < 59.3 for request in requests)
             asking.cancel()
-            for _ in legs:
+            for _ in requests:
                 await under_test.workers["d0"].next_abort()
 
     with patch.object(TokenizerPool, "encode", slowly):
@@ -163,8 +164,8 @@ def test_a_deadline_ends_a_request_whose_worker_says_nothing(folder: Path, strea
                     model="tiny", messages=HELLO, stream=stream, extra_headers={"x-request-timeout-ms": "200"}
                 )
             assert caught.value.status_code == 504
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            request = await under_test.workers["d0"].next_request()
+            assert await under_test.workers["d0"].next_abort() == request.request_id
 
     run(test())
 
@@ -179,7 +180,7 @@ def test_a_client_may_name_its_request(folder: Path) -> None:
             first = asyncio.create_task(
                 ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"})
             )
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             with pytest.raises(openai.BadRequestError, match="in use") as caught:
                 await ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"})
             assert (caught.value.param, caught.value.request_id) == ("request_id", "mine-1")
@@ -206,11 +207,11 @@ def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(folder: Pa
                 )
             )
             d0 = under_test.workers["d0"]
-            legs = {(await d0.next_leg()).request_id for _ in "ab"}
+            requests = {(await d0.next_request()).request_id for _ in "ab"}
             assert await under_test.client.abort(name) == 1
             with pytest.raises(openai.APIStatusError, match="was aborted"):
                 await asking
-            assert {await d0.next_abort() for _ in legs} == legs
+            assert {await d0.next_abort() for _ in requests} == requests
 
     run(test())
 
@@ -227,13 +228,16 @@ def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_complete
                 )
             )
             d0 = under_test.workers["d0"]
-            legs = {leg.request_id.split(".")[0]: leg for leg in [await d0.next_leg() for _ in range(3)]}
-            d0.say(legs["three"], outputs_of(legs["three"], ANSWER))
+            requests = {
+                request.request_id.split(".")[0]: request
+                for request in [await d0.next_request() for _ in range(3)]
+            }
+            d0.say(requests["three"], outputs_of(requests["three"], ANSWER))
             await under_test.until(lambda: under_test.gateway.report().num_finished == 1)
             assert await under_test.client.abort("three") == 1
             with pytest.raises(openai.APIStatusError, match="three was aborted"):
                 await asking
-            others = {legs["three-1"].request_id, legs["three-2"].request_id}
+            others = {requests["three-1"].request_id, requests["three-2"].request_id}
             assert {await d0.next_abort() for _ in others} == others
             assert await under_test.client.abort("three") == 0
 

@@ -158,8 +158,8 @@ def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path,
         async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
             d0 = under_test.workers["d0"]
             asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]
-            for leg in [await d0.next_leg() for _ in asking]:
-                d0.say(leg, outputs_of(leg, [5, 6]))
+            for request in [await d0.next_request() for _ in asking]:
+                d0.say(request, outputs_of(request, [5, 6]))
             ids = await asyncio.gather(*asking)
             assert len(set(ids)) == 2
             assert all("retriedxxx" in request_id for request_id in ids)

@@ -83,11 +83,11 @@ def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
     async def test() -> None:
         async with worker_behind_a_line(folder) as (under_test, d0, line):
             tokens = asyncio.create_task(tokens_of(under_test))
-            leg = await d0.next_leg()
+            request = await d0.next_request()
             await add_healthy_worker(under_test)
             line.cut()
             await asyncio.sleep(BREAK_S / 2)
-            d0.say(leg, the_rest(leg))
+            d0.say(request, the_rest(request))
             assert (await d0.next_abort()).startswith("client ")
             line.mend()
             assert await tokens == ANSWER
@@ -105,10 +105,10 @@ def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
     async def test() -> None:
         async with worker_behind_a_line(folder) as (under_test, d0, line):
             tokens = asyncio.create_task(tokens_of(under_test))
-            leg = await d0.next_leg()
+            request = await d0.next_request()
             await add_healthy_worker(under_test)
             line.swallows = "to gateway"
-            d0.say(leg, the_rest(leg))
+            d0.say(request, the_rest(request))
             await under_test.until(lambda: line.num_swallowed > 0)
             line.cut()
             line.mend()
@@ -129,7 +129,7 @@ def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCa
             line.cut()
             line.mend()
             assert await tokens == ANSWER
-            heard = [d0.heard.get_nowait() for _ in range(d0.heard.qsize())]
+            heard = [d0.received.get_nowait() for _ in range(d0.received.qsize())]
             assert not any(isinstance(news, EngineRequest) for news in heard), "the order was to be lost"
 
     run(test())
@@ -143,12 +143,12 @@ def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: Path) -
     async def test() -> None:
         async with worker_behind_a_line(folder) as (under_test, d0, line):
             tokens = asyncio.create_task(tokens_of(under_test))
-            first = await d0.next_leg()
+            first = await d0.next_request()
             line.cut()
             assert (await d0.next_abort()).startswith("client ")
             line.mend()
             assert await d0.next_abort() == first.request_id
-            second = await d0.next_leg()
+            second = await d0.next_request()
             assert second.request_id != first.request_id
             d0.say(second, the_rest(second))
             assert await tokens == ANSWER
@@ -168,8 +168,8 @@ def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
             for number in (1, 2, 3):
                 await under_test.until(partial(is_in_session, client, number))
                 tokens = asyncio.create_task(tokens_of(under_test))
-                leg = await d0.next_leg()
-                d0.say(leg, the_rest(leg))
+                request = await d0.next_request()
+                d0.say(request, the_rest(request))
                 assert await tokens == ANSWER
                 line.cut()
                 assert (await d0.next_abort()).startswith("client "), "its heartbeat finds no connection"

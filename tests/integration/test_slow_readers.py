@@ -41,11 +41,11 @@ def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None
             w0 = under_test.workers["w0"]
             deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
+            request = await w0.next_request()
+            w0.say(request, outputs_of(request, [5], finish=None))
             assert (await first).token_ids == (5,)
-            w0.say(leg, outputs_of(leg, [6, 7], start=1, finish=None))
-            w0.say(leg, outputs_of(leg, [8, 9], start=3, finish=FinishReason.LENGTH))
+            w0.say(request, outputs_of(request, [6, 7], start=1, finish=None))
+            w0.say(request, outputs_of(request, [8, 9], start=3, finish=FinishReason.LENGTH))
             await under_test.until(lambda: num_sub_requests(under_test) == 0)
             rest = [delta async for delta in deltas]
             assert [delta.token_ids for delta in rest] == [(6, 7, 8, 9)]
@@ -64,14 +64,14 @@ def test_what_came_while_the_gateway_was_busy_goes_out_together(folder: Path) ->
             w0 = under_test.workers["w0"]
             deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
+            request = await w0.next_request()
+            w0.say(request, outputs_of(request, [5], finish=None))
             await first
             rest = asyncio.ensure_future(_all(deltas))
             await asyncio.sleep(0)
             for position in range(1, num_messages + 1):
                 finish = FinishReason.LENGTH if position == num_messages else None
-                w0.say(leg, outputs_of(leg, [6], position, finish))
+                w0.say(request, outputs_of(request, [6], position, finish))
             time.sleep(0.3)  # noqa: ASYNC251 - the gateway's event loop stands still
             read = await rest
             assert sum(len(delta.token_ids) for delta in read) == num_messages
@@ -91,11 +91,11 @@ def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> None:
             w0 = under_test.workers["w0"]
             deltas = under_test.gateway._driver.generate(generation_of(folder, stop))
             first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
+            request = await w0.next_request()
+            w0.say(request, outputs_of(request, [5], finish=None))
             await first
-            w0.say(leg, outputs_of(leg, [8, 9, 8, 8], start=1, finish=None))
-            assert await w0.next_abort() == leg.request_id
+            w0.say(request, outputs_of(request, [8, 9, 8, 8], start=1, finish=None))
+            assert await w0.next_abort() == request.request_id
             assert num_sub_requests(under_test) == 0
             assert [delta.finish.matched_stop async for delta in deltas if delta.finish] == [stop]
 
@@ -108,11 +108,11 @@ def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path
             w0 = under_test.workers["w0"]
             deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
+            request = await w0.next_request()
+            w0.say(request, outputs_of(request, [5], finish=None))
             await first
-            w0.say(leg, outputs_of(leg, [6] * (MAX_UNREAD + 1), start=1, finish=None))
-            assert await w0.next_abort() == leg.request_id
+            w0.say(request, outputs_of(request, [6] * (MAX_UNREAD + 1), start=1, finish=None))
+            assert await w0.next_abort() == request.request_id
             assert num_sub_requests(under_test) == 0
             with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
                 await anext(deltas)
@@ -127,11 +127,11 @@ def test_who_is_aborted_while_nobody_reads_is_over_at_its_worker(folder: Path) -
             w0 = under_test.workers["w0"]
             deltas = under_test.gateway._driver.generate(generation_of(folder))
             first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
+            request = await w0.next_request()
+            w0.say(request, outputs_of(request, [5], finish=None))
             await first
             assert under_test.gateway._driver.abort("slow", ANYBODY)
-            assert await w0.next_abort() == leg.request_id
+            assert await w0.next_abort() == request.request_id
             with pytest.raises(RequestAborted, match="request slow was aborted"):
                 await anext(deltas)
 

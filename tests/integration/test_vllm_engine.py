@@ -70,7 +70,7 @@ def test_tokens_stream_through_a_pair_and_the_last_response_sums_up(folder: Path
             assert last.WhichOneof("response") == "complete"
             assert (last.complete.finish_reason, last.complete.prompt_tokens) == ("length", len(PROMPT))
             assert last.complete.output_ids == chunks[-1].chunk.token_ids
-            to_prefill = await under_test.workers["p0"].next_leg()
+            to_prefill = await under_test.workers["p0"].next_request()
             assert to_prefill.kv_transfer is not None
             assert to_prefill.prompt_token_ids == tuple(PROMPT)
 
@@ -83,7 +83,7 @@ def test_without_streaming_there_is_one_response(folder: Path) -> None:
             (only,) = await responses_to(stub, request_of())
             assert list(only.complete.output_ids) == ANSWER
             assert only.complete.completion_tokens == len(ANSWER)
-            params = (await under_test.workers["d0"].next_leg()).sampling_params
+            params = (await under_test.workers["d0"].next_request()).sampling_params
             assert (params.temperature, params.top_p, params.repetition_penalty) == (1.0, 1.0, 1.0)
             assert params.max_tokens == 256 - len(PROMPT), "as many as fit"
 
@@ -126,7 +126,7 @@ def test_several_answers_each_have_their_index_and_seed(folder: Path, stream: bo
             for index, end in ends.items():
                 streamed = [t for r in responses if r.chunk.index == index for t in r.chunk.token_ids]
                 assert (streamed if stream else list(end.output_ids)) == ANSWER
-            seeds = {(await under_test.workers["d0"].next_leg()).sampling_params.seed for _ in range(3)}
+            seeds = {(await under_test.workers["d0"].next_request()).sampling_params.seed for _ in range(3)}
             assert len(seeds) == 3
             assert 7 in seeds
 
@@ -147,7 +147,7 @@ def test_constraints_reach_the_worker(folder: Path) -> None:
         async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
             for constraint, kind, source in CONSTRAINTS:
                 await responses_to(stub, request_of(sampling={**constraint, "seed": -1}))
-                params = (await under_test.workers["d0"].next_leg()).sampling_params
+                params = (await under_test.workers["d0"].next_request()).sampling_params
                 assert params.structured_output is not None
                 assert (params.structured_output.kind, params.structured_output.source) == (kind, source)
                 assert params.seed == 2**32 - 1
@@ -212,14 +212,14 @@ def test_a_router_learns_what_is_served_and_how_busy_it_is(folder: Path) -> None
             )
             assert str(folder) not in str(info)
             reading = asyncio.ensure_future(refusal(stub, request_of(request_id="mine")))
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).active_requests == 1
             (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
             assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
             assert (load.max_total_num_tokens, load.num_used_tokens) == (999 * 16, 0)
             await stub.Abort(pb.AbortRequest(request_ids=["mine", "nobody"]))
             assert (await reading).code() is grpc.StatusCode.ABORTED
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
+            assert await under_test.workers["d0"].next_abort() == request.request_id
 
     run(test())
 

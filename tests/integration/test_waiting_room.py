@@ -72,16 +72,16 @@ def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1) as under_test:
             first = ask(under_test, "first")
-            leg = await under_test.workers["w0"].next_leg()
+            request = await under_test.workers["w0"].next_request()
             second = ask(under_test, "second")
             await until_queued(under_test, 1)
             assert await counted(under_test) == (1, 1)
             assert under_test.gateway.report().oldest_queued_s > 0.0
-            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
+            under_test.workers["w0"].say(request, outputs_of(request, ANSWER))
             assert tokens_of(await first) == ANSWER
-            leg = await under_test.workers["w0"].next_leg()
+            request = await under_test.workers["w0"].next_request()
             assert await counted(under_test) == (1, 0)
-            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
+            under_test.workers["w0"].say(request, outputs_of(request, ANSWER))
             assert tokens_of(await second) == ANSWER
             assert await counted(under_test) == (0, 0)
 
@@ -106,7 +106,7 @@ def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
 
         async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
             calls = [ask(under_test, "old")]
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             calls.append(ask(under_test, "new"))
             await until_queued(under_test, 1)
             under_test.gateway.remove_worker("w0", "killed by the test")
@@ -114,10 +114,10 @@ def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
             w1 = add(under_test, "w1", silent)
             order = []
             for _ in calls:
-                leg = await w1.next_leg()
-                order.append(len(leg.output_token_ids))
-                start = len(leg.output_token_ids)
-                w1.say(leg, outputs_of(leg, ANSWER[start:], start))
+                request = await w1.next_request()
+                order.append(len(request.output_token_ids))
+                start = len(request.output_token_ids)
+                w1.say(request, outputs_of(request, ANSWER[start:], start))
             assert order == [2, 0]
             assert [tokens_of(await call) for call in calls] == [ANSWER] * 2
 
@@ -149,7 +149,7 @@ def test_who_finds_no_room_in_time_is_told_to_come_back(folder: Path) -> None:
         workers = {"w0": silent}
         async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=0.2) as under_test:
             first = ask(under_test, "first")
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             error = await refusal(ask(under_test, "second"))
             assert error.code == "RESOURCE_EXHAUSTED"
             assert "no room within 0.2 s: 1 requests are with workers, which is the limit" in str(error)
@@ -165,14 +165,14 @@ def test_time_in_which_the_gateway_stood_still_is_not_waited(folder: Path) -> No
         workers = {"w0": silent}
         async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=1.0) as under_test:
             first = ask(under_test, "first")
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             second = ask(under_test, "second")
             await until_queued(under_test, 1)
             time.sleep(1.5)  # noqa: ASYNC251 - as after SIGSTOP
             await under_test.client.abort("first")
             await refusal(first)
             await under_test.workers["w0"].next_abort()
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             await under_test.client.abort("second")
             await refusal(second)
 
@@ -183,7 +183,7 @@ def test_the_line_is_bounded(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=1) as under_test:
             calls = [ask(under_test, "first")]
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             calls.append(ask(under_test, "second"))
             await until_queued(under_test, 1)
             error = await refusal(ask(under_test, "third"))
@@ -200,7 +200,7 @@ def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Path) ->
         async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=3) as under_test:
             worker = under_test.workers["w0"]
             calls = [ask(under_test, "first")]
-            leg = await worker.next_leg()
+            request = await worker.next_request()
             flood = [ask(under_test, f"idle-{number}", priority=5) for number in range(4)]
             error = await refusal((await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED))[0].pop())
             assert error.code == "RESOURCE_EXHAUSTED"
@@ -210,10 +210,10 @@ def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Path) ->
             assert {error.code for error in errors} == {"RESOURCE_EXHAUSTED"}
             assert all(error.details.retry_after_s for error in errors)
             assert any("one came that is more urgent" in str(error) for error in errors)
-            worker.say(leg, outputs_of(leg, ANSWER))
-            leg = await worker.next_leg()
-            assert leg.request_id.startswith("urgent")
-            worker.say(leg, outputs_of(leg, ANSWER))
+            worker.say(request, outputs_of(request, ANSWER))
+            request = await worker.next_request()
+            assert request.request_id.startswith("urgent")
+            worker.say(request, outputs_of(request, ANSWER))
             assert tokens_of(await urgent) == ANSWER
             assert await under_test.client.abort(*(f"idle-{number}" for number in range(4))) == 2
             await asyncio.gather(*calls, *flood, return_exceptions=True)
@@ -225,7 +225,7 @@ def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: 
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             call = ask(under_test, "a")
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             under_test.gateway.remove_worker("w0", "killed by the test")
             assert under_test.gateway._driver.abort("a", ANYBODY)
             assert (await asyncio.wait_for(refusal(call), 60)).code == "ABORTED"

@@ -74,14 +74,14 @@ def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path
     """What a hand-over does: block bytes from one pool into another, and token 0."""
     model = load(make_model_dir(tmp_path), dtype)
     expected = StepDriver(model).generate({"a": PROMPTS["a"]}, 10)["a"]
-    giver, taker = StepDriver(model, seed=1), StepDriver(model, seed=2)
-    given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
-    giver.step({"a": len(PROMPTS["a"])})
-    taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
-    block_array(taker.pool)[taken.block_ids] = block_array(giver.pool)[given.block_ids]
+    producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    given, taken = (driver.add("a", PROMPTS["a"]) for driver in (producer, consumer))
+    producer.step({"a": len(PROMPTS["a"])})
+    taken.block_ids = [consumer.free_blocks.pop() for _ in given.block_ids]
+    block_array(consumer.pool)[taken.block_ids] = block_array(producer.pool)[given.block_ids]
     taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
     while len(taken.outputs) < 10:
-        taker.step({"a": 1})
+        consumer.step({"a": 1})
     assert taken.outputs == expected
 
 

@@ -56,10 +56,10 @@ def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dic
     driver.step({name: 1})
     driver.preempt(name)
     driver.step({})
-    while len(driver.legs[name].outputs) < 10:
-        leg = driver.legs[name]
-        driver.step({name: min(4, leg.num_tokens - leg.num_computed)})
-    assert driver.legs[name].outputs == alone[name]
+    while len(driver.requests[name].outputs) < 10:
+        request = driver.requests[name]
+        driver.step({name: min(4, request.num_tokens - request.num_computed)})
+    assert driver.requests[name].outputs == alone[name]
 
 
 def test_a_handed_over_request_goes_on_from_its_blocks(
@@ -70,15 +70,15 @@ def test_a_handed_over_request_goes_on_from_its_blocks(
     producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
     producer.add(name, prompt, SAMPLED)
     producer.step({name: len(prompt)})
-    leg = consumer.add(name, prompt, SAMPLED)
-    leg.outputs = list(producer.legs[name].outputs)
-    leg.num_computed = len(prompt)
-    source = producer.legs[name].block_ids
-    leg.block_ids = [consumer.free_blocks.pop(0) for _ in source]
-    block_array(consumer.pool)[leg.block_ids] = block_array(producer.pool)[source]
-    while len(leg.outputs) < 10:
+    request = consumer.add(name, prompt, SAMPLED)
+    request.outputs = list(producer.requests[name].outputs)
+    request.num_computed = len(prompt)
+    source = producer.requests[name].block_ids
+    request.block_ids = [consumer.free_blocks.pop(0) for _ in source]
+    block_array(consumer.pool)[request.block_ids] = block_array(producer.pool)[source]
+    while len(request.outputs) < 10:
         consumer.step({name: 1})
-    assert leg.outputs == alone[name]
+    assert request.outputs == alone[name]
 
 
 def test_garbage_in_free_blocks_reaches_nobody(model: LoadedModel, alone: dict[str, list[int]]) -> None:
@@ -149,6 +149,6 @@ def test_a_step_that_samples_nothing_is_computed_all_the_same_when_it_was_waited
     assert device.num_waits == 1
     runner.launch(replace(driver.plan({}), swap_out=((1, 0),))).wait()
     assert device.num_waits == 2
-    driver.legs["a"].num_computed = 4
+    driver.requests["a"].num_computed = 4
     assert list(runner.launch(driver.plan({"a": 6})).wait().sampled_token_ids) == ["a"]
     assert device.num_waits == 2, "its token is known, so it is computed"
