@@ -1,5 +1,7 @@
 """What every test may rely on."""
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -44,6 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function on an event loop of its own, for at most a minute."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
+    return True
 
 
 STARTS_RAY = (

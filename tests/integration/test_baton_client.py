@@ -215,101 +215,86 @@ def test_waits_double_part_company_and_obey_a_longer_hint() -> None:
     assert retry.wait_s(1, 7.0, rng) == 7.0
 
 
-def test_key_options_and_the_rest_of_the_api() -> None:
-    async def run() -> None:
-        first, second = Gateway(WHOLE), Gateway()
-        async with (
-            serving(first) as one,
-            serving(second) as other,
-            BatonClient(one, other, api_key="secret") as client,
-        ):
-            await parts_of(client, request_id="mine", max_tokens=4, temperature=0.0, seed=3, stop=["x"])
-            assert first.metadata[0]["authorization"] == "Bearer secret"
-            params = first.requests[0].sampling_params
-            assert (params.max_tokens, params.temperature, params.seed, *params.stop) == (4, 0.0, 3, "x")
-            assert await client.abort("mine")
-            assert first.aborted == second.aborted == ["mine"]
-            info = await client.model_info()
-            assert (info.name, info.max_model_len, info.eos_token_ids) == ("tiny", 7, (2,))
-            with pytest.raises(ValueError, match="exactly one"):
-                await anext(client.generate(text="a", token_ids=[1]))
-
-    asyncio.run(run())
+async def test_key_options_and_the_rest_of_the_api() -> None:
+    first, second = Gateway(WHOLE), Gateway()
+    async with (
+        serving(first) as one,
+        serving(second) as other,
+        BatonClient(one, other, api_key="secret") as client,
+    ):
+        await parts_of(client, request_id="mine", max_tokens=4, temperature=0.0, seed=3, stop=["x"])
+        assert first.metadata[0]["authorization"] == "Bearer secret"
+        params = first.requests[0].sampling_params
+        assert (params.max_tokens, params.temperature, params.seed, *params.stop) == (4, 0.0, 3, "x")
+        assert await client.abort("mine")
+        assert first.aborted == second.aborted == ["mine"]
+        info = await client.model_info()
+        assert (info.name, info.max_model_len, info.eos_token_ids) == ("tiny", 7, (2,))
+        with pytest.raises(ValueError, match="exactly one"):
+            await anext(client.generate(text="a", token_ids=[1]))
 
 
-def test_requests_take_turns() -> None:
-    async def run() -> None:
-        gateways = Gateway(WHOLE, WHOLE), Gateway(WHOLE, WHOLE)
-        async with _all_serving(gateways) as targets, BatonClient(*targets) as client:
-            for _ in range(4):
-                await parts_of(client)
-        assert [len(gateway.requests) for gateway in gateways] == [2, 2]
-
-    asyncio.run(run())
+async def test_requests_take_turns() -> None:
+    gateways = Gateway(WHOLE, WHOLE), Gateway(WHOLE, WHOLE)
+    async with _all_serving(gateways) as targets, BatonClient(*targets) as client:
+        for _ in range(4):
+            await parts_of(client)
+    assert [len(gateway.requests) for gateway in gateways] == [2, 2]
 
 
-def test_a_real_gateway_answers_and_hears_of_whoever_leaves(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
-            BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
-        ):
-            parts = await parts_of(client, max_tokens=3)
-            assert [token for part in parts for token in part.token_ids] == [5, 6, 7]
-            assert parts[-1].finish is not None
-            assert (parts[-1].finish.reason, parts[-1].finish.decode_worker) == ("length", "d0")
-
-    asyncio.run(run())
+async def test_a_real_gateway_answers_and_hears_of_whoever_leaves(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
+        BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    ):
+        parts = await parts_of(client, max_tokens=3)
+        assert [token for part in parts for token in part.token_ids] == [5, 6, 7]
+        assert parts[-1].finish is not None
+        assert (parts[-1].finish.reason, parts[-1].finish.decode_worker) == ("length", "d0")
 
 
 @pytest.mark.parametrize("leave", ["cancel", "close"])
-def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> None:
-    async def run() -> None:
-        def one_token(request: Any) -> Any:
-            return answering([5, 6, 7])(request)[:1]
+async def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> None:
+    def one_token(request: Any) -> Any:
+        return answering([5, 6, 7])(request)[:1]
 
-        async with (
-            gateway_with(folder, {}, {"d0": one_token}) as tested,
-            BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    async with (
+        gateway_with(folder, {}, {"d0": one_token}) as tested,
+        BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    ):
+        stream = client.generate(text="hello", max_tokens=3, mode="local")
+        async with aclosing(stream):
+            assert (await anext(stream)).token_ids == (5,)
+            request = await tested.workers["d0"].next_request()
+            if leave == "cancel":
+                waiting = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+        assert await tested.workers["d0"].next_abort() == request.request_id
+
+
+async def test_keys_and_certificates_of_a_locked_gateway(folder: Path, tmp_path: Path) -> None:
+    files, script = make_certificates(tmp_path), answering([5, 6, 7])
+    trusted = TLS(authorities=files.ca.read_bytes())
+    own = (tmp_path / "alice.tls.pem").read_bytes(), (tmp_path / "alice.tls.key").read_bytes()
+    locked = {
+        "tls": Tls(**files.tls(asks_clients=True)),
+        "api_keys": API_KEYS,
+        "credentials": files.credentials(ADMIN, has_own=True),
+    }
+    async with gateway_with(folder, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
+        target = f"localhost:{tested.gateway.grpc_port}"
+        for key, tls, code in (
+            (ALICE, TLS(trusted.authorities, *own), None),
+            (None, TLS(trusted.authorities, *own), "UNAUTHENTICATED"),
+            (ALICE, trusted, "UNAVAILABLE"),
+            (ALICE, None, "UNAVAILABLE"),
         ):
-            stream = client.generate(text="hello", max_tokens=3, mode="local")
-            async with aclosing(stream):
-                assert (await anext(stream)).token_ids == (5,)
-                request = await tested.workers["d0"].next_request()
-                if leave == "cancel":
-                    waiting = asyncio.ensure_future(anext(stream))
-                    await asyncio.sleep(0)
-                    waiting.cancel()
-                    await asyncio.gather(waiting, return_exceptions=True)
-            assert await tested.workers["d0"].next_abort() == request.request_id
-
-    asyncio.run(run())
-
-
-def test_keys_and_certificates_of_a_locked_gateway(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        files, script = make_certificates(tmp_path), answering([5, 6, 7])
-        trusted = TLS(authorities=files.ca.read_bytes())
-        own = (tmp_path / "alice.tls.pem").read_bytes(), (tmp_path / "alice.tls.key").read_bytes()
-        locked = {
-            "tls": Tls(**files.tls(asks_clients=True)),
-            "api_keys": API_KEYS,
-            "credentials": files.credentials(ADMIN, has_own=True),
-        }
-        async with gateway_with(folder, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
-            target = f"localhost:{tested.gateway.grpc_port}"
-            for key, tls, code in (
-                (ALICE, TLS(trusted.authorities, *own), None),
-                (None, TLS(trusted.authorities, *own), "UNAUTHENTICATED"),
-                (ALICE, trusted, "UNAVAILABLE"),
-                (ALICE, None, "UNAVAILABLE"),
-            ):
-                async with BatonClient(target, api_key=key, tls=tls, retry=Retry(attempts=1)) as client:
-                    if code is None:
-                        assert (await parts_of(client, max_tokens=3))[-1].finish is not None
-                        assert not await client.abort("nobody's")
-                        continue
-                    with pytest.raises(BatonError, match=code):
-                        await parts_of(client)
-
-    asyncio.run(run())
+            async with BatonClient(target, api_key=key, tls=tls, retry=Retry(attempts=1)) as client:
+                if code is None:
+                    assert (await parts_of(client, max_tokens=3))[-1].finish is not None
+                    assert not await client.abort("nobody's")
+                    continue
+                with pytest.raises(BatonError, match=code):
+                    await parts_of(client)

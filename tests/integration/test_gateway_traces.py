@@ -265,14 +265,11 @@ def test_clients_decide_what_is_sampled_where_they_say(
     assert bool(spans) == is_traced
 
 
-def test_a_collector_that_is_not_there_costs_nothing(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint="http://127.0.0.1:9"
-        ) as under_test:
-            assert await complete(under_test) == 200
-
-    run(test())
+async def test_a_collector_that_is_not_there_costs_nothing(folder: Path) -> None:
+    async with gateway_with(
+        folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint="http://127.0.0.1:9"
+    ) as under_test:
+        assert await complete(under_test) == 200
 
 
 def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:

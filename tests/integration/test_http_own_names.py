@@ -41,32 +41,26 @@ FOREIGN = [
 ]
 
 
-def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) -> None:
-    async def run() -> None:
-        config: dict[str, Any] = {"allowed_hosts": ("Proxy.example", "fe80::1")}
-        async with gateway_with(folder, {}, {}, **config) as under_test:
-            for host in [*OWN, *ALLOWED]:
-                answer = await asked(under_test, b"host: %s\r\n" % host)
-                assert answer.startswith(b"HTTP/1.1 200 "), host
-            for host in FOREIGN:
-                answer = await asked(under_test, b"host: %s\r\n" % host)
-                assert answer.startswith(b"HTTP/1.1 403 "), host
-                assert b"gateway.allowed_hosts" in answer
-                assert b"x-request-id" in answer
-            assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), "who names none is no browser"
-        async with gateway_with(folder, {}, {}) as under_test:
-            assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
-
-    asyncio.run(run())
+async def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) -> None:
+    config: dict[str, Any] = {"allowed_hosts": ("Proxy.example", "fe80::1")}
+    async with gateway_with(folder, {}, {}, **config) as under_test:
+        for host in [*OWN, *ALLOWED]:
+            answer = await asked(under_test, b"host: %s\r\n" % host)
+            assert answer.startswith(b"HTTP/1.1 200 "), host
+        for host in FOREIGN:
+            answer = await asked(under_test, b"host: %s\r\n" % host)
+            assert answer.startswith(b"HTTP/1.1 403 "), host
+            assert b"gateway.allowed_hosts" in answer
+            assert b"x-request-id" in answer
+        assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), "who names none is no browser"
+    async with gateway_with(folder, {}, {}) as under_test:
+        assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
 
 
-def test_with_keys_any_name_will_do(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
-            key = b"authorization: Bearer %s\r\n" % ALICE.encode()
-            assert b" 200 OK" in await asked(under_test, b"host: page.example\r\n", more=key)
-
-    asyncio.run(run())
+async def test_with_keys_any_name_will_do(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
+        key = b"authorization: Bearer %s\r\n" % ALICE.encode()
+        assert b" 200 OK" in await asked(under_test, b"host: page.example\r\n", more=key)
 
 
 @pytest.mark.parametrize(
@@ -84,24 +78,21 @@ def test_names_that_could_not_count_are_an_error(config: dict[str, Any]) -> None
         GatewayConfig(**config)
 
 
-def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
+async def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
     """And what it may send without leave is refused."""
 
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient(
-                base_url=f"http://localhost:{under_test.gateway.http_port}", timeout=60.0
-            ) as client,
-        ):
-            for path in ("/v1/chat/completions", "/v1/models", "/cluster/try", "/metrics", "/"):
-                for method in ("OPTIONS", "GET"):
-                    answer = await client.request(method, path, headers=PAGE)
-                    assert method == "GET" or answer.status_code == 405
-                    assert not [name for name in answer.headers if name.startswith("access-control-")]
-            for kind in ("text/plain", "application/x-www-form-urlencoded", None):
-                headers = PAGE if kind is None else PAGE | {"content-type": kind}
-                answer = await client.post("/tokenize", content=b'{"prompt": "hello"}', headers=headers)
-                assert answer.status_code == 415, kind
-
-    asyncio.run(run())
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        httpx2.AsyncClient(
+            base_url=f"http://localhost:{under_test.gateway.http_port}", timeout=60.0
+        ) as client,
+    ):
+        for path in ("/v1/chat/completions", "/v1/models", "/cluster/try", "/metrics", "/"):
+            for method in ("OPTIONS", "GET"):
+                answer = await client.request(method, path, headers=PAGE)
+                assert method == "GET" or answer.status_code == 405
+                assert not [name for name in answer.headers if name.startswith("access-control-")]
+        for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+            headers = PAGE if kind is None else PAGE | {"content-type": kind}
+            answer = await client.post("/tokenize", content=b'{"prompt": "hello"}', headers=headers)
+            assert answer.status_code == 415, kind

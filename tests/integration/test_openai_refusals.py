@@ -75,20 +75,17 @@ def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
     assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
 
 
-def test_null_is_as_good_as_nothing(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-            http_to(under_test) as client,
+async def test_null_is_as_good_as_nothing(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
+        http_to(under_test) as client,
+    ):
+        for path, body, request in (
+            ("/v1/chat/completions", CHAT, ChatCompletionRequest),
+            ("/v1/completions", TEXT, CompletionRequest),
         ):
-            for path, body, request in (
-                ("/v1/chat/completions", CHAT, ChatCompletionRequest),
-                ("/v1/completions", TEXT, CompletionRequest),
-            ):
-                nulls = dict.fromkeys(request.model_fields, None)
-                assert (await client.post(path, json=nulls | body)).status_code == 200
-
-    asyncio.run(run())
+            nulls = dict.fromkeys(request.model_fields, None)
+            assert (await client.post(path, json=nulls | body)).status_code == 200
 
 
 def part(**fields: Any) -> dict[str, Any]:
@@ -203,11 +200,8 @@ def test_a_deadline_that_is_none_is_refused(folder: Path) -> None:
         assert (error["status"], error["param"]) == (400, header)
 
 
-def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
-            assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
-            answer = await client.get("/v1/models/some/other")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-
-    asyncio.run(run())
+async def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
+        assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+        answer = await client.get("/v1/models/some/other")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

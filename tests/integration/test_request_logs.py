@@ -93,19 +93,16 @@ def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
 
 
 @pytest.mark.parametrize("offered", ["x" * 129, "a b", "a\tb", ""])
-def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient(timeout=60.0) as client,
-        ):
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/version"
-            response = await client.get(url, headers={"x-request-id": offered})
-            named = response.headers["x-request-id"]
-            assert named != offered
-            assert len(named) == 32
-
-    run(test())
+async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
+        url = f"http://127.0.0.1:{under_test.gateway.http_port}/version"
+        response = await client.get(url, headers={"x-request-id": offered})
+        named = response.headers["x-request-id"]
+        assert named != offered
+        assert len(named) == 32
 
 
 def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
@@ -135,7 +132,7 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
 
 
 @pytest.mark.parametrize("door", ["http", "grpc"])
-def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, door: str) -> None:
+async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, door: str) -> None:
     """As with a proxy that tries again. The longest that could stand in a log, so that nothing cuts it."""
     offered = "retried" + "x" * 121
 
@@ -153,18 +150,15 @@ def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path,
         assert response.headers["x-request-id"] == offered
         return str(response.json()["id"])
 
-    async def test() -> None:
-        ask = by_http if door == "http" else by_grpc
-        async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
-            d0 = under_test.workers["d0"]
-            asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]
-            for request in [await d0.next_request() for _ in asking]:
-                d0.say(request, outputs_of(request, [5, 6]))
-            ids = await asyncio.gather(*asking)
-            assert len(set(ids)) == 2
-            assert all("retriedxxx" in request_id for request_id in ids)
-
-    run(test())
+    ask = by_http if door == "http" else by_grpc
+    async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
+        d0 = under_test.workers["d0"]
+        asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]
+        for request in [await d0.next_request() for _ in asking]:
+            d0.say(request, outputs_of(request, [5, 6]))
+        ids = await asyncio.gather(*asking)
+        assert len(set(ids)) == 2
+        assert all("retriedxxx" in request_id for request_id in ids)
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

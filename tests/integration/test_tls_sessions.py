@@ -43,7 +43,7 @@ def session_of(
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("door", ["http", "grpc"])
-def test_no_session_outlives_the_authority_that_let_it_in(
+async def test_no_session_outlives_the_authority_that_let_it_in(
     folder: Path,
     files: CertificateFiles,
     others: CertificateFiles,
@@ -56,21 +56,18 @@ def test_no_session_outlives_the_authority_that_let_it_in(
     shutil.copy(files.ca, authority)
     tls = Tls(**{**files.tls(asks_clients=True), "client_ca_file": str(authority)})
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {}, tls=tls, credentials=files.credentials(has_own=True)
-        ) as under_test:
-            is_http = door == "http"
-            port = under_test.gateway.http_port if is_http else under_test.gateway.grpc_port
-            words = HTTP_REQUEST if is_http else HTTP2_PREFACE
-            context = client_context(files, version, "http/1.1" if is_http else "h2")
-            session = await asyncio.to_thread(session_of, port, context, words)
-            assert session is not None
-            assert await asyncio.to_thread(session_of, port, context, words, session) is not None
-            shutil.copy(others.ca, tmp_path / "new.pem")
-            os.replace(tmp_path / "new.pem", authority)
-            await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
-            assert await asyncio.to_thread(session_of, port, context, words) is None
-            assert await asyncio.to_thread(session_of, port, context, words, session) is None
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    async with gateway_with(
+        folder, {}, {}, tls=tls, credentials=files.credentials(has_own=True)
+    ) as under_test:
+        is_http = door == "http"
+        port = under_test.gateway.http_port if is_http else under_test.gateway.grpc_port
+        words = HTTP_REQUEST if is_http else HTTP2_PREFACE
+        context = client_context(files, version, "http/1.1" if is_http else "h2")
+        session = await asyncio.to_thread(session_of, port, context, words)
+        assert session is not None
+        assert await asyncio.to_thread(session_of, port, context, words, session) is not None
+        shutil.copy(others.ca, tmp_path / "new.pem")
+        os.replace(tmp_path / "new.pem", authority)
+        await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
+        assert await asyncio.to_thread(session_of, port, context, words) is None
+        assert await asyncio.to_thread(session_of, port, context, words, session) is None

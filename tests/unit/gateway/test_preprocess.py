@@ -88,24 +88,21 @@ def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_toke
         take_in(preprocessor, "x" * 100 * MAX_MODEL_LEN)
 
 
-def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
+async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
     def slow(turns: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         time.sleep(0.2)
         return "hi"
 
-    async def run() -> None:
-        with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
-            generation = await preprocessor.preprocess(
-                [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
+    with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
+        generation = await preprocessor.preprocess(
+            [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
+        )
+        assert generation.timeout_s is not None
+        assert 0.0 < generation.timeout_s <= 29.8
+        with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
+            await preprocessor.preprocess(
+                [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
             )
-            assert generation.timeout_s is not None
-            assert 0.0 < generation.timeout_s <= 29.8
-            with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-                await preprocessor.preprocess(
-                    [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
-                )
-
-    asyncio.run(run())
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:
