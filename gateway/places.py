@@ -1,4 +1,4 @@
-"""Places: how many calls or jobs of one kind may run at once; further ones are told to come back."""
+"""Places: a limit for calls or jobs of one kind at once; further ones are refused with a hint when to retry."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -140,7 +140,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             model=self._model.name,
             model_path=self._model.path,
             workers=map(
-                fleet_messages.worker_to_message, views_of(driver.fleet.clients, controller.replicas)
+                fleet_messages.worker_to_message, views_of(driver.workers.clients, controller.replicas)
             ),
             gateway=fleet_messages.gateway_to_message(driver.num_in_flight, driver.num_queued, driver.tally),
             nodes=map(fleet_messages.node_to_message, controller.nodes),

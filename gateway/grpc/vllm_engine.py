@@ -17,7 +17,7 @@ import grpc.aio
 
 from baton.clock import Clock
 from baton.errors import Unsupported
-from baton.worker import WorkerRole, WorkerStatus
+from baton.worker import WorkerRole
 from gateway.auth.callers import current_caller
 from gateway.choices import ChoiceDelta, batches_of, check_whole_answer, in_turns
 from gateway.grpc import vllm_convert as convert
@@ -113,12 +113,12 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             uptime_seconds=now - self._began_at,
             server_type="baton",
             data_parallel_size=1,
-            block_size=max((status.ref.block_size for status in self._statuses()), default=0),
+            block_size=max((status.ref.block_size for status in self._driver.workers.statuses), default=0),
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: ARG002, N802
         """The fleet as one rank: the gateway's requests, and the decode workers' KV."""
-        decode = [status for status in self._statuses() if status.role is WorkerRole.DECODE]
+        decode = [status for status in self._driver.workers.statuses if status.role is WorkerRole.DECODE]
         total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
         free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
         running, waiting = self._driver.num_in_flight, self._driver.num_queued
@@ -176,10 +176,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())
             return self._archive
-
-    def _statuses(self) -> list[WorkerStatus]:
-        clients = self._driver.fleet.clients
-        return [client.status for client in clients if client.status is not None and not client.is_silent]
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         self._preprocessor.room_behind(

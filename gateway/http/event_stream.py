@@ -25,16 +25,16 @@ def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
 
 
 class EventStream(Response):
-    """A response with everything that `tell` writes. The status is sent with the first write, so that an earlier
+    """A response with everything that `produce` writes. The status is sent with the first write, so that an earlier
     error has a status of its own; a later one breaks off the stream.
 
-    `tell` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
+    `produce` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
     deadline (`BoundedH11`).
     """
 
-    def __init__(self, tell: Callable[[Write], Awaitable[None]]) -> None:
+    def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
         super().__init__()
-        self._tell = tell
+        self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - an ASGI signature
         await while_connected(receive, self._send(send))
@@ -49,7 +49,7 @@ class EventStream(Response):
                 is_open = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        await self._tell(write)
+        await self._produce(write)
         if not is_open:
             await write(b"")
         await send({"type": "http.response.body", "body": b""})
@@ -58,12 +58,12 @@ class EventStream(Response):
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
     """Sends each event as it comes; the generator is closed when the stream ends in any way."""
 
-    async def tell(write: Write) -> None:
+    async def produce(write: Write) -> None:
         async with aclosing(events):
             async for each in events:
                 await write(each)
 
-    return EventStream(tell)
+    return EventStream(produce)
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:

@@ -57,7 +57,7 @@ class ClusterView:
     def snapshot(self) -> ClusterSnapshot:
         """The current state, with the controller's latest answer; if that is old, asks again for later."""
         self._controller.begin_to_ask()
-        controller, clients = self._controller.latest, self._driver.fleet.clients
+        controller, clients = self._controller.latest, self._driver.workers.clients
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,

@@ -49,24 +49,24 @@ class GatewayScrape:
         )
 
     def _workers(self) -> Iterator[Metric]:
-        clients = self._driver.fleet.clients
+        clients = self._driver.workers.clients
         states = Counter[tuple[str, ...]](
             {(role.value, state.value): 0 for role in WorkerRole for state in _STATES}
         )
         states.update(_state(client) for client in clients)
         yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
-        heard = [client.status for client in clients if client.status is not None and not client.is_silent]
+        statuses = self._driver.workers.statuses
         yield gauge(
             "fleet_requests",
             "Requests on workers, as of their last heartbeat",
             ["worker", "role", "state"],
-            {key: count for status in heard for key, count in _requests_on(status)},
+            {key: count for status in statuses for key, count in _requests_on(status)},
         )
         yield gauge(
             "fleet_kv_blocks",
             "KV blocks of workers, as of their last heartbeat",
             ["worker", "role", "state"],
-            {key: count for status in heard for key, count in _blocks_of(status)},
+            {key: count for status in statuses for key, count in _blocks_of(status)},
         )
 
 

@@ -63,7 +63,7 @@ def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
         try:
             fleet.add(worker.endpoint)
             name, reason = await asyncio.wait_for(listener.losses.get(), 60)
-            assert (name, reason) == ("w0", "the connection to it failed: choked")
+            assert (name, reason) == ("w0", "the connection failed: choked")
             assert fleet.client("w0") is None
         finally:
             await fleet.stop()

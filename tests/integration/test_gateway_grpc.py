@@ -127,7 +127,7 @@ async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folde
             stream = under_test.client.generate(text="Hello")
             first = await anext(stream)
             tokens, completion = list(first.token_ids), first.completion
-            if "d0" in {client.name for client in under_test.gateway._driver.fleet.clients}:
+            if "d0" in {client.name for client in under_test.gateway._driver.workers.clients}:
                 under_test.gateway.remove_worker("d0", "killed by the test")
             async for event in stream:
                 tokens += event.token_ids

@@ -366,7 +366,7 @@ def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_elsewhere
             await w1.next_request()
             await w0.next_request()
             w0.state = WorkerState.DRAINING
-            client = under_test.gateway._driver.fleet.client("w0")
+            client = under_test.gateway._driver.workers.client("w0")
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.state is w0.state)
             under_test.gateway.remove_worker("w0", "its process has ended")

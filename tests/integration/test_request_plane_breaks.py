@@ -142,7 +142,7 @@ def is_in_session(client: WorkerClient, number: int) -> bool:
 
 async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
     async with worker_behind_a_line(folder) as (under_test, d0, line):
-        client = under_test.gateway._driver.fleet.client("d0")
+        client = under_test.gateway._driver.workers.client("d0")
         assert client is not None
         for number in (1, 2, 3):
             await under_test.until(partial(is_in_session, client, number))

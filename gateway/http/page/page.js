@@ -56,7 +56,7 @@ function drawGateway(gateway) {
   setText(byId("queued"), count(gateway.queued));
   setText(byId("failed"), count(gateway.outcomes.failed));
   setText(byId("refused"), count(gateway.outcomes.rejected));
-  setText(byId("oldest"), gateway.queued ? `the oldest waits for ${duration(gateway.oldest_queued_s)}` : "nobody waits");
+  setText(byId("oldest"), gateway.queued ? `the oldest waits for ${duration(gateway.oldest_queued_s)}` : "none waits");
   const total = PATHS.reduce((sum, name) => sum + (gateway.paths[name] ?? 0), 0);
   for (const name of PATHS) {
     const number = gateway.paths[name] ?? 0;

@@ -62,7 +62,7 @@ export class Follower {
     const controller = new AbortController();
     this.controller = controller;
     this.#follow(controller.signal).catch((error) => {
-      if (this.controller !== controller) return; // somebody stopped it
+      if (this.controller !== controller) return; // it was stopped
       this.tell(isFinal(error) ? "refused" : "away", error);
     });
   }

@@ -64,7 +64,7 @@ def test_so_many_at_once_and_one_more_when_one_has_ended() -> None:
     assert (running.begin(caller), running.begin(caller)) == (None, None)
     refused = running.begin(caller)
     assert isinstance(refused, RateLimited)
-    assert "'a' grants 2 requests at once" in str(refused)
+    assert "'a' allows 2 requests at once" in str(refused)
     assert running.begin(other) is None
     running.end(caller)
     assert running.begin(caller) is None
