@@ -1,17 +1,12 @@
 """Our own values -> protobuf, for the fleet: workers' reports, joined with their controller's description."""
 
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
-
 from baton.fleet import NodeDescription, ReplicaDescription, RolloutStep
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
+from gateway.grpc.convert import filled
 from gateway.requests.record import Tally
 from gateway.workers.controller_view import ControllerView
 from gateway.workers.worker_view import WorkerView, in_order
-
-M = TypeVar("M", bound=Message)
 
 
 def worker_to_message(view: WorkerView) -> pb.Worker:
@@ -43,7 +38,7 @@ def controller_to_message(view: ControllerView) -> pb.Controller:
 
 
 def node_to_message(node: NodeDescription) -> pb.Node:
-    return _filled(
+    return filled(
         pb.Node,
         node,
         is_leaving=node.is_draining,
@@ -53,7 +48,7 @@ def node_to_message(node: NodeDescription) -> pb.Node:
 
 
 def step_to_message(step: RolloutStep) -> pb.RolloutFleetResponse:
-    return _filled(pb.RolloutFleetResponse, step)
+    return filled(pb.RolloutFleetResponse, step)
 
 
 def gateway_to_message(num_in_flight: int, num_queued: int, tally: Tally) -> pb.Gateway:
@@ -78,9 +73,9 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
 def _status_to_message(status: WorkerStatus) -> pb.Worker:
     """What only a heartbeat says."""
     return pb.Worker(
-        kv_blocks=_filled(pb.KVBlocks, status.kv_blocks),
-        requests=_filled(pb.Requests, status.requests),
-        load=_filled(pb.Load, status.load, queued_prompt_tokens=status.load.num_queued_prompt_tokens),
+        kv_blocks=filled(pb.KVBlocks, status.kv_blocks),
+        requests=filled(pb.Requests, status.requests),
+        load=filled(pb.Load, status.load, queued_prompt_tokens=status.load.num_queued_prompt_tokens),
         counters=status.counters,
         kv_peers=map(_kv_peer_to_message, status.kv_peers),
         failure=status.failure,
@@ -88,7 +83,7 @@ def _status_to_message(status: WorkerStatus) -> pb.Worker:
 
 
 def _slot_to_message(replica: ReplicaDescription) -> pb.Slot:
-    return _filled(
+    return filled(
         pb.Slot,
         replica,
         state=replica.state.value,
@@ -98,10 +93,4 @@ def _slot_to_message(replica: ReplicaDescription) -> pb.Slot:
 
 
 def _kv_peer_to_message(counts: KVPeerCounts) -> pb.KVPeer:
-    return _filled(pb.KVPeer, counts, role=counts.role.value, bytes=counts.num_bytes)
-
-
-def _filled(kind: type[M], value: object, **others: Any) -> M:
-    """A message whose fields are the attributes of `value` by the same names, apart from `others`."""
-    names = [field.name for field in kind.DESCRIPTOR.fields if field.name not in others]
-    return kind(**{name: getattr(value, name) for name in names}, **others)
+    return filled(pb.KVPeer, counts, role=counts.role.value, bytes=counts.num_bytes)

@@ -238,7 +238,7 @@ def moving_house(per_s: float) -> House:
 
 def test_who_cannot_make_its_deadline_is_not_let_in() -> None:
     house = moving_house(per_s=10.0)
-    with pytest.raises(Overloaded, match=r"has to begin within 3\.0 s; 100 requests wait already") as caught:
+    with pytest.raises(Overloaded, match=r"must begin within 3\.0 s; 100 requests wait already") as caught:
         house.join(Someone("late", deadline=13.0), 10.0)
     assert caught.value.retry_after_s == pytest.approx(10.1, rel=0.1), "that is when its turn would be"
     assert len(house.waiting) == 100
