@@ -45,7 +45,7 @@ async def test_a_client_that_reads_nothing_over_http_loses_its_connection(folder
             await under_test.until(lambda: num_connections(under_test) == 0)
 
 
-async def test_one_connection_too_many_is_refused_at_either_door(folder: Path) -> None:
+async def test_one_connection_too_many_is_refused_at_either_frontend(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}, max_connections=2) as under_test:
         port = under_test.gateway.http_port
         first, second = connect(port), connect(port)

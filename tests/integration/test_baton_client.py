@@ -121,7 +121,7 @@ async def _all_serving(gateways: Sequence[Gateway]) -> AsyncIterator[list[str]]:
         yield [target, *others]
 
 
-def test_who_is_not_there_is_passed_over() -> None:
+def test_lost_workers_are_skipped() -> None:
     assert ask(Gateway(WHOLE), before=[NOWHERE]) == ([1, 2, 3, 4], "abcd")
 
 
@@ -170,7 +170,7 @@ def test_a_stream_that_ends_without_an_end_is_broken() -> None:
     assert ask(Gateway(WHOLE[:1], WHOLE)) == ([1, 2, 3, 4], "abcd")
 
 
-def test_whoever_does_not_want_to_resume_is_told_what_broke() -> None:
+def test_a_client_that_does_not_resume_learns_the_failure() -> None:
     gateway = Gateway([WHOLE[0], DIED], WHOLE)
     with pytest.raises(BatonError, match="UNAVAILABLE: it died"):
         ask(gateway, retry=Retry(may_resume=False))
@@ -242,7 +242,7 @@ async def test_requests_take_turns() -> None:
     assert [len(gateway.requests) for gateway in gateways] == [2, 2]
 
 
-async def test_a_real_gateway_answers_and_hears_of_whoever_leaves(folder: Path) -> None:
+async def test_a_real_gateway_answers_and_notices_clients_that_leave(folder: Path) -> None:
     async with (
         gateway_with(folder, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
         BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,

@@ -1,4 +1,4 @@
-"""What an operator sees of calls that were refused: by what was wrong and whose they were, at both doors."""
+"""Refused calls in metrics and logs: by error and caller, at both frontends."""
 
 import asyncio
 import logging

@@ -63,7 +63,7 @@ async def test_workers_that_are_missing_are_listed_with_those_that_serve(folder:
     assert (workers["w3"]["incarnation"], workers["w3"]["pid"]) == ("", 0)
 
 
-async def test_every_node_is_shown_and_who_is_there(folder: Path) -> None:
+async def test_every_node_is_shown_with_its_workers(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     async with gateway_with(folder, {}, {}, control=control) as under_test:
         description = await under_test.client.describe()
@@ -112,7 +112,7 @@ async def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_mor
     assert worker["state"] == shown
 
 
-async def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(folder: Path) -> None:
+async def test_without_a_controller_the_gateway_describes_what_it_knows(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         description = await under_test.client.describe()
         assert description["controller"]["state"] == "none"
@@ -128,7 +128,7 @@ async def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(
             assert "has no controller" in str(refused)
 
 
-async def test_while_the_controller_is_away_the_gateway_answers_soon_with_what_it_knows(folder: Path) -> None:
+async def test_without_the_controllers_answer_the_gateway_soon_describes_what_it_knows(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
         control.answers.clear()
@@ -178,7 +178,7 @@ async def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Pa
     assert control.orders == []
 
 
-async def test_what_the_controller_refuses_is_said_in_its_words(folder: Path) -> None:
+async def test_the_controllers_refusal_reaches_the_client(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     control.refuses = FleetError("w0 is the last prefill worker")
     async with gateway_with(folder, {}, {}, control=control) as under_test:
@@ -188,7 +188,7 @@ async def test_what_the_controller_refuses_is_said_in_its_words(folder: Path) ->
             assert "w0 is the last prefill worker" in str(refused)
 
 
-async def test_a_rollout_that_fails_has_told_how_far_it_came(folder: Path) -> None:
+async def test_a_rollout_that_fails_has_reported_its_progress(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     control.refuses = FleetError("w10 did not come back")
     seen: list[str] = []

@@ -1,4 +1,4 @@
-"""Who cannot make its deadline is told so at once, and takes nobody's time."""
+"""A request that cannot meet its deadline is refused at once, before it reaches a worker."""
 
 from dataclasses import replace
 from pathlib import Path

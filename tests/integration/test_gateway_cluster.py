@@ -112,7 +112,7 @@ async def test_addresses_are_for_administrators(folder: Path) -> None:
             assert answer.status_code == 403
 
 
-async def test_a_controller_that_is_away_delays_nobody_for_long(folder: Path) -> None:
+async def test_an_unreachable_controller_delays_no_call_for_long(folder: Path) -> None:
     control = FakeFleetControl(fleet_of(replica("w0")))
     control.answers.clear()
 
@@ -204,7 +204,7 @@ def test_a_request_that_fails_ends_with_the_error_of_any_other(folder: Path) -> 
     assert (name, data["error"]["type"]) == ("error", "invalid_request_error")
 
 
-async def test_who_leaves_ends_their_request(folder: Path) -> None:
+async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         wanted = {"prompt": "Hello"}
         async with (
@@ -261,7 +261,7 @@ def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
     assert "/" not in described["paths"]
 
 
-def test_the_page_is_whole_and_asks_nobody_else(folder: Path) -> None:
+def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
     async def run() -> dict[str, httpx2.Response]:
         async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
             paths = ["/", *[f"/page/{name}" for name in FILES if name != "index.html"]]

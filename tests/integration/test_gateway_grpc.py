@@ -1,4 +1,4 @@
-"""The gateway over real gRPC and real ZeroMQ: what clients see, and what workers are told."""
+"""The gateway over real gRPC and real ZeroMQ: what clients see, and what workers receive."""
 
 import asyncio
 import time
@@ -137,7 +137,7 @@ async def test_c52_a_lost_decode_worker_is_replaced_and_the_stream_goes_on(folde
             assert completion.placement["decode"] == "d1"
 
 
-async def test_c51_when_nobody_can_finish_a_request_it_ends_with_an_error(folder: Path) -> None:
+async def test_c51_a_request_that_no_worker_can_finish_ends_with_an_error(folder: Path) -> None:
     decode = {name: failing(ErrorKind.INTERNAL, "out of luck") for name in ("d0", "d1", "d2", "d3")}
     async with gateway_with(folder, {}, decode) as under_test:
         error = await refusal(under_test)
@@ -203,7 +203,9 @@ async def test_a_gateway_that_stood_still_does_not_take_its_workers_for_dead(fol
         assert (await ask(under_test))[-1].completion is not None
 
 
-async def test_a_worker_that_is_heard_again_gets_requests_again_and_forgets_what_it_had(folder: Path) -> None:
+async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_former_ones(
+    folder: Path,
+) -> None:
     async with gateway_with(
         folder, {}, {"d0": silent}, network=IMPATIENT, placement_timeout_s=0.5
     ) as under_test:

@@ -1,4 +1,4 @@
-"""The HTTP door over a real socket: probes, and errors in the shape that OpenAI's clients expect."""
+"""The HTTP frontend over a real socket: probes, and errors in the shape that OpenAI's clients expect."""
 
 import asyncio
 import re
@@ -58,7 +58,7 @@ def test_errors_have_the_shape_of_openais(
     assert path in error["message"]
 
 
-async def test_paths_are_what_they_are(folder: Path) -> None:
+async def test_paths_are_not_redirected(folder: Path) -> None:
     """No redirect, whose scheme a proxy that ends TLS would make wrong; and probes may leave bodies out."""
 
     async with (

@@ -1,4 +1,4 @@
-"""Both doors with API keys, over real sockets: who comes in, who does not, and what the others see."""
+"""Both frontends with API keys, over real sockets: which callers are admitted, and what they may see."""
 
 import asyncio
 import logging
@@ -95,7 +95,7 @@ async def _all(steps: AsyncIterator[object]) -> list[object]:
     return [step async for step in steps]
 
 
-async def test_who_does_not_administer_sees_no_addresses_and_no_paths(folder: Path) -> None:
+async def test_without_the_right_to_administer_a_caller_sees_no_addresses_and_no_paths(folder: Path) -> None:
     replicas = (replica("w0", node="10.0.0.7", num_starts=2, last_failure="/secret/path: gone"),)
     control = FakeFleetControl(fleet_of(*replicas))
     async with gateway_with(
@@ -197,7 +197,7 @@ async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> s
     return answer.decode()
 
 
-async def test_nothing_that_is_not_known_to_be_open_is_open(folder: Path) -> None:
+async def test_only_listed_calls_are_open(folder: Path) -> None:
     """Of all that the API describes, and of every gRPC method that reflection could name."""
 
     async with (
@@ -246,7 +246,7 @@ async def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path
                 await client.post("/chat/completions", body={}, cast_to=object)
 
 
-async def test_a_keys_limits_hold_at_both_doors(folder: Path) -> None:
+async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
     keys = (*API_KEYS, entry("often", "o", requests_per_minute=2), entry("many", "m", max_concurrent=1))
 
     async with gateway_with(folder, {}, {"w0": silent}, api_keys=keys, credentials=AS_ADMIN) as under_test:
@@ -269,7 +269,7 @@ async def test_a_keys_limits_hold_at_both_doors(folder: Path) -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(refused.headers["retry-after"]) <= 30
-        async with client_with(under_test, "o") as client:  # the same caller, whichever door it takes
+        async with client_with(under_test, "o") as client:  # the same caller at either frontend
             assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
 
 
@@ -292,7 +292,7 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
     assert "baton-wrong" not in caplog.text
 
 
-async def test_what_workers_say_is_for_administrators(folder: Path) -> None:
+async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
     """Others learn which request failed, and the log has the rest."""
     inside = "cannot open /srv/weights at tcp://10.0.0.7:4711"
 
@@ -318,7 +318,7 @@ async def test_what_workers_say_is_for_administrators(folder: Path) -> None:
             assert (inside in answer.text) == is_told
 
 
-async def test_nobody_goes_ahead_of_others_whose_key_does_not_say_so(folder: Path) -> None:
+async def test_no_caller_goes_ahead_of_others_unless_its_key_allows(folder: Path) -> None:
     keys = (*API_KEYS, entry("first", "f", best_priority=-5), entry("last", "l", best_priority=10))
 
     async with gateway_with(

@@ -155,7 +155,7 @@ async def test_readers_of_openmetrics_get_it(folder: Path) -> None:
         assert now("request_success_total", finished_reason="length") == 1
 
 
-async def test_the_parts_of_the_time_to_first_token_are_what_line_and_worker_took(folder: Path) -> None:
+async def test_the_parts_of_the_time_to_first_token_are_those_of_queue_and_worker(folder: Path) -> None:
     """The second request waits in line for the first one; its worker then says what it did with its time."""
 
     async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
@@ -189,7 +189,7 @@ async def test_the_parts_of_the_time_to_first_token_are_what_line_and_worker_too
         assert parts["failed_attempts"] == parts["transfer_exposed"] == 0.0
 
 
-async def test_what_an_attempt_in_vain_took_is_a_part_of_its_own(folder: Path) -> None:
+async def test_the_time_of_a_failed_attempt_is_a_part_of_its_own(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent, "d1": silent}) as under_test:
         workers = under_test.workers.values()
         asking = asyncio.create_task(ask(under_test, 1))

@@ -35,7 +35,7 @@ async def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
         assert [status.ref.name for status in report.workers] == ["d0"]
 
 
-async def test_a_report_holds_who_waits_for_room(folder: Path) -> None:
+async def test_a_report_counts_requests_that_wait_for_room(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
         gateway, worker = under_test.gateway, under_test.workers["d0"]
 

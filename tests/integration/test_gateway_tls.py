@@ -1,4 +1,4 @@
-"""TLS at both doors, over real sockets, with certificates made by the commands of docs/security.md."""
+"""TLS at both frontends, over real sockets, with certificates made by the commands of docs/security.md."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ async def ask_https(under_test: GatewayUnderTest, context: ssl.SSLContext, key: 
             return 0
 
 
-async def test_both_doors_speak_tls_and_nothing_else(
+async def test_both_frontends_speak_tls_and_nothing_else(
     folder: Path, files: CertificateFiles, others: CertificateFiles
 ) -> None:
     async with gateway_with(

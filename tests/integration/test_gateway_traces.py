@@ -265,7 +265,7 @@ def test_clients_decide_what_is_sampled_where_they_say(
     assert bool(spans) == is_traced
 
 
-async def test_a_collector_that_is_not_there_costs_nothing(folder: Path) -> None:
+async def test_an_unreachable_collector_costs_nothing(folder: Path) -> None:
     async with gateway_with(
         folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint="http://127.0.0.1:9"
     ) as under_test:
@@ -300,7 +300,7 @@ def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
         assert time.monotonic() - began_at < STOP_TIMEOUT_S + 2.0
 
 
-def test_what_the_environment_says_of_a_gateways_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateways_name_from_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _resource("g0").attributes["service.name"] == "baton-gateway"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     told = _resource("g0").attributes

@@ -30,7 +30,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-async def test_answers_are_compressed_for_those_who_ask(folder: Path) -> None:
+async def test_answers_are_compressed_on_request(folder: Path) -> None:
     control = FakeFleetControl(fleet_of(*(replica(f"w{n}", node="node") for n in range(500))))
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER * 20)}, control=control) as under_test,
@@ -107,7 +107,7 @@ async def test_a_connection_whose_grace_is_over_loses_its_calls(folder: Path) ->
         assert await under_test.workers["d0"].next_abort() == request.request_id
 
 
-async def test_one_connection_has_so_many_calls_and_no_more(folder: Path) -> None:
+async def test_one_connection_has_a_bounded_number_of_calls(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, grpc_max_streams=2) as under_test:
 
         async def ask() -> list[int]:

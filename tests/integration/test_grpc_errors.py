@@ -1,4 +1,4 @@
-"""What a gRPC client is told when something goes wrong: codes, details for programs, and nothing from inside."""
+"""Errors as gRPC clients see them: codes, details for programs, and nothing internal."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def test_a_bad_field_is_named_for_programs_too(folder: Path) -> None:
         assert detail(error, details_pb.RequestInfo).request_id == "mine"
 
 
-async def test_a_full_house_says_when_to_come_back(folder: Path) -> None:
+async def test_a_full_gateway_says_when_to_retry(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
         call = asyncio.ensure_future(anext(under_test.client.generate(text="Hi", request_id="mine")))
         await under_test.workers["d0"].next_request()
@@ -87,7 +87,7 @@ async def test_a_full_house_says_when_to_come_back(folder: Path) -> None:
             await call
 
 
-async def test_grpcs_own_retries_come_back_when_they_were_told_to(folder: Path) -> None:
+async def test_grpcs_own_retries_honour_the_hint(folder: Path) -> None:
     """The documented service config is all that a client needs."""
     config = re.findall(r"### Retries.*?```json\n(.*?)```", API_DOCUMENT, re.DOTALL)[0]
     assert json.loads(config)
@@ -149,7 +149,7 @@ async def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
         assert (caught.value.code, caught.value.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
 
 
-async def test_what_a_client_sent_comes_back_bounded(folder: Path) -> None:
+async def test_client_text_in_errors_is_bounded(folder: Path) -> None:
     """Or the status would not fit into the headers that clients take, and they would see another error."""
 
     control = FakeFleetControl(fleet_of())

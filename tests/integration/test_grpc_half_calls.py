@@ -30,7 +30,7 @@ async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
         return await call.code(), await call.details()
 
 
-async def test_who_may_not_call_is_told_so_before_it_has_sent_a_message(folder: Path) -> None:
+async def test_a_caller_without_the_right_is_refused_before_its_message_is_read(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
         grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
@@ -103,7 +103,7 @@ async def test_calls_that_would_last_for_ever_end_with_the_gateway(folder: Path)
         assert (await end_of(asking))[0] is grpc.StatusCode.OK
 
 
-async def test_so_many_may_watch_the_health_and_all_may_ask(
+async def test_a_bounded_number_may_watch_the_health_and_all_may_ask(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_service, "MAX_WATCHES", 1)
@@ -126,7 +126,7 @@ async def test_so_many_may_watch_the_health_and_all_may_ask(
                     await asyncio.sleep(0.01)
 
 
-async def test_a_watcher_that_does_not_read_keeps_nobody_waiting(folder: Path) -> None:
+async def test_a_watcher_that_does_not_read_delays_no_other(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {}) as under_test,
         grpc.aio.insecure_channel(target_of(under_test)) as channel,

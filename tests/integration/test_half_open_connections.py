@@ -95,7 +95,7 @@ async def test_a_handshake_has_its_time(
             await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
 
 
-async def test_where_all_are_established_one_more_is_told_so_but_not_without_end(
+async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
     folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_REFUSALS", 1)
@@ -120,9 +120,7 @@ async def test_where_all_are_established_one_more_is_told_so_but_not_without_end
             assert (await only.get("/health")).status_code == 200
 
 
-def test_strangers_without_end_keep_nobody_out_where_files_are_few(
-    folder: Path, files: CertificateFiles
-) -> None:
+def test_endless_strangers_keep_no_client_out_with_few_files(folder: Path, files: CertificateFiles) -> None:
     """A gateway with 1,100 files at most, and more silent strangers than that: they took the last file, HTTPS and gRPC
     stood, and the log grew by megabytes a second."""
     own_limits = resource.getrlimit(resource.RLIMIT_NOFILE)

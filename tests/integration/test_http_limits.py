@@ -1,4 +1,4 @@
-"""Limits of the HTTP door over real sockets: sizes, times and what is no HTTP or no JSON, each with its status."""
+"""Limits of the HTTP frontend over real sockets: sizes, times, malformed HTTP and JSON, each with its status."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A gateway that stops: what its HTTP clients hear of it; and what the log does of it, and of nonsense: nothing."""
+"""A stopping gateway as its HTTP clients see it; neither that nor malformed input is logged."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_what_runs_may_end_and_an_idle_connection_holds_nobody_up(
+def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -57,7 +57,7 @@ def listens(under_test: GatewayUnderTest) -> bool:
     return under_test.gateway._http._server.acceptor.is_listening
 
 
-def test_what_has_not_ended_in_time_is_refused_or_breaks_off(
+def test_requests_that_do_not_end_in_time_are_refused_or_break_off(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def one_token(request: EngineRequest) -> list[RequestOutput]:

@@ -62,7 +62,7 @@ async def test_texts_and_conversations_become_the_models_tokens_and_back(folder:
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_what_cannot_be_asked_names_its_field(
+def test_an_invalid_question_is_refused_by_its_field(
     folder: Path, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     async def run() -> httpx2.Response:

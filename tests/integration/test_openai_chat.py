@@ -1,4 +1,4 @@
-"""Chat completions as the unmodified `openai` package sees them, and what workers are told."""
+"""Chat completions as the unmodified `openai` package sees them, and what workers receive."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ ANSWER = TOKENIZER.encode("The cache is the baton").ids
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 
 
-async def test_an_answer_comes_whole(folder: Path) -> None:
+async def test_a_whole_answer(folder: Path) -> None:
     async with (
         gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test,
         openai_for(under_test) as client,
@@ -151,7 +151,7 @@ async def test_many_answers_have_seeds_of_their_own(folder: Path) -> None:
         assert len(set(await seeds(n=2))) == 2
 
 
-async def test_workers_hear_of_every_sampling_field(folder: Path) -> None:
+async def test_every_sampling_field_reaches_the_workers(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
         openai_for(under_test) as client,
@@ -279,7 +279,7 @@ async def test_the_packages_own_helpers_work_too(folder: Path) -> None:
         assert parsed.choices[0].message.parsed == City(name="Paris")
 
 
-async def test_what_is_there_of_several_answers_goes_out_in_one_piece(folder: Path) -> None:
+async def test_available_parts_of_several_answers_are_sent_together(folder: Path) -> None:
     """Each as an event of its own; a body's chunk holds all that was written at once."""
 
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:

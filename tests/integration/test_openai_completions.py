@@ -91,7 +91,7 @@ def cached(request: EngineRequest) -> list[RequestOutput]:
     return outputs
 
 
-async def test_usage_says_what_of_each_prompt_was_cached(folder: Path) -> None:
+async def test_usage_has_the_cached_tokens_of_each_prompt(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": cached}) as under_test,
         openai_for(under_test) as client,

@@ -1,4 +1,4 @@
-"""How requests of the unmodified `openai` package end when they do not end well: errors, cancels, deadlines."""
+"""How the unmodified `openai` package sees requests that do not finish: errors, cancels, deadlines."""
 
 import asyncio
 import json
@@ -167,7 +167,7 @@ async def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_co
 
 
 @pytest.mark.parametrize("error", [RequestAborted("ended"), SlowReader("slow"), DeadlinePassed("late")])
-def test_what_ended_on_purpose_is_nothing_that_openais_client_tries_again(error: RequestAborted) -> None:
+def test_openais_client_does_not_retry_requests_that_were_ended_on_purpose(error: RequestAborted) -> None:
     response = httpx2.Response(codes_of(error).http, headers=dict(headers_of(error)))
     client = openai.OpenAI(api_key="none")
     assert not client._should_retry(response)

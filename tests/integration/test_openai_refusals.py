@@ -1,4 +1,4 @@
-"""Requests that are refused: each by its status, with OpenAI's code, and by the field that is to blame."""
+"""Refused requests: each with its status, OpenAI's code, and the invalid field."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,8 +57,8 @@ def unsupported(body: type[Body]) -> list[str]:
     return [name for name, schema in properties.items() if schema.get("type") == "null"]
 
 
-def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
-    """OpenAI's that are lacking here, and such as nobody knows; null is as good as nothing for the former."""
+def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
+    """OpenAI's fields without support here, and unknown ones. For the former, null means absent."""
     assert {"tools", "functions", "tool_choice", "audio", "metadata"} <= set(
         unsupported(ChatCompletionRequest)
     )
@@ -75,7 +75,7 @@ def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
     assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
 
 
-async def test_null_is_as_good_as_nothing(folder: Path) -> None:
+async def test_null_means_absent(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
         http_to(under_test) as client,
@@ -173,7 +173,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_of_the_field_that_is_wrong(
+def test_an_invalid_field_is_named_with_its_problem(
     folder: Path, path: str, body: dict[str, Any], refused: list[tuple[str, dict[str, Any], str]]
 ) -> None:
     errors = refusals(folder, path, [body | fields for _, fields, _ in refused])
@@ -193,7 +193,7 @@ def test_programs_know_these_errors_by_their_code(folder: Path) -> None:
     assert too_long["param"] == "messages"
 
 
-def test_a_deadline_that_is_none_is_refused(folder: Path) -> None:
+def test_an_invalid_deadline_is_refused(folder: Path) -> None:
     header = "x-request-timeout-ms"
     for value in ("soon", "0", "-5", "1e9", str(10**12)):
         (error,) = refusals(folder, "/v1/completions", [TEXT], {header: value})

@@ -1,4 +1,4 @@
-"""What a client may send is bounded at both doors alike, and what is too much is named."""
+"""Both frontends bound client input alike, and name the field that exceeds its bound."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ OF_THE_REQUEST: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
 }
 
 
-async def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) -> None:
+async def test_both_frontends_take_exactly_as_much_as_is_allowed(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
         grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
@@ -80,7 +80,7 @@ async def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Pa
         assert await by_http(prompt=[[5]] * 65, n=2) == "n"
 
 
-async def test_an_answer_that_is_not_streamed_is_bounded_at_every_door(
+async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 answers of 391 tokens with 20 log-probabilities each are too much; 390 are not. Streams are not bounded."""

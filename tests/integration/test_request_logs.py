@@ -131,8 +131,8 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
     assert line.api == "grpc"
 
 
-@pytest.mark.parametrize("door", ["http", "grpc"])
-async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, door: str) -> None:
+@pytest.mark.parametrize("api", ["http", "grpc"])
+async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, api: str) -> None:
     """As with a proxy that tries again. The longest that could stand in a log, so that nothing cuts it."""
     offered = "retried" + "x" * 121
 
@@ -150,7 +150,7 @@ async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder:
         assert response.headers["x-request-id"] == offered
         return str(response.json()["id"])
 
-    ask = by_http if door == "http" else by_grpc
+    ask = by_http if api == "http" else by_grpc
     async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
         d0 = under_test.workers["d0"]
         asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]

@@ -28,7 +28,7 @@ def num_sub_requests(under_test: GatewayUnderTest) -> int:
     return sum(under_test.gateway._driver.router.num_sub_requests.values())
 
 
-async def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None:
+async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder: Path) -> None:
     """And what waits comes as one."""
 
     async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
@@ -47,7 +47,7 @@ async def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -
         assert rest[0].finish.num_completion_tokens == 5
 
 
-async def test_what_came_while_the_gateway_was_busy_goes_out_together(folder: Path) -> None:
+async def test_outputs_that_arrive_while_the_gateway_is_busy_are_sent_together(folder: Path) -> None:
     """So a gateway that has too much to do has less to do, though every client reads at once."""
     num_messages = 30
 
@@ -73,7 +73,7 @@ async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> None:
+async def test_a_stop_string_ends_a_request_that_its_client_does_not_read(folder: Path) -> None:
     stop = Tokenizer(folder).backend.decode([9])
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0 = under_test.workers["w0"]
@@ -88,7 +88,7 @@ async def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> N
         assert [delta.finish.matched_stop async for delta in deltas if delta.finish] == [stop]
 
 
-async def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path) -> None:
+async def test_a_client_that_reads_too_slowly_is_ended_and_nothing_is_kept_for_it(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
         w0 = under_test.workers["w0"]
         deltas = under_test.gateway._driver.generate(generation_of(folder))
@@ -104,7 +104,7 @@ async def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder
         assert under_test.gateway._driver.tally.counters["aborted"] == 1
 
 
-async def test_who_is_aborted_while_nobody_reads_is_over_at_its_worker(folder: Path) -> None:
+async def test_an_aborted_request_that_its_client_does_not_read_ends_at_its_worker(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0 = under_test.workers["w0"]
         deltas = under_test.gateway._driver.generate(generation_of(folder))

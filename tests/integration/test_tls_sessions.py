@@ -42,14 +42,14 @@ def session_of(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("api", ["http", "grpc"])
 async def test_no_session_outlives_the_authority_that_let_it_in(
     folder: Path,
     files: CertificateFiles,
     others: CertificateFiles,
     tmp_path: Path,
     version: ssl.TLSVersion,
-    door: str,
+    api: str,
 ) -> None:
     """A TLS 1.2 session resumed by its id once got an answer over HTTPS."""
     authority = tmp_path / "clients.pem"
@@ -59,7 +59,7 @@ async def test_no_session_outlives_the_authority_that_let_it_in(
     async with gateway_with(
         folder, {}, {}, tls=tls, credentials=files.credentials(has_own=True)
     ) as under_test:
-        is_http = door == "http"
+        is_http = api == "http"
         port = under_test.gateway.http_port if is_http else under_test.gateway.grpc_port
         words = HTTP_REQUEST if is_http else HTTP2_PREFACE
         context = client_context(files, version, "http/1.1" if is_http else "h2")

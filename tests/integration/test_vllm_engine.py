@@ -160,7 +160,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_cannot_be_honoured_is_refused_by_name(folder: Path) -> None:
+async def test_unsupported_fields_are_refused_by_name(folder: Path) -> None:
     async with engine_with(folder, silent) as (_, stub):
         for fields, complaint in REFUSALS:
             error = await refusal(stub, request_of(**fields))
@@ -208,7 +208,7 @@ async def test_an_engine_without_workers_is_not_healthy(folder: Path) -> None:
             assert (health.healthy, health.message) == (False, "no decode worker is reachable")
 
 
-async def test_the_tokenizer_arrives_whole(folder: Path, tmp_path: Path) -> None:
+async def test_the_whole_tokenizer_arrives(folder: Path, tmp_path: Path) -> None:
     async with engine_with(folder, silent) as (_, stub):
         chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
         data = b"".join(chunk.data for chunk in chunks)
@@ -222,7 +222,7 @@ async def test_the_tokenizer_arrives_whole(folder: Path, tmp_path: Path) -> None
         assert "tokenizer_config.json" in files.namelist()
 
 
-async def test_what_is_not_served_says_why(folder: Path) -> None:
+async def test_an_unsupported_call_says_why(folder: Path) -> None:
     async with engine_with(folder, silent) as (_, stub):
         for call in (
             stub.Embed(pb.EmbedRequest()),

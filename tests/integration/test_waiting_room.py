@@ -88,7 +88,7 @@ async def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) ->
         assert tokens_of(await call) == ANSWER
 
 
-async def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
+async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> None:
     def half(request: EngineRequest) -> list[Any]:
         return outputs_of(request, ANSWER[:2], finish=None)
 
@@ -110,7 +110,7 @@ async def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
         assert [tokens_of(await call) for call in calls] == [ANSWER] * 2
 
 
-async def test_who_leaves_or_is_aborted_while_waiting_is_gone(folder: Path) -> None:
+async def test_a_waiting_request_ends_when_its_client_leaves_or_aborts_it(folder: Path) -> None:
     async with gateway_with(folder, {}, {}) as under_test:
         leaver, aborted, late = (
             ask(under_test, "a"),
@@ -127,7 +127,7 @@ async def test_who_leaves_or_is_aborted_while_waiting_is_gone(folder: Path) -> N
         assert await counted(under_test) == (0, 0)
 
 
-async def test_who_finds_no_room_in_time_is_told_to_come_back(folder: Path) -> None:
+async def test_a_request_without_room_in_time_is_refused_with_a_retry_hint(folder: Path) -> None:
     workers = {"w0": silent}
     async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=0.2) as under_test:
         first = ask(under_test, "first")
@@ -156,7 +156,7 @@ async def test_time_in_which_the_gateway_stood_still_is_not_waited(folder: Path)
         await refusal(second)
 
 
-async def test_the_line_is_bounded(folder: Path) -> None:
+async def test_the_queue_is_bounded(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=1) as under_test:
         calls = [ask(under_test, "first")]
         await under_test.workers["w0"].next_request()
@@ -169,7 +169,7 @@ async def test_the_line_is_bounded(folder: Path) -> None:
         assert {(await refusal(call)).code for call in calls} == {"ABORTED"}
 
 
-async def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Path) -> None:
+async def test_a_flood_of_other_requests_keeps_no_urgent_one_out(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=3) as under_test:
         worker = under_test.workers["w0"]
         calls = [ask(under_test, "first")]
@@ -192,7 +192,7 @@ async def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Pa
         await asyncio.gather(*calls, *flood, return_exceptions=True)
 
 
-async def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
+async def test_a_request_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         call = ask(under_test, "a")
         await under_test.workers["w0"].next_request()

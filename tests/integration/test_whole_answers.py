@@ -1,4 +1,4 @@
-"""Large answers that are not streamed, as clients of both doors see them."""
+"""Large answers that are not streamed, as clients of both frontends see them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

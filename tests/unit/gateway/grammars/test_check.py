@@ -261,7 +261,7 @@ def test_the_latest_verdicts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(scene).tried == ["a", "b", "c", "b"]
 
 
-def test_what_waits_when_the_gateway_stops_is_refused() -> None:
+def test_waiting_grammars_are_refused_when_the_gateway_stops() -> None:
     async def scene(world: World) -> None:
         held = asyncio.create_task(world.check("waits"))
         while "waits" not in world.tried:

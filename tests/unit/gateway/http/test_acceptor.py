@@ -59,7 +59,7 @@ async def test_without_files_it_does_not_try_again_at_once(
     assert "cannot accept HTTP connections: Too many open files" in line
 
 
-async def test_without_files_it_says_so_once_a_minute_and_how_often_it_tried(
+async def test_a_lack_of_files_is_logged_once_a_minute_with_the_number_of_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(acceptor, "PAUSE_S", 0.0)

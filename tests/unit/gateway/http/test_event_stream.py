@@ -73,7 +73,7 @@ async def test_an_error_in_place_of_the_first_event_is_raised_before_anything_wa
     assert reader.messages == []
 
 
-async def test_who_leaves_ends_the_source_at_once() -> None:
+async def test_a_client_that_leaves_ends_the_source_at_once() -> None:
     reader, source = Reader(), Source(ends=False)
     serving = asyncio.create_task(reader.get(stream_of(source.events())))
     await asyncio.sleep(0.01)

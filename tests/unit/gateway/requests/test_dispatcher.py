@@ -33,7 +33,7 @@ from tests.factories.silent_text import SilentText
 
 
 def make_dispatcher(*workers: str) -> Dispatcher:
-    """Those whose name begins with p prefill."""
+    """Workers whose names begin with p prefill."""
     ids = count()
     dispatcher = Dispatcher(
         Router(GatewayConfig(routing_policy="round_robin"), b"key"),
@@ -67,7 +67,7 @@ def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequ
 
 
 def submitted(effects: list[Effect]) -> dict[str, str]:
-    """Workers that get something, and its id."""
+    """Workers that get a sub-request, with its id."""
     return {
         effect.worker: effect.sub_request.request_id for effect in effects if isinstance(effect, SubmitTo)
     }
@@ -105,7 +105,7 @@ def test_a_stop_ends_the_other_sub_request_and_an_end_is_recorded_once() -> None
 
 
 def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_any() -> None:
-    """Its decode worker had ended it, and said a token late."""
+    """Its decode worker had ended the decode request, and sent a token late."""
     dispatcher, request = make_dispatcher("p0", "d0", "d1"), make_request()
     placed = submitted(dispatcher.handle(Submitted(request), 0.0))
     (decode,) = placed.keys() - {"p0"}
@@ -121,13 +121,13 @@ def test_a_request_moves_at_once_when_its_worker_is_lost() -> None:
     ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(request), 0.0)).items()
     dispatcher.handle(outputs(worker, engine_id, 7), 1.0)
     effects = dispatcher.handle(WorkerLost(worker, "killed"), 2.0)
-    assert effects[0] == AbortAt(worker, engine_id), "should it hear us after all"
+    assert effects[0] == AbortAt(worker, engine_id), "the worker may still be reachable"
     assert submitted(effects).keys() == {"d0", "d1"} - {worker}
     late = outputs(worker, engine_id, 7, 8)
-    assert dispatcher.handle(late, 3.0) == [], "what it says later reaches no client"
+    assert dispatcher.handle(late, 3.0) == [], "its later outputs reach no client"
 
 
-def test_what_is_refused_when_it_comes_is_recorded_as_rejected() -> None:
+def test_a_request_that_is_refused_on_arrival_is_recorded_as_rejected() -> None:
     caller = Caller("a", max_concurrent=1)
     dispatcher, first = make_dispatcher("d0"), make_request(caller=caller)
     dispatcher.handle(Submitted(first), 0.0)

@@ -1,4 +1,4 @@
-"""What waits for its reader: merged, in order, bounded."""
+"""UnreadAnswer: deltas that wait for their reader are merged, in order and bounded."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ def read(unread: UnreadAnswer) -> Delta:
     return asyncio.run(asyncio.wait_for(unread.read(), 60))
 
 
-def test_what_waits_together_is_read_together_and_in_order() -> None:
+def test_waiting_deltas_are_read_together_and_in_order() -> None:
     unread = UnreadAnswer(100)
     first, second = TokenLogprobs(1, -0.5, 1, ()), TokenLogprobs(2, -0.25, 2, ())
     unread.put(Delta((1,), "a", (first,)))
@@ -24,7 +24,7 @@ def test_what_waits_together_is_read_together_and_in_order() -> None:
     assert read(unread) == Delta((4,), "d")
 
 
-def test_who_reads_faster_waits_for_more() -> None:
+def test_a_fast_reader_waits_for_the_next_delta() -> None:
     async def test() -> Delta:
         unread = UnreadAnswer(100)
         reading = asyncio.create_task(unread.read())
@@ -36,7 +36,7 @@ def test_who_reads_faster_waits_for_more() -> None:
     assert asyncio.run(test()) == Delta((1,), "a")
 
 
-def test_a_failure_comes_once_and_behind_what_came_before_it() -> None:
+def test_a_failure_is_read_once_after_everything_before_it() -> None:
     unread = UnreadAnswer(100)
     unread.put(Delta((1,), "a"))
     unread.fail(WorkerUnavailable("gone"))
@@ -45,7 +45,7 @@ def test_a_failure_comes_once_and_behind_what_came_before_it() -> None:
         read(unread)
 
 
-def test_nothing_is_read_of_what_was_cut_short() -> None:
+def test_a_cut_off_answer_is_not_read() -> None:
     unread = UnreadAnswer(100)
     unread.put(Delta((1,), "a"))
     unread.fail(WorkerUnavailable("gone"))
@@ -54,7 +54,7 @@ def test_nothing_is_read_of_what_was_cut_short() -> None:
         read(unread)
 
 
-def test_no_more_waits_than_may() -> None:
+def test_the_unread_part_is_bounded() -> None:
     unread = UnreadAnswer(3)
     unread.put(Delta((1, 2, 3), "abc"))
     assert len(read(unread).token_ids) == 3

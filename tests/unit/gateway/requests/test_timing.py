@@ -63,7 +63,7 @@ def test_the_prefill_workers_word_is_lost_and_the_decode_worker_tells() -> None:
     assert parts.gateway_s == pytest.approx(1.0 + 2.0)
 
 
-def test_a_decode_worker_whose_prefill_worker_told_nothing_has_waited_for_all_of_it() -> None:
+def test_without_a_report_of_the_prefill_worker_the_whole_wait_counts_as_transfer() -> None:
     parts = parts_of(PAIR, "d0", {"d0": StageTimes(transfer_s=14.0, transfer_bytes=1)})
     assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (0.0, 0.0, 14.0)
 
@@ -92,7 +92,7 @@ def test_parts_of_a_hand_over_add_up_and_none_is_negative(
     assert sum(values) == pytest.approx(gap_s)
 
 
-def test_what_the_prefill_worker_did_not_say_was_the_transfer() -> None:
+def test_without_a_prefill_workers_report_the_rest_counts_as_transfer() -> None:
     decode = StageTimes(first_step_s=1.0)
     assert split_handover(5.0, decode, None).transfer_exposed_s == 4.0
     assert split_handover(5.0, decode, 3.0).gateway_s == 1.0

@@ -59,7 +59,7 @@ def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
     assert chosen(router)[0] == {"p1"}
 
 
-def test_what_was_sent_waits_there_before_the_worker_says_so() -> None:
+def test_a_sent_prompt_waits_at_the_worker_before_the_worker_reports_it() -> None:
     router = pair_of()
     tell(router, "p1", LONG, 160)
     first = send(router, LONG)
@@ -69,7 +69,7 @@ def test_what_was_sent_waits_there_before_the_worker_says_so() -> None:
     assert chosen(router)[0] == {"p1"}
 
 
-def test_of_a_queue_that_was_told_only_what_is_under_way_of_ours_still_waits() -> None:
+def test_prompts_on_their_way_wait_behind_a_reported_queue() -> None:
     """A heartbeat is old news: once our requests there have ended, so has their part of the queue."""
     router = pair_of()
     tell(router, "p1", LONG, 160)
@@ -84,7 +84,7 @@ def test_the_faster_prefill_worker_wins() -> None:
     assert chosen(pair_of(measured("p1", prefill_tokens_per_s=2e4)))[0] == {"p1"}
 
 
-def test_workers_that_computed_nothing_yet_are_taken_to_be_as_the_others() -> None:
+def test_workers_without_measurements_count_like_the_others() -> None:
     router = pair_of(measured("p1", prefill_tokens_per_s=0.0), measured("d1", decode_step_s=0.0))
     assert chosen(router) == ({"p0", "p1"}, {"d0", "d1"})
 
@@ -123,7 +123,7 @@ def test_only_what_outlasts_the_prefill_counts_of_a_transfer() -> None:
     assert chosen(router)[1] == {"d0", "d1"}
 
 
-def test_links_are_told_apart_by_pair() -> None:
+def test_links_are_measured_by_pair() -> None:
     """p0 reaches d0 fast, and p1 d1; the other two ways are slow."""
     router = pair_of()
     for prefill, decode, rate in (("p0", "d0", 1e9), ("p0", "d1", 1e7), ("p1", "d0", 1e7), ("p1", "d1", 1e9)):
@@ -173,7 +173,7 @@ def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute(
     assert router.route(ask(160)).num_prefill_tokens == 160
 
 
-def test_a_new_life_and_a_lost_worker_have_nothing() -> None:
+def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     router = pair_of()
     tell(router, "p1", LONG, 1600)
     assert not router.lacks_kv_account("p1")
@@ -261,7 +261,7 @@ def test_a_configured_length_replaces_what_was_measured(policy: str) -> None:
     assert reason_for(none_alive, ask(101)) == ("no prefill worker", True)
 
 
-def test_what_a_worker_has_of_a_prompt_it_need_not_compute() -> None:
+def test_cached_tokens_of_a_prompt_need_not_be_computed() -> None:
     router = pair_of()
     tell(router, "p1", LONG, 160)
     assert router.lacking(LONG) == {"p0": 2000, "p1": 1840}

@@ -68,7 +68,7 @@ def _send_all(router: Router, name: str, worker: Decode) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_comes_second_is_served_too(policy: str) -> None:
+def test_a_second_caller_is_served_too(policy: str) -> None:
     """Whoever hears first of room that was made takes it, and that is always the one whose request ended."""
     routers = {name: router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL)) for name in "ab"}
     served, worker = play(routers, 600, first=20)

@@ -1,4 +1,4 @@
-"""LiveFeed: one snapshot a second, made once for all who watch."""
+"""LiveFeed: one snapshot a second, made once for all viewers."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -41,7 +41,7 @@ def snapshot() -> ClusterSnapshot:
 
 
 class View:
-    """Counts how often somebody looked."""
+    """Counts its snapshots."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -83,10 +83,10 @@ async def test_ten_viewers_see_the_same_editions_each_made_once() -> None:
         await editions.aclose()
     assert feed.num_viewers == 0
     await asyncio.sleep(0.15)
-    assert view.num_looks == 4, "somebody looks though nobody watches"
+    assert view.num_looks == 4, "a snapshot was made without viewers"
 
 
-async def test_who_takes_long_misses_editions_and_nothing_is_kept() -> None:
+async def test_a_slow_viewer_misses_editions_and_none_is_kept() -> None:
     view = View()
     feed = feed_of(view)
     slow, quick = feed.watch(), feed.watch()

@@ -44,7 +44,7 @@ async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Pa
             assert await pool.decode(token_ids, skip_special_tokens=False) == text
 
 
-def test_what_a_tokenizer_file_says_of_training_does_not_shorten_prompts(tmp_path: Path) -> None:
+def test_a_tokenizer_files_training_settings_do_not_shorten_prompts(tmp_path: Path) -> None:
     folder = make_tokenizer_dir(tmp_path)
     saved = json.loads((folder / "tokenizer.json").read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -140,7 +140,7 @@ async def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_
         ("{% for", "refused the conversation: "),
     ],
 )
-async def test_a_template_that_cannot_be_used_is_the_clients_to_hear_of(
+async def test_a_template_that_fails_is_reported_to_the_client(
     tmp_path: Path, template: str | None, complaint: str
 ) -> None:
     own = tokenizer(tmp_path, template or "")
