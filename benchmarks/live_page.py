@@ -41,7 +41,7 @@ async def measure(numbers_of_viewers: list[int], seconds: float) -> dict[int, fl
                 under_test.workers[name].kv_peers = tuple(_counts(peer) for peer in prefill)
             for number in numbers_of_viewers:
                 async with viewers(under_test, number):
-                    fill(under_test.gateway._driver.latencies, time.monotonic())
+                    fill(under_test.gateway._driver.dispatcher.latencies, time.monotonic())
                     await asyncio.sleep(2.0)
                     before = time.process_time()
                     await asyncio.sleep(seconds)

@@ -27,10 +27,9 @@ from gateway.http.app import make_app
 from gateway.http.cluster import cluster_routes
 from gateway.http.count_responses import CountResponses
 from gateway.http.docs_page import docs_routes
-from gateway.http.metrics import metrics_routes
 from gateway.http.openai.routes import openai_routes
+from gateway.http.operations import metrics_routes, probe_routes
 from gateway.http.page import page_routes
-from gateway.http.probes import probe_routes
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
 from gateway.http.trial import PageTrial
@@ -191,13 +190,13 @@ class Gateway:
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
         """Latencies of the last `window_s`, at most a minute, and the workers' latest heartbeats."""
         driver = self._driver
-        seen = driver.latencies.latencies(window_s, self._clock.now())
+        seen = driver.dispatcher.latencies.latencies(window_s, self._clock.now())
         return GatewayReport(
             gateway=self._incarnation,
             window_s=min(window_s, MAX_WINDOW_S),
-            num_queued=driver.num_queued,
+            num_queued=driver.dispatcher.num_queued,
             oldest_queued_s=driver.oldest_queued_s,
-            num_in_flight=driver.num_in_flight,
+            num_in_flight=driver.dispatcher.num_in_flight,
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,

@@ -49,17 +49,13 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._is_closing = asyncio.Event()
         self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
-    async def DescribeCluster(  # noqa: N802
-        self,
-        request: pb.DescribeClusterRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def DescribeCluster(
+        self, request: pb.DescribeClusterRequest, context: Context
     ) -> pb.DescribeClusterResponse:
         return await self._description()
 
-    async def WatchCluster(  # noqa: N802
-        self,
-        request: pb.WatchClusterRequest,
-        context: Context,  # noqa: ARG002
+    async def WatchCluster(
+        self, request: pb.WatchClusterRequest, context: Context
     ) -> AsyncIterator[pb.WatchClusterResponse]:
         interval_s = _interval_from(request)
         with self._watches.take():
@@ -71,31 +67,21 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         """Ends watches, which could last for ever, before the server waits for running calls."""
         self._is_closing.set()
 
-    async def DrainWorker(  # noqa: N802
-        self,
-        request: pb.DrainWorkerRequest,
-        context: Context,  # noqa: ARG002
-    ) -> pb.DrainWorkerResponse:
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         try:
             await self._controller_api().call(DrainWorker(request.worker))
         except FleetError as error:
             raise await self._why([request.worker], error) from error
         return pb.DrainWorkerResponse()
 
-    async def DrainNode(  # noqa: N802
-        self,
-        request: pb.DrainNodeRequest,
-        context: Context,  # noqa: ARG002
-    ) -> pb.DrainNodeResponse:
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
         if not request.node:
             raise InvalidRequest("node", "got none; the node's address, or its name in DescribeCluster")
         await self._controller_api().call(DrainNode(request.node, _drain_time_from(request)))
         return pb.DrainNodeResponse()
 
-    async def SetWorkerRole(  # noqa: N802
-        self,
-        request: pb.SetWorkerRoleRequest,
-        context: Context,  # noqa: ARG002
+    async def SetWorkerRole(
+        self, request: pb.SetWorkerRoleRequest, context: Context
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
         try:
@@ -104,10 +90,8 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             raise await self._why([request.worker], error) from error
         return pb.SetWorkerRoleResponse()
 
-    async def RolloutFleet(  # noqa: N802
-        self,
-        request: pb.RolloutFleetRequest,
-        context: Context,  # noqa: ARG002
+    async def RolloutFleet(
+        self, request: pb.RolloutFleetRequest, context: Context
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
         asked = tuple(request.workers)
         try:
@@ -142,7 +126,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             workers=map(
                 fleet_messages.worker_to_message, views_of(driver.workers.clients, controller.replicas)
             ),
-            gateway=fleet_messages.gateway_to_message(driver.num_in_flight, driver.num_queued, driver.tally),
+            gateway=fleet_messages.gateway_to_message(driver.dispatcher),
             nodes=map(fleet_messages.node_to_message, controller.nodes),
             controller=fleet_messages.controller_to_message(controller),
         )

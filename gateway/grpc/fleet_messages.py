@@ -4,7 +4,7 @@ from baton.fleet import NodeDescription, ReplicaDescription, RolloutStep
 from baton.v1 import cluster_service_pb2 as pb
 from baton.worker import KVPeerCounts, WorkerStatus
 from gateway.grpc.convert import filled
-from gateway.requests.record import Tally
+from gateway.requests.dispatcher import Dispatcher
 from gateway.workers.controller_view import ControllerView
 from gateway.workers.worker_view import WorkerView, in_order
 
@@ -51,8 +51,13 @@ def step_to_message(step: RolloutStep) -> pb.RolloutFleetResponse:
     return filled(pb.RolloutFleetResponse, step)
 
 
-def gateway_to_message(num_in_flight: int, num_queued: int, tally: Tally) -> pb.Gateway:
-    return pb.Gateway(in_flight=num_in_flight, queued=num_queued, paths=tally.paths, counters=tally.counters)
+def gateway_to_message(dispatcher: Dispatcher) -> pb.Gateway:
+    return pb.Gateway(
+        in_flight=dispatcher.num_in_flight,
+        queued=dispatcher.num_queued,
+        paths=dispatcher.tally.paths,
+        counters=dispatcher.tally.counters,
+    )
 
 
 def hide_inside(description: pb.DescribeClusterResponse) -> None:

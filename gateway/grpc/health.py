@@ -37,25 +37,19 @@ class Health:
         """
         self._is_leaving.set()
 
-    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:  # noqa: N802
+    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
-    async def List(  # noqa: N802
-        self,
-        request: pb.HealthListRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
-    ) -> pb.HealthListResponse:
+    async def List(self, request: pb.HealthListRequest, context: Context) -> pb.HealthListResponse:
         statuses = {
             name: pb.HealthCheckResponse(status=self._status(name)) for name in sorted(self._services)
         }
         return pb.HealthListResponse(statuses=statuses)
 
-    async def Watch(  # noqa: N802
-        self,
-        request: pb.HealthCheckRequest,
-        context: Context,  # noqa: ARG002
+    async def Watch(
+        self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncIterator[pb.HealthCheckResponse]:
         with self._watches.take():
             status = self._status(request.service)

@@ -36,8 +36,7 @@ from gateway.requests.events import (
     WorkerOutputs,
     WorkerReported,
 )
-from gateway.requests.latency_window import LatencyWindow
-from gateway.requests.record import OnEnd, Tally
+from gateway.requests.record import OnEnd
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.router import Router
@@ -68,7 +67,7 @@ class RequestDriver:
         self._timer_at: float | None = None
         self.router = Router(config, prefix_key)
         self.workers = WorkerConnections(network, keys, self)
-        self._dispatcher = Dispatcher(
+        self.dispatcher = Dispatcher(
             self.router,
             load_failure_policy,
             secrets.token_hex,
@@ -80,26 +79,8 @@ class RequestDriver:
         )
 
     @property
-    def tally(self) -> Tally:
-        return self._dispatcher.tally
-
-    @property
-    def latencies(self) -> LatencyWindow:
-        return self._dispatcher.latencies
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that are with workers."""
-        return self._dispatcher.num_in_flight
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for a worker with room."""
-        return self._dispatcher.num_queued
-
-    @property
     def oldest_queued_s(self) -> float:
-        since = self._dispatcher.queued_since
+        since = self.dispatcher.queued_since
         return 0.0 if since is None else self._clock.now() - since
 
     async def generate(self, request: GatewayRequest) -> AsyncGenerator[Delta, None]:
@@ -124,7 +105,7 @@ class RequestDriver:
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends this caller's request of that id, with all its answers; False if there is none."""
-        requests = self._dispatcher.requests_of(request_id, caller)
+        requests = self.dispatcher.requests_of(request_id, caller)
         for request in requests:
             self._answers[request].cut_short(RequestAborted(f"request {request_id} was aborted"))
             self._handle(AbortRequested(request))
@@ -158,7 +139,7 @@ class RequestDriver:
     def _handle(self, event: Event) -> None:
         events = [event]
         for each in events:
-            for effect in self._dispatcher.handle(each, self._clock.now()):
+            for effect in self.dispatcher.handle(each, self._clock.now()):
                 if not isinstance(effect, Deliver):
                     self._carry_out(effect)
                 elif not self._answers[effect.request].put(effect.delta):
@@ -188,7 +169,7 @@ class RequestDriver:
             self._handle(StreamEnded(request, error))
 
     def _set_timer(self) -> None:
-        deadline = self._dispatcher.next_deadline()
+        deadline = self.dispatcher.next_deadline()
         if deadline == self._timer_at:
             return
         if self._timer is not None:

@@ -41,22 +41,6 @@ class RequestPhase(Enum):
 class RequestState:
     """Only the dispatcher changes it."""
 
-    __slots__ = (
-        "_delivered",
-        "_early",
-        "_last",
-        "_num_cached_tokens",
-        "arrived_at",
-        "attempts",
-        "finish",
-        "latency",
-        "phase",
-        "placement",
-        "request",
-        "retry",
-        "times",
-    )
-
     def __init__(
         self, request: GatewayRequest, retry: RetryState, latency: StreamLatency, arrived_at: float
     ) -> None:

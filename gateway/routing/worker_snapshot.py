@@ -22,25 +22,6 @@ from gateway.routing.rates import MovingAverage, StepTime
 class WorkerSnapshot:
     """The worker of one name. What decisions read are attributes, which each call updates."""
 
-    __slots__ = (
-        "_num_given_back",
-        "_num_others",
-        "_num_others_tokens",
-        "_num_own_tokens",
-        "_num_reported",
-        "_since_report",
-        "_status",
-        "block_size",
-        "decode_step",
-        "is_gone",
-        "name",
-        "num_requests",
-        "num_waiting_tokens",
-        "prefill_rate",
-        "room",
-        "sub_requests",
-    )
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.sub_requests: dict[int, Placement] = {}

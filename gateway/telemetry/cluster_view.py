@@ -64,7 +64,7 @@ class ClusterView:
             workers=tuple(map(_worker, views_of(clients, controller.replicas))),
             handovers=_handovers(clients),
             gateway=_gateway(self._driver),
-            last_minute=_last_minute(self._driver.latencies, self._clock.now()),
+            last_minute=_last_minute(self._driver.dispatcher.latencies, self._clock.now()),
             controller=controller.state,
             nodes=tuple(
                 NodeSeen(name=node.name, address=node.address, is_alive=node.is_alive, is_head=node.is_head)
@@ -151,12 +151,12 @@ def _handovers(clients: Iterable[WorkerClient]) -> tuple[HandoversSeen, ...]:
 
 
 def _gateway(driver: RequestDriver) -> GatewaySeen:
-    counters = driver.tally.counters
+    counters = driver.dispatcher.tally.counters
     return GatewaySeen(
-        in_flight=driver.num_in_flight,
-        queued=driver.num_queued,
+        in_flight=driver.dispatcher.num_in_flight,
+        queued=driver.dispatcher.num_queued,
         oldest_queued_s=driver.oldest_queued_s,
-        paths=dict(driver.tally.paths),
+        paths=dict(driver.dispatcher.tally.paths),
         outcomes={outcome: counters[outcome] for outcome in OUTCOMES},
     )
 

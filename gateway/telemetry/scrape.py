@@ -24,13 +24,13 @@ class GatewayScrape:
         yield from self._workers()
 
     def _requests(self) -> Iterator[Metric]:
-        driver = self._driver
-        counts = driver.tally.counters
+        dispatcher = self._driver.dispatcher
+        counts = dispatcher.tally.counters
         yield counter(
             "generation_tokens",
             "Tokens generated for clients, including unfinished answers",
             ["model_name"],
-            {(self._model,): driver.latencies.num_tokens},
+            {(self._model,): dispatcher.latencies.num_tokens},
         )
         yield counter("requests_received", "Requests received", [], {(): counts["received"]})
         yield counter(
@@ -39,13 +39,18 @@ class GatewayScrape:
             ["cause"],
             {(cause.value,): counts[f"migrated_{cause.value}"] for cause in Cause},
         )
-        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): driver.num_in_flight})
-        yield gauge("gateway_requests_queued", "Requests that wait for a worker", [], {(): driver.num_queued})
+        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): dispatcher.num_in_flight})
+        yield gauge(
+            "gateway_requests_queued",
+            "Requests that wait for a worker",
+            [],
+            {(): dispatcher.num_queued},
+        )
         yield gauge(
             "gateway_oldest_queued_seconds",
             "Waiting time of the oldest queued request",
             [],
-            {(): driver.oldest_queued_s},
+            {(): self._driver.oldest_queued_s},
         )
 
     def _workers(self) -> Iterator[Metric]:

@@ -181,6 +181,14 @@ class GatewayUnderTest:
         self.client = client
         self.workers = workers
 
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        return f"127.0.0.1:{self.gateway.grpc_port}"
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():

@@ -97,7 +97,7 @@ async def parts_of(client: BatonClient, **options: Any) -> list[Part]:
 def ask(
     *gateways: Gateway, before: Sequence[str] = (), retry: Retry = QUICK, **options: Any
 ) -> tuple[list[int], str]:
-    """Asks these gateways, behind targets where nobody is; the answer's tokens and text."""
+    """Sends a request to these gateways, after unreachable targets; the answer's tokens and text."""
 
     async def run() -> tuple[list[int], str]:
         async with (

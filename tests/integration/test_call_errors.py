@@ -37,7 +37,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
         (BUSY, GOOD, 200),
         (BUSY, GOOD, 429),
     ]
-    base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+    base = under_test.http_url
     async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
         for key, body, status in calls:
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -51,7 +51,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
 
 
 async def over_grpc(under_test: GatewayUnderTest) -> None:
-    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+    target = under_test.grpc_target
     bad = pb.GenerateRequest(text="hello", sampling_params=SamplingParams(temperature=-1.0))
     async with grpc.aio.insecure_channel(target) as channel:
         generate, cluster = GenerationServiceStub(channel).Generate, ClusterServiceStub(channel)

@@ -16,7 +16,7 @@ LONG, SHORT = list(range(4, 104)), [4, 5, 6]
 
 
 def slow(request: EngineRequest) -> list[RequestOutput]:
-    """Answers at once, and tells that it computed the prompt for 200 seconds."""
+    """Answers at once, and reports that the prompt took 200 seconds."""
     (output,) = answering([7])(request)
     return [replace(output, stage_times=StageTimes(prefill_s=200.0))]
 
@@ -37,8 +37,8 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(f
         worker = under_test.workers["d0"]
         worker.load = WorkerLoad(prefill_tokens_per_s=0.5)
         await under_test.until(lambda: told_by(under_test) == worker.load)
-        prefill_times = under_test.gateway._driver._dispatcher._prefill_times
-        prefill_times.forget("d0")  # it told of another rate before
+        prefill_times = under_test.gateway._driver.dispatcher._prefill_times
+        prefill_times.forget("d0")  # it reported another rate before
         await under_test.until(lambda: "d0" in prefill_times._workers)
         for _ in range(MIN_SEEN):
             await ask(under_test, LONG, timeout_s=90.0)
@@ -51,7 +51,7 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(f
         assert reason in str(caught.value)
         async with httpx2.AsyncClient(timeout=60) as client:
             answer = await client.post(
-                f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions",
+                f"{under_test.http_url}/v1/completions",
                 headers={"x-request-timeout-ms": "90000"},
                 json={"model": "tiny", "prompt": LONG + LONG, "max_tokens": 1},
             )

@@ -67,7 +67,7 @@ def over_vllm(stream: bool) -> Send:
             sampling_params=vllm_engine_pb2.SamplingParams(**fields),
             stream=stream,
         )
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
             stub: Any = VllmEngineStub(channel)
             try:
                 responses = [each async for each in stub.Generate(request, timeout=timeout_s)]
@@ -84,7 +84,7 @@ def over_http(path: str, prompt: dict[str, Any], stream: bool) -> Send:
         headers = {} if timeout_s is None else {"x-request-timeout-ms": str(round(timeout_s * 1000))}
         body = {"model": "tiny", "stream": stream, **prompt, **fields}
         async with httpx2.AsyncClient(timeout=60.0) as client:
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}{path}"
+            url = f"{under_test.http_url}{path}"
             answer = await client.post(url, json=body, headers=headers)
         if answer.status_code != 200:
             raise Refused(answer.status_code, answer.json()["error"]["message"])

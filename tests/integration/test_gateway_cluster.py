@@ -1,4 +1,4 @@
-"""What the live page is told, over a real socket: the cluster as it stands, and the way of one request."""
+"""What the live page receives over a real socket: the state of the cluster, and one request's stages."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ ANSWER = [7, 8, 9, 10]
 
 
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60)
+    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=60)
 
 
 async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -271,7 +271,7 @@ def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
     for path, answer in answers.items():
         assert answer.status_code == 200, path
         assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
-        own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody asks for
+        own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a namespace, which no browser loads
         assert not re.search(r"https?://|//cdn|@import|url\(", own), path
     text = "".join(answer.text for answer in answers.values())
     named = set(re.findall(r"""(?:"/page/|"\./)([a-z]+\.[a-z]+)""", text))

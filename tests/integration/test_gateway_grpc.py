@@ -215,7 +215,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
         worker.goes_on.clear()
         assert (await call).code == "UNAVAILABLE"
         worker.goes_on.set()
-        # Told to abort it by the gateway, or having missed that gateway's signs of life itself.
+        # The gateway sent an abort, or the worker itself missed the gateway's signs of life.
         assert (await worker.next_abort()).startswith((request.request_id, "client"))
         await under_test.until(lambda: under_test.gateway.num_ready == 1)
         call = asyncio.create_task(refusal(under_test, request_id="again"))
@@ -227,7 +227,7 @@ async def test_a_worker_that_is_reachable_again_gets_requests_again_without_its_
 
 async def test_health_and_reflection_speak_the_standard_protocols(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         async with grpc.aio.insecure_channel(target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             for service in ("", "baton.v1.GenerationService", "baton.v1.ClusterService"):

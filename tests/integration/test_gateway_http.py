@@ -45,7 +45,7 @@ def test_errors_have_the_shape_of_openais(
 ) -> None:
     async def run() -> dict[str, Any]:
         async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+            base = under_test.http_url
             async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 answer = await client.request(method, path)
                 assert answer.status_code == status
@@ -63,9 +63,7 @@ async def test_paths_are_not_redirected(folder: Path) -> None:
 
     async with (
         gateway_with(folder, {}, {"w0": says_nothing}) as under_test,
-        httpx2.AsyncClient(
-            base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-        ) as client,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
     ):
         for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
             answer = await client.request(method, path)

@@ -32,7 +32,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def client_with(under_test: GatewayUnderTest, key: str | None) -> AsyncIterator[GatewayClient]:
     credentials = Credentials(api_key=key)
-    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+    target = under_test.grpc_target
     async with GatewayClient(target, credentials=credentials) as client:
         yield client
 
@@ -135,7 +135,7 @@ async def test_callers_cannot_end_or_even_meet_each_others_requests(folder: Path
 async def test_health_needs_no_key_and_reflection_does(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
     ):
         check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert check.status == health_pb2.HealthCheckResponse.SERVING
@@ -202,8 +202,8 @@ async def test_only_listed_calls_are_open(folder: Path) -> None:
 
     async with (
         gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0) as http,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
     ):
         description = (await http.get("/openapi.json")).json()
         calls = [(method, path) for path, methods in description["paths"].items() for method in methods]
@@ -227,14 +227,14 @@ async def test_metrics_may_be_for_everybody(folder: Path) -> None:
         ) as under_test,
         httpx2.AsyncClient(timeout=60.0) as client,
     ):
-        url = f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
+        url = f"{under_test.http_url}/metrics"
         assert (await client.get(url)).status_code == 200
         assert (await client.get(f"{url}/targets")).status_code == 401, "these are addresses"
 
 
 async def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path) -> None:
     async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
-        base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
+        base_url = f"{under_test.http_url}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == ["tiny"]
         async with openai.AsyncOpenAI(base_url=base_url, api_key="baton-wrong", max_retries=0) as client:
@@ -261,7 +261,7 @@ async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
             await under_test.workers["w0"].next_request()
             await client.abort("second")
             assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
-        base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
+        base_url = f"{under_test.http_url}/v1"
         async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}, timeout=60.0) as http:
             for _ in range(2):
                 await http.post(f"{base_url}/completions", json={})
@@ -284,7 +284,7 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
                 async with httpx2.AsyncClient(
                     headers={"Authorization": f"Bearer {key}"}, timeout=60.0
                 ) as http:
-                    await http.get(f"http://127.0.0.1:{under_test.gateway.http_port}/v1/models")
+                    await http.get(f"{under_test.http_url}/v1/models")
 
     with caplog.at_level(logging.DEBUG):
         run(test())
@@ -312,7 +312,7 @@ async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
             assert (inside in str(error.value)) == is_told
             body = {"model": "tiny", "prompt": [5, 6]}
             async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
-                url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+                url = f"{under_test.http_url}/v1/completions"
                 answer = await http.post(url, json=body)
             assert answer.status_code == 503
             assert (inside in answer.text) == is_told
@@ -332,7 +332,7 @@ async def test_no_caller_goes_ahead_of_others_unless_its_key_allows(folder: Path
         for key, asked in ((ALICE, -1), ("f", -6), ("l", -1)):
             async with client_with(under_test, key) as client:
                 assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
-        url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
+        url = f"{under_test.http_url}/cluster/try"
         async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
             answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
             assert "event: end" in answer.text, answer.text

@@ -30,7 +30,7 @@ async def scrape(under_test: GatewayUnderTest) -> Scrape:
 
 
 def url_of(under_test: GatewayUnderTest) -> str:
-    return f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
+    return f"{under_test.http_url}/metrics"
 
 
 async def ask(under_test: GatewayUnderTest, num_tokens: int = 3, **sampling: object) -> None:
@@ -103,8 +103,7 @@ async def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
 
 async def test_calls_that_there_are_not_are_counted_together(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as typed_channel:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel:
             channel: Any = typed_channel
             for name in ("/baton.v1.GenerationService/Sing", "/some.Other/Call"):
                 with pytest.raises(grpc.aio.AioRpcError, match="Method not found!"):
@@ -127,7 +126,7 @@ async def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
 
 async def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
-        url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+        url = f"{under_test.http_url}/v1/completions"
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
         async with httpx2.AsyncClient(timeout=60.0) as client:
             late = await client.post(url, json=body, headers={"x-request-timeout-ms": "500"})
@@ -139,7 +138,7 @@ async def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted
 
 async def test_paths_and_methods_that_there_are_not_make_no_series(folder: Path) -> None:
     async with gateway_with(folder, {}, {}) as under_test:
-        base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+        base = under_test.http_url
         async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
             for number in range(5):
                 await client.request(f"M{number}", f"/nothing/{number}")
@@ -156,7 +155,7 @@ async def test_readers_of_openmetrics_get_it(folder: Path) -> None:
 
 
 async def test_the_parts_of_the_time_to_first_token_are_those_of_queue_and_worker(folder: Path) -> None:
-    """The second request waits in line for the first one; its worker then says what it did with its time."""
+    """The second request waits in the queue for the first one; its worker then reports its stages."""
 
     async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
         worker = under_test.workers["d0"]

@@ -1,4 +1,4 @@
-"""What a gateway reports of itself: what its clients waited for, who waits, and what its workers said last."""
+"""A gateway's report: its clients' latencies, its queue, and its workers' latest heartbeats."""
 
 import asyncio
 from pathlib import Path

@@ -106,7 +106,7 @@ async def negotiated(port: int | None, context: ssl.SSLContext) -> str | None:
     protocol: str | None = writer.get_extra_info("ssl_object").selected_alpn_protocol()
     writer.close()
     with contextlib.suppress(ConnectionError, ssl.SSLError):
-        await writer.wait_closed()  # or it is a later test that hears of a transport left open
+        await writer.wait_closed()  # else a later test is warned of an open transport
     return protocol
 
 

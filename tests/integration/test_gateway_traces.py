@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -65,13 +65,9 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
         thread.join()
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 async def complete(under_test: GatewayUnderTest, **headers: str) -> int:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": 3}
-    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+    url = f"{under_test.http_url}/v1/completions"
     async with httpx2.AsyncClient(timeout=60.0) as client:
         return (await client.post(url, json=body, headers=headers)).status_code
 
@@ -90,16 +86,13 @@ def below(spans: list[Span], parent: Span) -> list[Span]:
     return [span for span in spans if span.parent_span_id == parent.span_id]
 
 
-def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}, otlp_endpoint=endpoint
         ) as under_test:
             headers = {"traceparent": SAMPLED, "tracestate": "vendor=abc", "x-request-id": "traced"}
             assert await complete(under_test, **headers) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert root.kind == Span.SPAN_KIND_SERVER
@@ -122,47 +115,43 @@ def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
     )
 
 
-def test_calls_over_grpc_belong_to_their_clients_traces_too(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_calls_over_grpc_belong_to_their_clients_traces_too(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint=endpoint
         ) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            target = under_test.grpc_target
             metadata = (("traceparent", SAMPLED), ("tracestate", "a=1"), ("tracestate", "b=2"))
             async with grpc.aio.insecure_channel(target) as channel:
                 request = pb.GenerateRequest(text="hello", sampling_params=SamplingParams(max_tokens=3))
                 call = GenerationServiceStub(channel).Generate(request, metadata=metadata)
                 assert [response async for response in call]
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert (root.name, root.trace_state) == ("text_completion tiny", "a=1,b=2")
 
 
 @pytest.mark.parametrize(("ratio", "is_traced"), [(1.0, True), (0.0, False)])
-def test_the_pages_requests_are_traced_as_any_others(folder: Path, ratio: float, is_traced: bool) -> None:
-    async def test(endpoint: str) -> None:
+async def test_the_pages_requests_are_traced_as_any_others(
+    folder: Path, ratio: float, is_traced: bool
+) -> None:
+    with collector() as (endpoint, spans):
         config: dict[str, Any] = {"otlp_endpoint": endpoint, "trace_sample_ratio": ratio}
         async with (
             gateway_with(folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", **config) as under_test,
             httpx2.AsyncClient(timeout=60.0) as client,
         ):
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
+            url = f"{under_test.http_url}/cluster/try"
             answer = await client.post(url, json={"prompt": "hello", "max_tokens": 3})
             assert "event: end" in answer.text, answer.text
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     assert bool(spans) == is_traced
     if is_traced:
         assert root_of(spans).name == "chat tiny"
         assert attributes_of(root_of(spans))["baton.request.api"] == "page"
 
 
-def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder,
             {},
@@ -171,9 +160,6 @@ def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
             otlp_endpoint=endpoint,
         ) as under_test:
             assert await complete(under_test) == 503
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert not root.parent_span_id
     assert (root.status.code, root.status.message) == (Status.STATUS_CODE_ERROR, "WorkerUnavailable")
@@ -184,8 +170,8 @@ def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
     assert "secret words" not in str(spans)
 
 
-def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) -> None:
-    """What workers tell of a hand-over counts from their order, and lies inside the attempt that it is of."""
+async def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) -> None:
+    """A worker's times of a hand-over count from its request, and lie inside their attempt."""
     requests: list[EngineRequest] = []
 
     def decode(request: EngineRequest) -> list[RequestOutput]:
@@ -212,14 +198,11 @@ def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) 
         )
         return [*others, last]
 
-    async def test(endpoint: str) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {"p0": answering(ANSWER)}, {"d0": decode, "d1": decode}, otlp_endpoint=endpoint
         ) as under_test:
             assert await complete(under_test) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert root.status.code == Status.STATUS_CODE_UNSET
     stages = below(spans, root)
@@ -246,10 +229,10 @@ def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) 
         (1.0, "nonsense", True),
     ],
 )
-def test_clients_decide_what_is_sampled_where_they_say(
+async def test_clients_decide_what_is_sampled_where_they_say(
     folder: Path, ratio: float, traceparent: str | None, is_traced: bool
 ) -> None:
-    async def test(endpoint: str) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder,
             {},
@@ -259,9 +242,6 @@ def test_clients_decide_what_is_sampled_where_they_say(
             trace_sample_ratio=ratio,
         ) as under_test:
             assert await complete(under_test, **({"traceparent": traceparent} if traceparent else {})) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     assert bool(spans) == is_traced
 
 

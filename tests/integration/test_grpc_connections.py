@@ -62,8 +62,7 @@ async def test_answers_are_compressed_on_request(folder: Path) -> None:
 
 async def test_compressed_requests_are_understood(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as channel:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
             call = pb_grpc.GenerationServiceStub(channel).Generate(
                 pb.GenerateRequest(text="Hello " * 10), compression=grpc.Compression.Gzip
             )
@@ -199,7 +198,7 @@ async def test_a_client_that_stops_reading_loses_its_call(
 
     async with gateway_with(folder, {}, {"d0": silent}, write_timeout_s=0.3) as under_test:
         worker = under_test.workers["d0"]
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         async with grpc.aio.insecure_channel(target, [("grpc.http2.bdp_probe", 0)]) as channel:
             asked = pb.GenerateRequest(
                 text="Hi", sampling_params=sampling_pb2.SamplingParams(max_tokens=2000, logprobs=20)
@@ -212,7 +211,7 @@ async def test_a_client_that_stops_reading_loses_its_call(
             answer: Any = await first
             assert answer.token_ids
             assert await worker.next_abort() == request.request_id
-            await under_test.until(lambda: under_test.gateway._driver.num_in_flight == 0)
+            await under_test.until(lambda: under_test.gateway._driver.dispatcher.num_in_flight == 0)
             with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"):
                 await read_all(call)
 
@@ -224,8 +223,7 @@ def test_clients_that_leave_in_the_middle_are_no_errors(
         async with gateway_with(folder, {}, {"d0": silent}) as under_test:
             worker = under_test.workers["d0"]
             for _ in range(20):
-                target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-                async with grpc.aio.insecure_channel(target) as channel:
+                async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
                     call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
                     first = asyncio.ensure_future(call.read())
                     request = await worker.next_request()

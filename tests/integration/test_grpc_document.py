@@ -24,7 +24,7 @@ def test_the_documented_commands_work(folder: Path, tmp_path: Path) -> None:
 
     async def run_all() -> list[str]:
         async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            target = under_test.grpc_target
             return [
                 await asyncio.to_thread(output_of, command.replace("localhost:50051", target))
                 for command in commands()

@@ -31,7 +31,7 @@ API_DOCUMENT = Path(__file__).resolve().parents[2].joinpath("docs/api.md").read_
 
 
 async def error_of(under_test: GatewayUnderTest, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in pb_grpc.GenerationServiceStub(channel).Generate(request):
                 pass
@@ -93,7 +93,7 @@ async def test_grpcs_own_retries_honour_the_hint(folder: Path) -> None:
     assert json.loads(config)
 
     async def tokens_of(under_test: GatewayUnderTest, options: list[tuple[str, str]]) -> list[int]:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         async with grpc.aio.insecure_channel(target, options) as channel:
             call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
             return [token for response in [r async for r in call] for token in response.token_ids]
@@ -103,7 +103,7 @@ async def test_grpcs_own_retries_honour_the_hint(folder: Path) -> None:
         first = asyncio.create_task(tokens_of(under_test, []))
         request = await worker.next_request()
         second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
-        tally = under_test.gateway._driver.tally
+        tally = under_test.gateway._driver.dispatcher.tally
         await under_test.until(lambda: tally.counters["rejected"] == 1)
         worker.say(request, outputs_of(request, ANSWER))
         request = await worker.next_request()
@@ -171,7 +171,7 @@ async def test_a_message_that_is_too_large_is_refused_with_its_size(folder: Path
 
 async def test_headers_that_are_too_large_are_refused(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         async with grpc.aio.insecure_channel(target) as channel:
             info = pb_grpc.GenerationServiceStub(channel).GetModelInfo
             await info(pb.GetModelInfoRequest(), metadata=(("x-fits", "x" * 20_000),))
@@ -182,18 +182,19 @@ async def test_headers_that_are_too_large_are_refused(folder: Path) -> None:
 
 
 async def test_an_unknown_call_and_bytes_that_are_no_message_have_proper_statuses(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as typed_channel:
-            channel: Any = typed_channel
-            for call, body, code in (
-                ("/baton.v1.GenerationService/Sing", b"", grpc.StatusCode.UNIMPLEMENTED),
-                ("/baton.v1.GenerationService/Generate", b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
-                ("/baton.v1.ClusterService/DrainWorker", b"\x0a\x7f", grpc.StatusCode.INVALID_ARGUMENT),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await channel.unary_unary(call)(body)
-                assert caught.value.code() is code, call
-                assert "Traceback" not in str(caught.value.details())
-            answer = await channel.unary_unary("/baton.v1.ClusterService/DescribeCluster")(b"")
-            assert cluster_pb.DescribeClusterResponse.FromString(answer).model == "tiny"
+    async with (
+        gateway_with(folder, {}, {"d0": silent}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        for call, body, code in (
+            ("/baton.v1.GenerationService/Sing", b"", grpc.StatusCode.UNIMPLEMENTED),
+            ("/baton.v1.GenerationService/Generate", b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+            ("/baton.v1.ClusterService/DrainWorker", b"\x0a\x7f", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(call)(body)
+            assert caught.value.code() is code, call
+            assert "Traceback" not in str(caught.value.details())
+        answer = await channel.unary_unary("/baton.v1.ClusterService/DescribeCluster")(b"")
+        assert cluster_pb.DescribeClusterResponse.FromString(answer).model == "tiny"

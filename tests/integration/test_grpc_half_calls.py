@@ -1,4 +1,4 @@
-"""gRPC calls that are not whole: without a message, without a reader, without an end. They hold nobody up for ever."""
+"""Incomplete gRPC calls: without a message, without a reader, without an end. They block no other call for ever."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def target_of(under_test: GatewayUnderTest) -> str:
-    return f"127.0.0.1:{under_test.gateway.grpc_port}"
+    return under_test.grpc_target
 
 
 async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:

@@ -108,9 +108,7 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
             assert (name, found) == (name, status), error
             assert reason in error["message"], name
             assert set(error) == {"message", "type", "param", "code"}, name
-        async with httpx2.AsyncClient(
-            base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-        ) as client:
+        async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
             large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
             assert "characters exceed the model's limit" in large.json()["error"]["message"]
             too_large = await client.post("/tokenize", json={"prompt": "x" * (4 * MIB)})

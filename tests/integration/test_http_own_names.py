@@ -18,7 +18,7 @@ PAGE = {"origin": "http://page.example", "access-control-request-method": "POST"
 async def asked(
     under_test: GatewayUnderTest, host: bytes, version: bytes = b"1.1", more: bytes = b""
 ) -> bytes:
-    """All that is answered to a request with this line `host`, as it is."""
+    """The raw answer to a request with this `host` header."""
     reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
     writer.write(b"GET /v1/models HTTP/%s\r\n%s%sconnection: close\r\n\r\n" % (version, host, more))
     async with asyncio.timeout(20):
@@ -52,7 +52,9 @@ async def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) 
             assert answer.startswith(b"HTTP/1.1 403 "), host
             assert b"gateway.allowed_hosts" in answer
             assert b"x-request-id" in answer
-        assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), "who names none is no browser"
+        assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), (
+            "a client without the header is no browser"
+        )
     async with gateway_with(folder, {}, {}) as under_test:
         assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
 

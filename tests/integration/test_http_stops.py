@@ -18,7 +18,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=20)
+    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=20)
 
 
 def completion(**fields: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ async def test_texts_and_conversations_become_the_models_tokens_and_back(folder:
     own = Tokenizer(folder)
 
     async with gateway_with(folder, {}, {}) as under_test:
-        base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+        base = under_test.http_url
         async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
 
             async def ask(path: str, **body: Any) -> Any:
@@ -67,7 +67,7 @@ def test_an_invalid_question_is_refused_by_its_field(
 ) -> None:
     async def run() -> httpx2.Response:
         async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+            base = under_test.http_url
             async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 return await client.post(path, json=body)
 

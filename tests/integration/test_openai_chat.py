@@ -20,7 +20,7 @@ from tests.factories.gateway import (
     silent,
 )
 from tests.factories.models import make_tokenizer
-from tests.factories.openai import openai_for, raw_events
+from tests.factories.openai import openai_with, raw_events
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
@@ -28,10 +28,7 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 
 
 async def test_a_whole_answer(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER), answering(ANSWER)) as (under_test, client):
         answer = await client.chat.completions.create(model="tiny", messages=HELLO)
         (choice,) = answer.choices
         assert choice.message.role == "assistant"
@@ -49,12 +46,9 @@ async def test_a_whole_answer(folder: Path) -> None:
 
 
 async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None:
-    """With its empty fields; texts in pieces are one text; a developer is heard as the system."""
+    """With its empty fields; texts in pieces are one text; a developer's turn counts as the system's."""
 
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         messages: list[Any] = [
             {"role": "developer", "content": "Be brief"},
             {
@@ -78,10 +72,7 @@ async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -
 
 
 async def test_an_answer_streams_piece_by_piece(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER), answering(ANSWER)) as (_, client):
         stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         chunks = [chunk async for chunk in stream]
         first, *middle, last = [chunk.choices[0] for chunk in chunks]
@@ -129,10 +120,7 @@ async def test_usage_comes_if_it_is_asked_for(folder: Path) -> None:
 
 
 async def test_many_answers_have_seeds_of_their_own(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (under_test, client):
 
         async def seeds(**options: Any) -> list[int]:
             answer = await client.chat.completions.create(model="tiny", messages=HELLO, **options)
@@ -152,10 +140,7 @@ async def test_many_answers_have_seeds_of_their_own(folder: Path) -> None:
 
 
 async def test_every_sampling_field_reaches_the_workers(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         await client.chat.completions.create(
             model="tiny",
             messages=HELLO,
@@ -240,10 +225,7 @@ async def test_answers_that_must_match_something(
 
 
 async def test_stop_strings_end_an_answer(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (_, client):
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, stop="the")
         (choice,) = answer.choices
         assert (choice.message.content, choice.finish_reason) == ("The cache is ", "stop")
@@ -268,10 +250,7 @@ async def test_the_packages_own_helpers_work_too(folder: Path) -> None:
 
     answer = TOKENIZER.encode('{"name": "Paris"}').ids
     stops = partial(outputs_of, token_ids=answer, finish=FinishReason.STOP)
-    async with (
-        gateway_with(folder, {}, {"d0": stops}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, stops) as (_, client):
         async with client.chat.completions.stream(model="tiny", messages=HELLO) as stream:
             whole = await stream.get_final_completion()
         assert whole.choices[0].message.content == '{"name": "Paris"}'

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
-from tests.factories.gateway import answering, gateway_with, outputs_of
+from tests.factories.gateway import answering, outputs_of
 from tests.factories.models import make_tokenizer
-from tests.factories.openai import openai_for
+from tests.factories.openai import openai_with
 
 TOKENIZER = make_tokenizer()
 TEXT = "Caf\u00e9 \U0001f600 the"
@@ -33,10 +33,7 @@ def with_logprobs(request: EngineRequest) -> list[RequestOutput]:
 
 
 async def test_a_text_is_continued(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         answer = await client.completions.create(model="tiny", prompt="Hello")
         (choice,) = answer.choices
         assert (choice.text, choice.finish_reason, choice.logprobs) == (TEXT, "length", None)
@@ -62,10 +59,7 @@ async def test_a_text_is_continued(folder: Path) -> None:
 async def test_prompts_of_every_kind_get_n_answers_each_in_their_order(
     folder: Path, prompt: Any, echoes: list[str], stream: bool
 ) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
         answer: Any = await client.completions.create(
             model="tiny", prompt=prompt, n=2, echo=True, best_of=2, stream=stream, **options
@@ -92,10 +86,7 @@ def cached(request: EngineRequest) -> list[RequestOutput]:
 
 
 async def test_usage_has_the_cached_tokens_of_each_prompt(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": cached}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, cached) as (_, client):
         answer = await client.completions.create(model="tiny", prompt=[[5] * 9, [6] * 5], n=2)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 14
@@ -105,10 +96,7 @@ async def test_usage_has_the_cached_tokens_of_each_prompt(folder: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_text_say_where_each_token_begins(folder: Path, stream: bool) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": with_logprobs}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, with_logprobs) as (under_test, client):
         answer: Any = await client.completions.create(model="tiny", prompt="Hello", logprobs=2, stream=stream)
         chunks = [chunk async for chunk in answer] if stream else [answer]
         parts = [chunk.choices[0].logprobs for chunk in chunks]
@@ -137,10 +125,7 @@ async def test_log_probabilities_of_a_text_say_where_each_token_begins(folder: P
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_conversation_have_their_bytes(folder: Path, stream: bool) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": with_logprobs}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, with_logprobs) as (under_test, client):
         answer: Any = await client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "Hello"}],

@@ -18,12 +18,11 @@ from gateway.text import TokenizerPool
 from tests.factories.gateway import (
     failing,
     failure_of,
-    gateway_with,
     outputs_of,
     silent,
 )
 from tests.factories.models import make_tokenizer
-from tests.factories.openai import openai_for, raw_events
+from tests.factories.openai import openai_with, raw_events
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
@@ -34,10 +33,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_all_its_answers_on_all_wo
     def one_token(request: EngineRequest) -> list[RequestOutput]:
         return outputs_of(request, ANSWER[:1], finish=None)
 
-    async with (
-        gateway_with(folder, {"p0": silent}, {"d0": one_token}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, one_token, silent) as (under_test, client):
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True, n=2)
         workers = [under_test.workers[name] for name in ("p0", "d0")]
         ids = [sorted([(await worker.next_request()).request_id for _ in "ab"]) for worker in workers]
@@ -53,10 +49,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> N
         failure.first_position = 3
         return [*begun, failure]
 
-    async with (
-        gateway_with(folder, {}, {"d0": fails_late}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, fails_late) as (under_test, client):
         with pytest.raises(openai.APIError, match="it cannot go on") as caught:
             async for _ in await client.chat.completions.create(model="tiny", messages=HELLO, stream=True):
                 pass
@@ -67,10 +60,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> N
 
 async def test_an_error_before_the_first_token_has_its_status(folder: Path) -> None:
     overloaded = failing(ErrorKind.OVERLOADED, "no room")
-    async with (
-        gateway_with(folder, {}, {"d0": overloaded}, placement_timeout_s=0.2) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, overloaded, placement_timeout_s=0.2) as (_, client):
         for stream in (False, True):
             with pytest.raises(openai.RateLimitError) as caught:
                 await client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, n=2)
@@ -87,10 +77,7 @@ async def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings
         return await encode(pool, text, add_special_tokens)
 
     with patch.object(TokenizerPool, "encode", slowly):
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
+        async with openai_with(folder, silent) as (under_test, client):
             asking = asyncio.create_task(
                 client.completions.create(
                     model="tiny", prompt=["Hello"] * 4, extra_headers={"x-request-timeout-ms": "60000"}
@@ -104,10 +91,7 @@ async def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings
 
 
 async def test_a_client_may_name_its_request(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": silent}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, silent) as (under_test, client):
         ask = client.chat.completions.create
         first = asyncio.create_task(ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"}))
         await under_test.workers["d0"].next_request()
@@ -124,10 +108,7 @@ async def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(fold
     """Though its length leaves no room to number them."""
     name = "m" * 128
 
-    async with (
-        gateway_with(folder, {}, {"d0": silent}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, silent) as (under_test, client):
         asking = asyncio.create_task(
             client.completions.create(
                 model="tiny", prompt=["Hello", "there"], extra_body={"request_id": name}
@@ -142,10 +123,7 @@ async def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(fold
 
 
 async def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_complete(folder: Path) -> None:
-    async with (
-        gateway_with(folder, {}, {"d0": silent}) as under_test,
-        openai_for(under_test) as client,
-    ):
+    async with openai_with(folder, silent) as (under_test, client):
         asking = asyncio.create_task(
             client.chat.completions.create(
                 model="tiny", messages=HELLO, n=3, extra_body={"request_id": "three"}

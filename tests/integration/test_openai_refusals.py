@@ -22,9 +22,7 @@ TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
 
 @asynccontextmanager
 async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(
-        base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-    ) as client:
+    async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
         yield client
 
 

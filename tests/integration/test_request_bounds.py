@@ -42,8 +42,8 @@ OF_THE_REQUEST: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
 async def test_both_frontends_take_exactly_as_much_as_is_allowed(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0) as http,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
     ):
         stub: Any = pb_grpc.GenerationServiceStub(channel)
 
@@ -88,8 +88,8 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
 
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0) as http,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
     ):
         engine = VllmEngineStub(channel)
 
@@ -147,7 +147,7 @@ async def why_not(stub: Any, message: pb.GenerateRequest | engine_pb.GenerateReq
 async def test_prompts_are_bounded_before_work_is_put_into_them(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
     ):
         stub: Any = pb_grpc.GenerationServiceStub(channel)
         ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 3_000_000))

@@ -1,4 +1,4 @@
-"""What a gateway logs about requests: a line for each, under one id everywhere, and never what users write."""
+"""What a gateway logs about requests: one line each, with one id everywhere, and never the users' text."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 async def complete(under_test: GatewayUnderTest, **headers: str) -> httpx2.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
-    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+    url = f"{under_test.http_url}/v1/completions"
     async with httpx2.AsyncClient(timeout=60.0) as client:
         return await client.post(url, json=body, headers=headers)
 
@@ -98,7 +98,7 @@ async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, off
         gateway_with(folder, {}, {}) as under_test,
         httpx2.AsyncClient(timeout=60.0) as client,
     ):
-        url = f"http://127.0.0.1:{under_test.gateway.http_port}/version"
+        url = f"{under_test.http_url}/version"
         response = await client.get(url, headers={"x-request-id": offered})
         named = response.headers["x-request-id"]
         assert named != offered
@@ -109,20 +109,21 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering([5, 6])}, routing_mode="local") as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as channel:
-                stub = GenerationServiceStub(channel)
-                request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
-                call = stub.Generate(request, metadata=(("x-request-id", "over-grpc"),))
-                (request_id,) = {response.request_id async for response in call}
-                assert request_id.startswith("over-grpc-")
-                assert dict(await call.trailing_metadata())["x-request-id"] == "over-grpc"
-                bad = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(temperature=-1.0))
-                call = stub.Generate(bad, metadata=(("x-request-id", "refused"),))
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    _ = [response async for response in call]
-                assert dict(refused.value.trailing_metadata())["x-request-id"] == "refused"
+        async with (
+            gateway_with(folder, {}, {"d0": answering([5, 6])}, routing_mode="local") as under_test,
+            grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        ):
+            stub = GenerationServiceStub(channel)
+            request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
+            call = stub.Generate(request, metadata=(("x-request-id", "over-grpc"),))
+            (request_id,) = {response.request_id async for response in call}
+            assert request_id.startswith("over-grpc-")
+            assert dict(await call.trailing_metadata())["x-request-id"] == "over-grpc"
+            bad = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(temperature=-1.0))
+            call = stub.Generate(bad, metadata=(("x-request-id", "refused"),))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                _ = [response async for response in call]
+            assert dict(refused.value.trailing_metadata())["x-request-id"] == "refused"
 
     with caplog.at_level(logging.INFO, "gateway"):
         run(test())
@@ -137,7 +138,7 @@ async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder:
     offered = "retried" + "x" * 121
 
     async def by_grpc(under_test: GatewayUnderTest) -> str:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
             request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
             call = GenerationServiceStub(channel).Generate(request, metadata=(("x-request-id", offered),))
             (request_id,) = {response.request_id async for response in call}

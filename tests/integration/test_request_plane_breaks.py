@@ -40,7 +40,7 @@ def the_rest(request: EngineRequest) -> list[RequestOutput]:
 async def worker_behind_a_line(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, BreakableLine]]:
-    """A gateway that has only d0, which it reaches over a line; d0 computes half of each answer."""
+    """A gateway with only d0, behind a connection that can break; d0 computes half of each answer."""
     d0 = ScriptedWorker("d0", WorkerRole.DECODE, half)
     try:
         async with (
@@ -70,7 +70,7 @@ async def add_healthy_worker(under_test: GatewayUnderTest) -> ScriptedWorker:
 async def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An output finds no connection, so the worker ends the request; the gateway hears of it when it is back."""
+    """An output finds no connection, so the worker ends the request; the gateway learns of it after reconnecting."""
 
     async with worker_behind_a_line(folder) as (under_test, d0, line):
         tokens = asyncio.create_task(tokens_of(under_test))

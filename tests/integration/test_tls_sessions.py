@@ -34,7 +34,7 @@ def session_of(
             connection.sendall(words)
             if not connection.recv(
                 1000
-            ):  # in TLS 1.3 a client hears only now whether its certificate will do
+            ):  # in TLS 1.3 a client learns only now whether its certificate is accepted
                 return None
             return connection.session
     except (ssl.SSLError, ConnectionError):

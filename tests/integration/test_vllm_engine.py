@@ -1,4 +1,4 @@
-"""The token-level service that routers speak, asked by a client generated from its description."""
+"""vLLM's token-level service for routers, called by a client generated from its description."""
 
 import asyncio
 import hashlib
@@ -32,10 +32,11 @@ async def engine_with(
     folder: Path, decode: Script, prefill: Script | None = None, **config: object
 ) -> AsyncIterator[tuple[GatewayUnderTest, Any]]:
     workers = {} if prefill is None else {"p0": prefill}
-    async with gateway_with(folder, workers, {"d0": decode}, **config) as under_test:  # type: ignore[arg-type]
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as channel:
-            yield under_test, VllmEngineStub(channel)
+    async with (
+        gateway_with(folder, workers, {"d0": decode}, **config) as under_test,  # type: ignore[arg-type]
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        yield under_test, VllmEngineStub(channel)
 
 
 def request_of(stream: bool = False, **fields: Any) -> pb.GenerateRequest:
@@ -169,7 +170,7 @@ async def test_unsupported_fields_are_refused_by_name(folder: Path) -> None:
 
 
 def test_every_field_of_a_request_is_honoured_or_refused() -> None:
-    """A field that a newer version brings is somebody's decision."""
+    """A field of a newer version needs a decision: honour or refuse it."""
     request, params = pb.GenerateRequest.DESCRIPTOR.fields, pb.SamplingParams.DESCRIPTOR.fields
     assert {field.name for field in request} == {
         *("request_id", "tokenized", "text", "sampling_params", "stream", "kv_transfer_params", "mm_inputs"),
@@ -200,12 +201,13 @@ async def test_a_router_learns_what_is_served_and_how_busy_it_is(folder: Path) -
 
 
 async def test_an_engine_without_workers_is_not_healthy(folder: Path) -> None:
-    async with gateway_with(folder, {}, {}) as under_test:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as channel:
-            stub: Any = VllmEngineStub(channel)
-            health = await stub.HealthCheck(pb.HealthCheckRequest())
-            assert (health.healthy, health.message) == (False, "no decode worker is reachable")
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        stub: Any = VllmEngineStub(channel)
+        health = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (health.healthy, health.message) == (False, "no decode worker is reachable")
 
 
 async def test_the_whole_tokenizer_arrives(folder: Path, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ async def test_openais_client_reads_an_answer_that_comes_in_chunks(folder: Path)
 async def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) -> None:
     async with a_gateway(folder) as under_test:
         body = {"model": "tiny", "prompt": [5], "n": N, "max_tokens": NUM_TOKENS, "logprobs": TOP}
-        url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+        url = f"{under_test.http_url}/v1/completions"
         async with httpx2.AsyncClient(timeout=60.0) as http:
             async with http.stream("POST", url, json=body, timeout=30) as answer:
                 assert answer.status_code == 200
@@ -90,7 +90,7 @@ async def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) ->
 async def test_a_router_reads_one_large_message(folder: Path) -> None:
     async with (
         a_gateway(folder) as under_test,
-        grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
     ):
         stub: Any = VllmEngineStub(channel)
         responses = stub.Generate(request_of(max_tokens=NUM_TOKENS, n=2))

@@ -1,4 +1,4 @@
-"""The live page in a real browser: what somebody sees who types a prompt. Skipped where no browser is installed."""
+"""The live page in a real browser, as a user sees it. Skipped if no browser is installed."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ async def test_a_prompt_is_typed_and_its_stages_and_tokens_are_seen_as_text(fold
     prefill, decode = fleet.scripts("w0"), fleet.scripts(WORKER)
     async with gateway_with(folder, prefill, decode) as under_test, browser() as running:
         fleet.workers = under_test.workers
-        page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
+        page = await running.open(f"{under_test.http_url}/")
         await page.until("document.querySelectorAll('.worker').length === 2")
         assert WORKER in await page.text("#decode")
         assert "● ready" in await page.text("#prefill")
@@ -63,7 +63,7 @@ async def test_markup_that_comes_at_once_stays_text(folder: Path) -> None:
     answer = list(Tokenizer(folder).encode(HOSTILE))
 
     async with gateway_with(folder, {}, {WORKER: answering(answer)}) as under_test, browser() as running:
-        page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
+        page = await running.open(f"{under_test.http_url}/")
         await page.evaluate(f"document.querySelector('[name=max_tokens]').value = {len(answer)}")
         await page.evaluate("document.querySelector('#prompt').focus()")
         await page.type("Hello")
@@ -77,7 +77,7 @@ async def test_markup_that_comes_at_once_stays_text(folder: Path) -> None:
 async def test_a_page_that_lost_its_gateway_says_so_and_an_error_is_shown(folder: Path) -> None:
     async with browser() as running:
         async with gateway_with(folder, {}, {}, placement_timeout_s=0.2) as under_test:
-            page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
+            page = await running.open(f"{under_test.http_url}/")
             await page.until("document.querySelector('#connection').innerText === '● live'")
             await page.evaluate("document.querySelector('#prompt').focus()")
             await page.type("Hello")
@@ -97,7 +97,7 @@ async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab
         ) as under_test,
         browser() as running,
     ):
-        page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
+        page = await running.open(f"{under_test.http_url}/")
         for key, shown in (("baton-wrong", "unknown or revoked"), (WATCHER, "")):
             await page.until("document.querySelector('#key-dialog').open")
             await page.evaluate("document.querySelector('#key-input').select()")

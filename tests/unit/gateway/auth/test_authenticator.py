@@ -1,4 +1,4 @@
-"""Authenticator: who comes in with which key, and what everybody else is told."""
+"""Authenticator: which keys admit which callers, and how other calls are refused."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""GrammarCheck with a scripted process: who is told what, what is remembered, and in which order callers are served."""
+"""GrammarCheck with a scripted process: verdicts, what is remembered, and the order of callers."""
 
 import asyncio
 import signal

@@ -100,7 +100,7 @@ def test_lookalikes_are_accepted(body: bytes) -> None:
     ],
 )
 def test_bombs_cost_no_more_than_their_length(body: bytes) -> None:
-    """A search that begins anew at every quote would take minutes for the fourth."""
+    """A search that restarts at every quote would take minutes for the fourth."""
     began = time.thread_time()
     with pytest.raises(NotStrict):
         parse(body)

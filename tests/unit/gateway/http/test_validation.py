@@ -1,4 +1,4 @@
-"""What is wrong with a body is told by its field, in the words of whoever wrote the body."""
+"""Problems of a body are reported by field, in the terms of the body's author."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""How fast a line moves: on made-up traces, what is predicted is near what comes, and errs to the safe side."""
+"""QueueRate on made-up traces: its predictions are near the truth, and err to the safe side."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ IN_BURSTS: Gap = lambda rng: 0.0 if rng.random() < 0.75 else rng.expovariate(2.5
 
 
 def watch(rng: random.Random, gap: Gap, num_placed: int) -> tuple[QueueRate, float]:
-    """A line that never empties; requests of 1 to 199 tokens leave it."""
+    """A queue that never empties; requests of 1 to 199 tokens leave it."""
     rate, now = QueueRate(), 0.0
     rate.advance(now, is_queue=True)
     for _ in range(num_placed):

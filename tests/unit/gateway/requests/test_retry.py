@@ -18,7 +18,7 @@ from tests.factories.silent_text import SilentText
 
 
 class Fleet:
-    """A router and a worker list that hear the same."""
+    """A router and a worker list with the same heartbeats."""
 
     def __init__(self, *names: str) -> None:
         self.workers, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")

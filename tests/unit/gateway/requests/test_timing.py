@@ -21,7 +21,7 @@ def total(parts: TtftParts) -> float:
 
 
 def parts_of(placement: Placement, bringer: str, told: dict[str, StageTimes]) -> TtftParts:
-    """One second to take it in, two in line, a first attempt of four in vain, eight more in line; the token at 31."""
+    """Preprocessing 1 s, queue 2 s, a failed attempt 4 s, queue again 8 s; the token arrives at 31 s."""
     clock = FirstTokenClock()
     clock.waits_from(1.0)
     clock.begin_attempt(PAIR, 3.0)

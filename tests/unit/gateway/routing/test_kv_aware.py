@@ -267,5 +267,5 @@ def test_cached_tokens_of_a_prompt_need_not_be_computed() -> None:
     assert router.lacking(LONG) == {"p0": 2000, "p1": 1840}
     decode = [measured("d0"), measured("d1")]
     assert router_of("kv_aware", "disaggregated", *decode).lacking(LONG) == {"d0": 2000, "d1": 2000}
-    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "nobody knows"
+    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "unknown"
     assert router_of("kv_aware", "disaggregated").lacking(LONG) == {}

@@ -1,4 +1,4 @@
-"""What a prompt takes at least: never more than it might, and nothing where nobody knows."""
+"""PrefillTimes: a lower bound that is never too high, and 0 where nothing is known."""
 
 import pytest
 from hypothesis import given

@@ -55,7 +55,7 @@ def test_a_sent_request_takes_blocks_before_the_worker_reports_it() -> None:
 
 
 def test_blocks_of_an_ended_request_are_room_before_the_worker_reports_them() -> None:
-    """Not what others may share with it, nor anything of a sub-request that the worker never told of."""
+    """It returns no block that others may share, and none of a sub-request that the worker never reported."""
     for num_found, has_room in ((0, True), (64, False)):
         router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
         first = send(router, ask(127))
@@ -112,7 +112,7 @@ def test_an_idle_worker_gets_one_request_whatever_blocks_it_reports() -> None:
 
 
 def test_each_gateway_may_have_one_request_in_the_queue_of_a_worker_that_others_fill() -> None:
-    """Or whoever hears last of room that was made would never have any."""
+    """Otherwise a gateway that learns of free room later than others would never get any."""
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", 3, free=0), status("d1", 3, free=0))
     placements = [send(router, ask(127)), send(router, ask(127))]
     assert {placement.decode for placement in placements} == {"d0", "d1"}
@@ -150,7 +150,7 @@ def test_a_worker_that_is_too_small_is_skipped_while_another_can_serve(policy: s
 
 
 def test_a_request_that_fits_no_worker_does_not_wait_for_room() -> None:
-    """Its worker says what is wrong with it. In the line it would hold up others, who have room."""
+    """Its worker refuses it with the reason. In the queue it would hold up requests that have room."""
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     hear_with_one_of_ours(router, status("d0", 3, total=9, free=2))
     with pytest.raises(NoRoom):

@@ -87,7 +87,7 @@ async def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path
         with pytest.raises(Overloaded) as caught:
             await pool.encode(long_text)
         assert caught.value.retry_after_s > 0
-        waiting.pop().cancel()  # whoever leaves makes room
+        waiting.pop().cancel()  # a cancelled call makes room
         await asyncio.sleep(0)
         waiting.append(asyncio.create_task(pool.encode(long_text)))
         goes_on.set()
