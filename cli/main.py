@@ -146,7 +146,6 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="step trace of one worker; several share one time axis",
     )
-    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="also write the picture to this file")
     parser.add_argument(
         "--steps",
         metavar="A:B",
