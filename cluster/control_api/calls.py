@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.config import BatonConfig
 from baton.messages.control import (
     BeginRollout,
     ControlRequest,
@@ -26,27 +25,9 @@ from baton.messages.control import (
 )
 from baton.messages.control_codec import ControlCodec
 from cluster.controller.controller import Controller
+from cluster.controller.supervisor import Patience
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class CallTimes:
-    """How long a caller waits for calls that take their time, in seconds."""
-
-    command_s: float
-    """For a drain, or a change of role."""
-    renew_s: float
-    """For one step of a rollout."""
-    unresponsive_s: float
-    """Beyond what the call asked to wait for; a controller that is silent for longer hangs."""
-
-    @classmethod
-    def of(cls, config: BatonConfig) -> "CallTimes":
-        cluster = config.cluster
-        leave_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
-        command_s = 2 * leave_s
-        return cls(command_s, command_s + 2 * cluster.start_timeout_s, cluster.unresponsive_timeout_s)
 
 
 class InProcessControl:
@@ -66,8 +47,8 @@ class CallRow:
     """What carriers and clients know of one call."""
 
     answer: Callable[[InProcessControl, Any], Awaitable[Any]]
-    wait_s: Callable[[Any, CallTimes], float] = lambda request, times: 0.0  # noqa: ARG005
-    """How long the answer may take, beyond what any answer takes."""
+    wait_s: Callable[[Any, Patience], float] = lambda request, patience: 0.0  # noqa: ARG005
+    """How long the answer may take in this fleet, beyond what any answer takes."""
     is_command: bool = False
     """Once begun, it is carried out even if its caller leaves."""
     is_for_owner: bool = False
@@ -77,6 +58,16 @@ class CallRow:
 async def _done(work: Awaitable[None]) -> Done:
     await work
     return Done()
+
+
+def _leave_s(_: object, patience: Patience) -> float:
+    """For a drain or a change of role, which may have to wait for another one of the same worker."""
+    return 2 * patience.leave_s
+
+
+def _renew_s(_: object, patience: Patience) -> float:
+    """For one step of a rollout."""
+    return 2 * (patience.leave_s + patience.start_s)
 
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
@@ -99,7 +90,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     DescribeFleet: CallRow(answer=lambda fleet, _: fleet.controller.describe()),
     DrainWorker: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.drain(request.worker)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     DrainNode: CallRow(
@@ -109,12 +100,12 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     SetWorkerRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.set_role(request.worker, request.role)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     ScaleRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.scale(request.role, request.count)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     BeginRollout: CallRow(
@@ -122,7 +113,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     WaitRolloutStep: CallRow(
         answer=lambda fleet, request: fleet.controller.rollouts.wait_step(request.rollout_id, request.index),
-        wait_s=lambda _, times: times.renew_s,
+        wait_s=_renew_s,
     ),
     # of the fleet's owner
     WaitStart: CallRow(
@@ -133,7 +124,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     WaitOwner: CallRow(answer=_ownership, wait_s=lambda request, _: request.within_s, is_for_owner=True),
     EndFleet: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.shutdown(may_drain=request.may_drain)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_for_owner=True,
     ),
 }

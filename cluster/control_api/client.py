@@ -12,9 +12,10 @@ from baton.messages.control import (
     WaitView,
 )
 from baton.messages.control_codec import CallFrame, Reply
-from cluster.control_api.calls import CALLS, CONTROL_CODEC, CallTimes
+from cluster.control_api.calls import CALLS, CONTROL_CODEC
 from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.desired import differences
+from cluster.controller.supervisor import Patience
 
 R = TypeVar("R")
 
@@ -43,7 +44,7 @@ class ControlClient:
     def __init__(self, carrier: Carrier, config: BatonConfig) -> None:
         """`config` says how long commands may take, until GetConfiguration has brought the fleet's own."""
         self.carrier = carrier
-        self.times = CallTimes.of(config)
+        self.patience = Patience.of(config)
         self._numbers = itertools.count(1)
         self._fleet: FleetConfiguration | None = None
         self._checked_connection = 0
@@ -52,9 +53,9 @@ class ControlClient:
         """Raises the controller's error. WaitView raises FleetEnded if another fleet answers at the address by now."""
         hangs_after_s = None
         if isinstance(request, WaitView):
-            hangs_after_s = self.times.unresponsive_s
+            hangs_after_s = self.patience.unresponsive_s
             await self._check_fleet()
-        wait_s = CALLS[type(request)].wait_s(request, self.times)
+        wait_s = CALLS[type(request)].wait_s(request, self.patience)
         frame = CONTROL_CODEC.frame(next(self._numbers), wait_s, request)
         value = CONTROL_CODEC.value_in(await self.carrier.exchange(frame, hangs_after_s), request)
         if isinstance(value, FleetConfiguration):
@@ -63,7 +64,7 @@ class ControlClient:
 
     def _note_fleet(self, fleet: FleetConfiguration) -> None:
         self._fleet, self._checked_connection = fleet, self.carrier.connection
-        self.times = CallTimes.of(unpack_configuration(fleet)[0])
+        self.patience = Patience.of(unpack_configuration(fleet)[0])
 
     async def _check_fleet(self) -> None:
         """Compares the fleet behind a new connection with the one before."""

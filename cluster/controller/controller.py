@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.clock import Clock
 from baton.config import BatonConfig
-from baton.errors import BatonError, ConfigError, FleetError, ModelError
+from baton.errors import BatonError, ConfigError, FleetError, ModelError, UnknownWorker
 from baton.fleet import (
     FleetDescription,
     FleetView,
@@ -294,25 +294,16 @@ class Controller:
         return self._standstill.running(self._clock.now())
 
     def _keep(self, desired: DesiredReplica, found: Found | None) -> None:
-        cluster = self._config.cluster
-        policy = RestartPolicy(
-            delay_s=cluster.restart_delay_s,
-            longest_delay_s=cluster.restart_delay_max_s,
-            crash_loop_deaths=cluster.crash_loop_deaths,
-            crash_loop_window_s=cluster.crash_loop_window_s,
-            stable_after_s=cluster.stable_after_s,
-        )
-        patience = Patience(
-            start_s=cluster.start_timeout_s,
-            unresponsive_s=cluster.unresponsive_timeout_s,
-            drain_s=cluster.drain_timeout_s,
-            # Transfers end or fail within their own timeout, and leases that nobody renews soon after.
-            leave_s=2 * self._config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
-        )
         role = desired.role if found is None else found.endpoint.role
-        replica = Replica(desired.name, role, Restarts(policy), num_starts=desired.num_starts)
+        restarts = Restarts(RestartPolicy.of(self._config.cluster))
+        replica = Replica(desired.name, role, restarts, num_starts=desired.num_starts)
         supervisor = Supervisor(
-            replica, self._launcher, patience, self._clock, self._begin_incarnation, self._note
+            replica,
+            self._launcher,
+            Patience.of(self._config),
+            self._clock,
+            self._begin_incarnation,
+            self._note,
         )
         self._supervisors[desired.name] = supervisor
         self._tasks[desired.name] = asyncio.create_task(supervisor.run(found), name=f"keep {desired.name}")
@@ -338,7 +329,7 @@ class Controller:
         supervisor = self._supervisors.get(worker)
         if supervisor is None:
             names = ", ".join(self._supervisors) or "none"
-            raise FleetError(f"there is no worker {worker!r}; there are: {names}")
+            raise UnknownWorker(f"there is no worker {worker!r}; the fleet has {names}")
         return supervisor
 
     def _check_not_last(self, worker: str, what: str) -> None:

@@ -10,6 +10,7 @@ PLACING ---> STARTING ---> SERVING ---> DRAINING ---> (gone, or PLACING: its nex
 from collections import deque
 from dataclasses import dataclass, field
 
+from baton.config import ClusterConfig
 from baton.fleet import ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole
 
@@ -38,6 +39,16 @@ class RestartPolicy:
     crash_loop_window_s: float
     stable_after_s: float
     """An incarnation that served this long makes its predecessors forgotten."""
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "RestartPolicy":
+        return cls(
+            delay_s=config.restart_delay_s,
+            longest_delay_s=config.restart_delay_max_s,
+            crash_loop_deaths=config.crash_loop_deaths,
+            crash_loop_window_s=config.crash_loop_window_s,
+            stable_after_s=config.stable_after_s,
+        )
 
 
 class Restarts:

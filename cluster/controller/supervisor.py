@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from baton.clock import Clock
+from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import ReplicaState
 from baton.messages.control import Drain, SetRole, WaitStatus
@@ -24,14 +25,26 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a supervisor waits for what its worker does, in seconds."""
+    """How long the control plane waits for a worker, in seconds."""
 
     start_s: float
     unresponsive_s: float
+    """A process that does not answer for longer hangs."""
     drain_s: float
-    """What running requests get."""
+    """What running requests get when a worker drains or changes its role."""
     leave_s: float
-    """What a worker may take beyond that until its transfers and leases have ended."""
+    """A drain or a change of role, as a whole: requests, then transfers and leases."""
+
+    @classmethod
+    def of(cls, config: BatonConfig) -> "Patience":
+        """Transfers end or fail within their own timeout, and leases without a reader soon after."""
+        cluster = config.cluster
+        return cls(
+            start_s=cluster.start_timeout_s,
+            unresponsive_s=cluster.unresponsive_timeout_s,
+            drain_s=cluster.drain_timeout_s,
+            leave_s=cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
+        )
 
 
 class Supervisor:
@@ -143,7 +156,7 @@ class Supervisor:
                     f"worker {self.replica.name} {self._standing()}, so it cannot change its role"
                 )
             try:
-                async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+                async with awake_timeout(self._patience.leave_s):
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = str(error) or "it did not answer in time"
@@ -264,7 +277,7 @@ class Supervisor:
         self.replica.move(ReplicaState.DRAINING)
         self._notify()
         try:
-            async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+            async with awake_timeout(self._patience.leave_s):
                 return (await incarnation.call(Drain(self._patience.drain_s))).is_clean
         except (TimeoutError, BatonError) as error:
             logger.warning("worker %s did not drain: %s", self.replica.name, error)

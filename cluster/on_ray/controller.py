@@ -103,7 +103,7 @@ class OwnedController:
 
     async def shutdown(self, *, may_drain: bool) -> None:
         """Ends the workers. `end` does the rest. A controller that hangs is not waited for, but killed."""
-        await self._carrier.ask_or_kill(self.control.times.unresponsive_s)
+        await self._carrier.ask_or_kill(self.control.patience.unresponsive_s)
         await self.control.call(EndFleet(may_drain))
 
     def end(self) -> None:

@@ -1,13 +1,13 @@
 """ClusterService: the operators' calls, which the fleet's controller carries out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
+from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded
 from baton.fleet import FleetDescription
 from baton.messages.control import (
     ControlApi,
@@ -24,7 +24,6 @@ from gateway.auth import callers
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
 from gateway.requests.driver import RequestDriver
-from gateway.workers.appearance import in_order
 
 DESCRIBE_TIMEOUT_S = 1.0
 """If the controller takes longer, the answer has only what the gateway itself knows."""
@@ -86,10 +85,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         request: pb.DrainWorkerRequest,
         context: Context,  # noqa: ARG002
     ) -> pb.DrainWorkerResponse:
-        try:
-            await self._controller_api().call(DrainWorker(request.worker))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+        await self._controller_api().call(DrainWorker(request.worker))
         return pb.DrainWorkerResponse()
 
     async def DrainNode(  # noqa: N802
@@ -108,10 +104,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
-        try:
-            await self._controller_api().call(SetWorkerRole(request.worker, role))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+        await self._controller_api().call(SetWorkerRole(request.worker, role))
         return pb.SetWorkerRoleResponse()
 
     async def RolloutFleet(  # noqa: N802
@@ -119,13 +112,8 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         request: pb.RolloutFleetRequest,
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
-        asked = tuple(request.workers)
-        try:
-            async for step in follow_rollout(self._controller_api(), asked):
-                asked = ()  # they were all there when it began
-                yield fleet_messages.step_to_message(step)
-        except FleetError as error:
-            raise await self._why(asked, error) from error
+        async for step in follow_rollout(self._controller_api(), tuple(request.workers)):
+            yield fleet_messages.step_to_message(step)
 
     async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
         told: pb.DescribeClusterResponse | None = None
@@ -172,18 +160,6 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         except (FleetError, ClusterError) as error:
             return pb.Controller(state="away", failure=str(error)), None
         return fleet_messages.controller_to_message(fleet), fleet
-
-    async def _why(self, workers: Iterable[str], error: FleetError) -> FleetError:
-        """The controller's error, or a clearer one if it does not know one of the workers."""
-        _, fleet = await self._controller()
-        if fleet is None:
-            return error
-        names = sorted((replica.name for replica in fleet.replicas), key=in_order)
-        there = f"the fleet has {', '.join(names)}" if names else "the fleet has none"
-        for worker in workers:
-            if worker not in names:
-                return UnknownWorker(f"there is no worker {worker!r}; {there}")
-        return error
 
     def _controller_api(self) -> ControlApi:
         if self._control is None:

@@ -33,10 +33,11 @@ from baton.messages.control_codec import CallFrame, FailureFrame, write_call
 from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
 from cluster.control_api import zmq_carrier
-from cluster.control_api.calls import CONTROL_CODEC, CallTimes
+from cluster.control_api.calls import CONTROL_CODEC
 from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import control_client
+from cluster.controller.supervisor import Patience
 from cluster.serve.fleet_source import AnotherFleet, ControlServerSource
 from tests.factories.control_api import MODEL_PATH, client_of, control_server, in_loop, port_of
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
@@ -226,10 +227,10 @@ async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: p
         incarnation.may_drain.clear()
         async with control_server(config, tested.controller) as server:
             async with client_of(server, config) as client:
-                client.times = CallTimes.of(fleet_config())
+                client.patience = Patience.of(fleet_config())
                 with pytest.raises(ClusterError, match="did not answer within"):
                     await client.call(DrainWorker("w1"))
-                client.times = CallTimes.of(config)
+                client.patience = Patience.of(config)
                 again = asyncio.create_task(client.call(DrainWorker("w1")))
                 await client.call(DescribeFleet())  # what was sent before this is there
                 again.cancel()

@@ -105,7 +105,7 @@ def test_the_schedulers_pictures_are_drawn_from_real_runs(folder: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr
     document = (ROOT / "docs/scheduler.md").read_text()
-    headings = re.findall(r"^w\d  .* a step", result.stdout, re.MULTILINE)
+    headings = re.findall(r"^w\d  .* tokens a step", result.stdout, re.MULTILINE)
     assert len(headings) == 4
     assert all(heading in document for heading in headings)
     assert "preempted" in result.stdout
