@@ -1,4 +1,4 @@
-"""`baton demo`: a small cluster, one question over gRPC, and a picture of where the time went."""
+"""`baton demo`: starts a small cluster, asks one question over gRPC, and shows where the time went."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The calls of a fleet's controller: who may ask, how long that takes, and the controller's method that answers."""
+"""The table of a controller's calls: the method that answers, how long that takes, and who may call."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -44,15 +44,15 @@ class InProcessControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRow:
-    """What carriers and clients know of one call."""
+    """The properties of one call."""
 
     answer: Callable[[InProcessControl, Any], Awaitable[Any]]
     wait_s: Callable[[Any, Patience], float] = lambda request, patience: 0.0  # noqa: ARG005
     """How long the answer may take in this fleet, beyond what any answer takes."""
     is_command: bool = False
-    """Once begun, it is carried out even if its caller leaves."""
+    """A command, once begun, is carried out even if its caller leaves."""
     is_for_owner: bool = False
-    """Only the process that owns the fleet may ask, so not over the network."""
+    """Only the process that owns the fleet may call, so never over the network."""
 
 
 async def _done(work: Awaitable[None]) -> Done:
@@ -79,14 +79,14 @@ async def _ownership(fleet: InProcessControl, request: WaitOwner) -> Ownership:
 
 
 CALLS: dict[type[ControlRequest[Any]], CallRow] = {
-    # of gateways
+    # calls of gateways
     WaitView: CallRow(
         answer=lambda fleet, request: fleet.controller.wait_view(request),
         wait_s=lambda request, _: request.wait_s,
     ),
     ReportLoad: CallRow(answer=lambda fleet, request: _done(fleet.controller.report(request.report))),
     GetConfiguration: CallRow(answer=lambda fleet, _: _configuration(fleet)),
-    # of operators
+    # calls of operators
     DescribeFleet: CallRow(answer=lambda fleet, _: fleet.controller.describe()),
     DrainWorker: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.drain(request.worker)),
@@ -115,7 +115,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
         answer=lambda fleet, request: fleet.controller.rollouts.wait_step(request.rollout_id, request.index),
         wait_s=_renew_s,
     ),
-    # of the fleet's owner
+    # calls of the fleet's owner
     WaitStart: CallRow(
         answer=lambda fleet, request: fleet.controller.wait_start(request),
         wait_s=lambda request, _: request.wait_s,

@@ -21,28 +21,28 @@ R = TypeVar("R")
 
 
 class Carrier(Protocol):
-    """Moves a call to a controller and its reply back; knows no message. ClusterError if it cannot."""
+    """Carries a call to a controller and the reply back; knows no message. Raises ClusterError on failure."""
 
     @property
     def address(self) -> str:
-        """Where the controller is, for messages."""
+        """The place of the controller, for error messages."""
         ...
 
     @property
     def connection(self) -> int:
-        """A connection of another number may lead to another fleet."""
+        """The number of the connection: a new connection may lead to another fleet."""
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """The reply. With `hangs_after_s`: a controller that replies so much later than `frame.timeout_s` hangs."""
+        """The reply. A controller that takes `hangs_after_s` longer than `frame.timeout_s` hangs."""
         ...
 
 
 class ControlClient:
-    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends those under way."""
+    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
 
     def __init__(self, carrier: Carrier, config: BatonConfig) -> None:
-        """`config` says how long commands may take, until GetConfiguration has brought the fleet's own."""
+        """`config` sets how long commands may take, until GetConfiguration returns the fleet's own configuration."""
         self.carrier = carrier
         self.patience = Patience.of(config)
         self._numbers = itertools.count(1)
@@ -50,7 +50,7 @@ class ControlClient:
         self._checked_connection = 0
 
     async def call(self, request: ControlRequest[R]) -> R:
-        """Raises the controller's error. WaitView raises FleetEnded if another fleet answers at the address by now."""
+        """Raises the controller's error. WaitView raises FleetEnded if another fleet now answers at this address."""
         hangs_after_s = None
         if isinstance(request, WaitView):
             hangs_after_s = self.patience.unresponsive_s
@@ -67,7 +67,7 @@ class ControlClient:
         self.patience = Patience.of(unpack_configuration(fleet)[0])
 
     async def _check_fleet(self) -> None:
-        """Compares the fleet behind a new connection with the one before."""
+        """Compares the fleet of a new connection with the former one."""
         if self._checked_connection == self.carrier.connection:
             return
         former = self._fleet
@@ -75,7 +75,7 @@ class ControlClient:
         if former is None or not (found := _differences(former, now)):
             return
         self._fleet, self._checked_connection = former, -1
-        raise FleetEnded(f"another fleet answers at {self.carrier.address} by now: {'; '.join(found)}")
+        raise FleetEnded(f"another fleet now answers at {self.carrier.address}: {'; '.join(found)}")
 
 
 def _differences(former: FleetConfiguration, now: FleetConfiguration) -> list[str]:

@@ -118,7 +118,7 @@ async def test_who_has_another_secret_is_refused_and_told_why() -> None:
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         for keys in (derive_fleet_keys(OTHER_SECRET), None):
             async with control_client(server.address, keys, config.network) as (client, carrier):
-                with pytest.raises(AnotherFleet, match=r"is not ours: it refused .* cluster secret"):
+                with pytest.raises(AnotherFleet, match=r"refuses us: it refused .* cluster secret"):
                     await ControlServerSource(client, carrier).find_fleet()
                 assert carrier.refusal is not None
         async with client_of(server, config) as client:
@@ -311,7 +311,7 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
                 WaitStart(-1, 1.0),
             ]
             for request in owners:
-                with pytest.raises(FleetError, match="is for the fleet's owner alone"):
+                with pytest.raises(FleetError, match="is only for the fleet's owner"):
                     await client.call(request)
             unknown = CallFrame(99, 5.0, msgpack.packb(["PauseWorker", "w1"]))
             reply = await client.carrier.exchange(unknown)
