@@ -1,13 +1,13 @@
 """ClusterService: the operators' calls, which the fleet's controller carries out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import ClusterError, FleetError, InvalidRequest, UnknownWorker
+from baton.errors import ClusterError, FleetError, InvalidRequest
 from baton.messages.control import (
     ControlApi,
     DrainNode,
@@ -24,7 +24,7 @@ from gateway.model import ServedModel
 from gateway.places import Places
 from gateway.requests.driver import RequestDriver
 from gateway.workers.controller_view import ask_controller
-from gateway.workers.worker_view import in_order, views_of
+from gateway.workers.worker_view import views_of
 
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
@@ -68,10 +68,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._is_closing.set()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
-        try:
-            await self._controller_api().call(DrainWorker(request.worker))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+        await self._controller_api().call(DrainWorker(request.worker))
         return pb.DrainWorkerResponse()
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
@@ -84,22 +81,14 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self, request: pb.SetWorkerRoleRequest, context: Context
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
-        try:
-            await self._controller_api().call(SetWorkerRole(request.worker, role))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+        await self._controller_api().call(SetWorkerRole(request.worker, role))
         return pb.SetWorkerRoleResponse()
 
     async def RolloutFleet(
         self, request: pb.RolloutFleetRequest, context: Context
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
-        asked = tuple(request.workers)
-        try:
-            async for step in follow_rollout(self._controller_api(), asked):
-                asked = ()  # they were all there when it began
-                yield fleet_messages.step_to_message(step)
-        except FleetError as error:
-            raise await self._why(asked, error) from error
+        async for step in follow_rollout(self._controller_api(), tuple(request.workers)):
+            yield fleet_messages.step_to_message(step)
 
     async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
         latest: pb.DescribeClusterResponse | None = None
@@ -133,18 +122,6 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         if not callers.current_caller.get().may_administer:
             fleet_messages.hide_inside(response)
         return response
-
-    async def _why(self, workers: Iterable[str], error: FleetError) -> FleetError:
-        """The controller's error, or a clearer one if it does not know one of the workers."""
-        fleet = (await ask_controller(self._control)).fleet
-        if fleet is None:
-            return error
-        names = sorted((replica.name for replica in fleet.replicas), key=in_order)
-        there = f"the fleet has {', '.join(names)}" if names else "the fleet has none"
-        for worker in workers:
-            if worker not in names:
-                return UnknownWorker(f"there is no worker {worker!r}; {there}")
-        return error
 
     def _controller_api(self) -> ControlApi:
         if self._control is None:

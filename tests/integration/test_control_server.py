@@ -33,10 +33,11 @@ from baton.messages.control_codec import CallFrame, FailureFrame, write_call
 from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
 from cluster.control_api import zmq_carrier
-from cluster.control_api.calls import CONTROL_CODEC, CallTimes
+from cluster.control_api.calls import CONTROL_CODEC
 from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import control_client
+from cluster.controller.supervisor import Patience
 from cluster.serve.fleet_source import AnotherFleet, ControlServerSource
 from tests.factories.control_api import MODEL_PATH, client_of, control_server, in_loop, port_of
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
@@ -117,7 +118,7 @@ async def test_who_has_another_secret_is_refused_and_told_why() -> None:
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         for keys in (derive_fleet_keys(OTHER_SECRET), None):
             async with control_client(server.address, keys, config.network) as (client, carrier):
-                with pytest.raises(AnotherFleet, match=r"is not ours: it refused .* cluster secret"):
+                with pytest.raises(AnotherFleet, match=r"refuses us: it refused .* cluster secret"):
                     await ControlServerSource(client, carrier).find_fleet()
                 assert carrier.refusal is not None
         async with client_of(server, config) as client:
@@ -226,10 +227,10 @@ async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: p
         incarnation.may_drain.clear()
         async with control_server(config, tested.controller) as server:
             async with client_of(server, config) as client:
-                client.times = CallTimes.of(fleet_config())
+                client.patience = Patience.of(fleet_config())
                 with pytest.raises(ClusterError, match="did not answer within"):
                     await client.call(DrainWorker("w1"))
-                client.times = CallTimes.of(config)
+                client.patience = Patience.of(config)
                 again = asyncio.create_task(client.call(DrainWorker("w1")))
                 await client.call(DescribeFleet())  # what was sent before this is there
                 again.cancel()
@@ -310,7 +311,7 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
                 WaitStart(-1, 1.0),
             ]
             for request in owners:
-                with pytest.raises(FleetError, match="is for the fleet's owner alone"):
+                with pytest.raises(FleetError, match="is only for the fleet's owner"):
                     await client.call(request)
             unknown = CallFrame(99, 5.0, msgpack.packb(["PauseWorker", "w1"]))
             reply = await client.carrier.exchange(unknown)

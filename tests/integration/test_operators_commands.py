@@ -55,12 +55,12 @@ def test_orders_end_with_a_clear_line(folder: Path) -> None:
             rollout = await command(under_test, "rollout")
             assert (rollout.returncode, rollout.stderr) == (DONE, "")
             first, second, last = rollout.stdout.splitlines()
-            assert "w0 serves anew, 1 of 2" in first
-            assert "w1 serves anew, 2 of 2" in second
-            assert last.startswith("rollout   2 workers live anew")
+            assert "w0 serves again, 1 of 2" in first
+            assert "w1 serves again, 2 of 2" in second
+            assert last.startswith("rollout   2 workers restarted")
             drain = await command(under_test, "drain", "w0")
             assert (drain.returncode, drain.stderr) == (DONE, "")
-            assert drain.stdout.splitlines()[-1].startswith("drain     w0 is gone")
+            assert drain.stdout.splitlines()[-1].startswith("drain     w0 is removed")
         assert fake.orders == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
 
     run(test())
@@ -82,7 +82,7 @@ def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
             ]
         }
         assert answers[2] == {"worker": "w0"}
-        assert "w0 is gone" in drain.stderr
+        assert "w0 is removed" in drain.stderr
 
     run(test())
 
@@ -100,7 +100,7 @@ def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
             assert "there is no worker 'w7'; the fleet has w0, w1" in unknown.stderr
             rollout = await command(under_test, "rollout")
             assert rollout.returncode == REFUSED
-            assert rollout.stderr.endswith("w1 is the last of its role; by then 1 of 2 lived anew: w0\n")
+            assert rollout.stderr.endswith("w1 is the last of its role; restarted before that: 1 of 2: w0\n")
 
     run(test())
 
@@ -146,8 +146,8 @@ def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> No
                 await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
                 shown.process.send_signal(signal.SIGINT)
                 assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
-                await asyncio.to_thread(shown.wait_for, b"the fleet goes on with it, see `baton status`")
-                assert b"is gone" not in shown.shown
+                await asyncio.to_thread(shown.wait_for, b"the fleet still carries it out; see `baton status`")
+                assert b"is removed" not in shown.shown
             finally:
                 await asyncio.to_thread(shown.close)
 

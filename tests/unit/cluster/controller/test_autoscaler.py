@@ -89,7 +89,7 @@ def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
     autoscaler = Autoscaler(autoscaling_config(prefill=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
     assert fleet.orders == [("set_role", "w0", D)]
-    assert "that came to nothing: w0 still holds leased blocks" in autoscaler.decisions
+    assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
 
 
 def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
@@ -97,7 +97,7 @@ def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
     autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 20)
     (only,) = autoscaler.decisions
-    assert only.startswith("nothing is done: 1 prefill and 1 decode will do")
+    assert only.startswith("nothing changes: 1 prefill and 1 decode are enough")
 
 
 def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:

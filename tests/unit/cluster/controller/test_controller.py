@@ -141,7 +141,7 @@ async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good()
         assert incarnation.orders == ["drain 0.5", "stop 5"]
         assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
         await tested.controller.drain("w1")  # as one who did not hear the answer would
-        with pytest.raises(FleetError, match="there is no worker 'w9'; there are: w0, w2"):
+        with pytest.raises(FleetError, match="there is no worker 'w9'; the fleet has w0, w2"):
             await tested.controller.drain("w9")
         with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):
             await tested.controller.drain("w2")

@@ -89,7 +89,8 @@ def test_whoever_is_missing_then_is_waited_for_but_no_error(caplog: pytest.LogCa
     starting, partly = report(1, ("w0", ""), ("w1", "")), report(2, ("w1", "killed"))
     assert start(starting, partly, opens_early=True)[0] == "enough"
     assert [record.getMessage() for record in caplog.records] == [
-        "the fleet serves, but not all of it: not every worker was ready within 0.05 s (cluster.start_timeout_s); "
+        "the fleet serves, but some workers are missing: "
+        "not every worker was ready within 0.05 s (cluster.start_timeout_s); "
         "w1: killed"
     ]
 

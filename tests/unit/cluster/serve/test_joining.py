@@ -90,7 +90,7 @@ def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Joi
 
 def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(
-        ClusterError, match=r"'blue' is not the one .* model.dtype is 'float32' there, 'bfloat16'"
+        ClusterError, match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'"
     ):
         find(Controller(), model={"dtype": "bfloat16"})
     found, _ = find(Controller(), model={"dtype": "float32"})
@@ -98,7 +98,7 @@ def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tupl
 
 
 def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
-    with pytest.raises(ClusterError, match="its cluster secret is another one"):
+    with pytest.raises(ClusterError, match="its cluster secret differs"):
         find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
 
 
@@ -187,4 +187,4 @@ def test_what_starts_a_fleet_is_not_told_where_one_runs(
     file.write_text("cluster: {fleet_address: 'fleet:50050'}")
     for command in ("serve", "fleet"):
         assert main([command, str(file)]) == USAGE
-        assert f"`baton {command}` starts one, so leave it out" in capsys.readouterr().err
+        assert f"`baton {command}` starts a fleet of its own, so remove the key" in capsys.readouterr().err
