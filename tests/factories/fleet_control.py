@@ -19,7 +19,7 @@ from baton.messages.control import (
     WaitRolloutStep,
 )
 from baton.worker import WorkerRole
-from gateway.workers.appearance import in_order
+from gateway.workers.worker_view import in_order
 
 R = TypeVar("R")
 

@@ -90,7 +90,8 @@ def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Joi
 
 def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(
-        ClusterError, match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'"
+        ClusterError,
+        match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'",
     ):
         find(Controller(), model={"dtype": "bfloat16"})
     found, _ = find(Controller(), model={"dtype": "float32"})
