@@ -76,7 +76,7 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
 
 
 def _status_to_message(status: WorkerStatus) -> pb.Worker:
-    """What only a heartbeat says."""
+    """The fields that only a heartbeat fills."""
     return pb.Worker(
         kv_blocks=filled(pb.KVBlocks, status.kv_blocks),
         requests=filled(pb.Requests, status.requests),

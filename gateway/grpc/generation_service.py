@@ -1,4 +1,4 @@
-"""GenerationService: gRPC's calls for text and tokens; the preprocessor and the request driver say what they mean."""
+"""GenerationService: gRPC's calls for text and tokens, carried out by the preprocessor and the request driver."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing

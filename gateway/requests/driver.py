@@ -90,8 +90,8 @@ class RequestDriver:
         """
         request = _with_seed(request)
         answer = self._answers[request] = UnreadAnswer(self._max_unread_tokens)
-        self._handle(Submitted(request))
         try:
+            self._handle(Submitted(request))
             is_whole = False
             while not is_whole:
                 delta = await answer.read()

@@ -1,4 +1,4 @@
-"""One client's request and its answer, as values: what was asked, what the client gets, and how it ended."""
+"""One client's request and its answer as values: GatewayRequest, Delta and Finish."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

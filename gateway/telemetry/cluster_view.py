@@ -1,4 +1,4 @@
-"""ClusterView: looks at a gateway's requests and at its controller, and says how the cluster stands."""
+"""ClusterView: snapshots of the cluster, from a gateway's requests, its workers' heartbeats and the controller."""
 
 import asyncio
 import math

@@ -4,10 +4,15 @@ import asyncio
 
 import pytest
 
+from baton.clock import SystemClock
+from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import SlowReader, WorkerUnavailable
 from baton.request import TokenLogprobs
-from gateway.requests.driver import UnreadAnswer
-from gateway.requests.request import Delta
+from baton.sampling import SamplingParams
+from gateway.requests.driver import RequestDriver, UnreadAnswer
+from gateway.requests.request import Delta, GatewayRequest
+from gateway.routing.placement import RouteQuery
+from tests.factories.silent_text import SilentText
 
 
 def read(unread: UnreadAnswer) -> Delta:
@@ -62,3 +67,23 @@ def test_the_unread_part_is_bounded() -> None:
     assert not unread.put(Delta((3, 4), "cd"))
     with pytest.raises(SlowReader, match="4 tokens of its answer wait, and at most 3 may"):
         read(unread)
+
+
+async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
+    request = GatewayRequest(
+        request_id="r",
+        prompt_token_ids=(1,),
+        sampling_params=SamplingParams(max_tokens=1),
+        text=SilentText(),
+        timeout_s=1.0,
+    )
+
+    def broken(_: RouteQuery) -> dict[str, int]:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(driver.router, "lacking", broken)
+    with pytest.raises(ZeroDivisionError):
+        await anext(driver.generate(request))
+    assert driver.dispatcher.num_in_flight == 0
+    await driver.stop()
