@@ -53,10 +53,10 @@ async def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(
 
     async with grammar_check(folder) as grammars:
         for number, (name, shape) in enumerate(SHAPES.items()):
-            told = await verdict(grammars, shape.of())
-            assert await verdict(grammars, shape.of()) == told, "remembered"
+            reported = await verdict(grammars, shape.of())
+            assert await verdict(grammars, shape.of()) == reported, "remembered"
             if name in TOO_COMPLEX:
-                assert told != "ok", name
+                assert reported != "ok", name
             assert await verdict(grammars, regex(f"yes{number}|no")) == "ok", f"after {name}"
 
 
@@ -77,8 +77,8 @@ async def test_a_model_without_an_end_or_a_tokenizer_file_says_so(folder: Path, 
 
 async def test_more_grammars_than_a_child_compiles_are_served(folder: Path) -> None:
     async with grammar_check(folder) as grammars:
-        told = [await verdict(grammars, regex(f"no{number}")) for number in range(1_050)]
-        assert told == ["ok"] * 1_050
+        reported = [await verdict(grammars, regex(f"no{number}")) for number in range(1_050)]
+        assert reported == ["ok"] * 1_050
 
 
 async def test_killed_with_its_fork_it_is_replaced_and_at_the_end_nothing_is_left(folder: Path) -> None:

@@ -97,10 +97,10 @@ async def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert root.kind == Span.SPAN_KIND_SERVER
     assert {span.trace_state for span in spans} == {"vendor=abc"}
-    told = attributes_of(root)
-    assert told["gen_ai.request.model"] == "tiny"
-    assert told["gen_ai.usage.output_tokens"] == 3
-    assert str(told["baton.request.id"]).startswith("traced-")
+    seen = attributes_of(root)
+    assert seen["gen_ai.request.model"] == "tiny"
+    assert seen["gen_ai.usage.output_tokens"] == 3
+    assert str(seen["baton.request.id"]).startswith("traced-")
     stages = below(spans, root)
     assert [stage.name for stage in stages] == ["intake", "queue", "attempt"]
     attempt = stages[-1]
@@ -212,9 +212,9 @@ async def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: 
     assert [attributes_of(stage)["baton.attempt.number"] for stage in (failed, good)] == [0, 1]
     assert not [span for span in below(spans, failed) if span.name.startswith("transfer")]
     (transfer,) = [span for span in below(spans, good) if span.name == "transfer consumer"]
-    told = attributes_of(transfer)
-    assert (told["baton.worker"], told["baton.transfer.peer"]) in {("d0", "p0"), ("d1", "p0")}
-    assert (told["baton.transfer.transport"], told["baton.transfer.bytes"]) == ("shared_memory", 4096)
+    seen = attributes_of(transfer)
+    assert (seen["baton.worker"], seen["baton.transfer.peer"]) in {("d0", "p0"), ("d1", "p0")}
+    assert (seen["baton.transfer.transport"], seen["baton.transfer.bytes"]) == ("shared_memory", 4096)
     assert [event.name for event in transfer.events] == ["asked", "first_piece", "verified"]
     assert transfer.start_time_unix_nano == pytest.approx(good.start_time_unix_nano + 1_000, abs=1_000)
     assert transfer.end_time_unix_nano - transfer.start_time_unix_nano == pytest.approx(2_000, abs=2)
@@ -283,8 +283,8 @@ def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
 def test_a_gateways_name_from_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _resource("g0").attributes["service.name"] == "baton-gateway"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    told = _resource("g0").attributes
-    assert (told["service.name"], told["service.instance.id"]) == ("ours", "g0")
+    seen = _resource("g0").attributes
+    assert (seen["service.name"], seen["service.instance.id"]) == ("ours", "g0")
 
 
 def test_an_endpoint_without_the_extra_is_an_error_that_says_what_to_install(

@@ -74,10 +74,10 @@ function pathRow(name) {
 
 // The connection, and its key if it needs one.
 
-const follower = new Follower("/cluster/events", draw, tell);
+const follower = new Follower("/cluster/events", draw, report);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
 
-function tell(state, error) {
+function report(state, error) {
   const words = { live: "● live", away: "✕ no connection, trying again", refused: "✕ not allowed to watch" };
   setText(byId("connection"), words[state]);
   byId("connection").dataset.state = state;
