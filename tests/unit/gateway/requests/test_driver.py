@@ -83,7 +83,9 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(driver.router, "lacking", broken)
-    with pytest.raises(ZeroDivisionError):
-        await anext(driver.generate(request))
-    assert driver.dispatcher.num_in_flight == 0
-    await driver.stop()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await anext(driver.generate(request))
+        assert driver.dispatcher.num_in_flight == 0
+    finally:
+        await driver.stop()
