@@ -70,7 +70,7 @@ async def test_many_readers_are_one_question() -> None:
 
 
 @in_loop
-async def test_who_waits_long_enough_hears_that_there_is_no_news() -> None:
+async def test_a_wait_without_a_change_returns_the_same_view() -> None:
     controller = Controller()
     cache = ViewCache(controller)
     running = asyncio.create_task(cache.run())
@@ -101,7 +101,7 @@ def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPat
 
 
 @in_loop
-async def test_the_end_of_a_fleet_is_told_to_all_who_wait_and_who_ask_later() -> None:
+async def test_present_and_later_callers_get_the_end_of_a_fleet() -> None:
     controller = Controller()
     cache = ViewCache(controller)
     running = asyncio.create_task(cache.run())

@@ -25,7 +25,7 @@ async def cut_off(tested: FleetUnderTest) -> None:
 
 
 @in_loop
-async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_on_with_it() -> None:
+async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
@@ -49,7 +49,7 @@ async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_
 
 
 @in_loop
-async def test_a_worker_that_nobody_wants_any_more_is_ended_when_it_is_found() -> None:
+async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
@@ -61,7 +61,7 @@ async def test_a_worker_that_nobody_wants_any_more_is_ended_when_it_is_found() -
 
 
 @in_loop
-async def test_who_dies_while_its_next_life_is_made_ready_leaves_none_that_nobody_owns() -> None:
+async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_orphan() -> None:
     """The slot's own replacement is on its way when the one that the rollout made is ready."""
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
@@ -83,7 +83,7 @@ async def test_who_dies_while_its_next_life_is_made_ready_leaves_none_that_nobod
 
 
 @in_loop
-async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -> None:
+async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         await tested.all_serve(1)
@@ -106,7 +106,7 @@ async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -
 
 
 @in_loop
-async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
+async def test_a_replica_survives_an_unexpected_error() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
         await tested.all_serve(3)
@@ -126,7 +126,7 @@ async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
 
 
 @in_loop
-async def test_a_failure_is_shown_until_a_life_ends_as_asked() -> None:
+async def test_a_failure_is_shown_until_an_incarnation_was_drained() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         tested.launcher.latest("w0").kill("out of memory")

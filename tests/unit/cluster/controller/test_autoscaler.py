@@ -84,7 +84,7 @@ def test_it_does_what_it_says_and_a_dry_run_only_says_it(
     assert autoscaler.decisions[-1].startswith(f"{told}inter-token latency p99 is 83 ms")
 
 
-def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
+def test_a_refused_change_is_logged_and_not_tried_again_at_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
     autoscaler = Autoscaler(autoscaling_config(prefill=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
@@ -92,7 +92,7 @@ def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
 
 
-def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
+def test_the_same_reason_for_no_change_is_logged_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
     autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 20)
@@ -100,7 +100,7 @@ def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
     assert only.startswith("nothing changes: 1 prefill and 1 decode are enough")
 
 
-def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:
+def test_a_standstill_of_the_controller_makes_no_report_stale_and_no_shortage_longer() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
     autoscaler = Autoscaler(
         autoscaling_config(grow_after_s=15.0), clock, fleet.replicas, fleet.scale, fleet.set_role
@@ -122,7 +122,7 @@ def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
     assert len(autoscaler.decisions) == 50
 
 
-def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
+def test_the_report_of_a_silent_gateway_does_not_count() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D, D)
     autoscaler = Autoscaler(autoscaling_config(decode=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
     look_often(autoscaler, fleet, clock, 1)

@@ -92,7 +92,7 @@ async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve
 
 
 @in_loop
-async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
+async def test_a_role_without_a_serving_worker_is_lacking() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         if incarnation.name == "w0":
             incarnation.start_error = ClusterError("no")
@@ -174,7 +174,7 @@ async def test_a_worker_without_a_place_can_be_drained() -> None:
 
 
 @in_loop
-async def test_a_role_changes_without_a_restart_and_the_next_life_keeps_it() -> None:
+async def test_a_role_changes_without_a_restart_and_the_next_incarnation_keeps_it() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         await tested.controller.set_role("w1", PREFILL)
@@ -226,7 +226,7 @@ async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
 
 
 @in_loop
-async def test_a_rollout_renews_one_after_the_other() -> None:
+async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         steps = [step async for step in tested.controller.rollout()]
@@ -244,7 +244,7 @@ async def test_a_rollout_renews_one_after_the_other() -> None:
 
 
 @in_loop
-async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leaves() -> None:
+async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         await tested.all_serve(1)
@@ -260,7 +260,7 @@ async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leav
 
 
 @in_loop
-async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
+async def test_a_rollout_stops_with_an_error_when_a_new_incarnation_fails() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(restart_delay_s=5.0, restart_delay_max_s=5.0), launcher) as tested:
         await tested.all_serve(3)
@@ -279,7 +279,7 @@ async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
 
 
 @in_loop
-async def test_a_new_life_that_fails_beside_the_old_one_costs_nothing() -> None:
+async def test_a_new_incarnation_that_fails_beside_the_old_one_costs_nothing() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
         before = await tested.all_serve(3)
@@ -320,7 +320,7 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
 
 
 @in_loop
-async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None:
+async def test_a_restarted_controller_adopts_serving_workers() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
@@ -346,7 +346,7 @@ async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None
 
 
 @in_loop
-async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
+async def test_a_fleet_without_calls_is_an_orphan() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         view = tested.view

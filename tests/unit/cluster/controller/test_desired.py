@@ -51,7 +51,7 @@ def test_with_other_numbers_of_workers_a_fleet_stays_the_same() -> None:
     assert differences(there, BatonConfig.from_mapping({"cluster": {"prefill": 4, "decode": 8}})) == []
 
 
-def test_a_gateway_is_contradicted_only_by_what_it_was_told() -> None:
+def test_a_gateway_is_contradicted_only_by_keys_set_for_it() -> None:
     there = BatonConfig.from_mapping(
         {
             "model": {"path": "/there", "dtype": "float32"},

@@ -88,7 +88,7 @@ async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
 
 
 @in_loop
-async def test_who_waits_for_too_long_hears_who_is_left_and_they_go_all_the_same() -> None:
+async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
         await all_serve_on(tested, "n1")
@@ -130,7 +130,7 @@ async def test_a_node_that_is_gone_is_forgotten() -> None:
 
 
 @in_loop
-async def test_the_next_controller_goes_on_with_it() -> None:
+async def test_the_next_controller_continues_the_drain() -> None:
     launcher, store = two_nodes(), Memory()
     async with fleet(fleet_config(), launcher, store) as tested:
         await all_serve_on(tested, "n1")
