@@ -1,5 +1,7 @@
 """What every test may rely on."""
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -44,6 +46,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+TEST_TIMEOUT_S = 120.0
+"""Ends coroutine tests that hang."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), TEST_TIMEOUT_S))
+    return True
 
 
 STARTS_RAY = (

@@ -1,4 +1,4 @@
-"""What goes wrong between two awaits of a controller: deaths, orders and restarts that cross each other."""
+"""Races in a controller: deaths, commands and restarts that happen at the same time."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from baton.messages.control import WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
-from tests.unit.cluster.controller.test_controller import in_loop, state_becomes
+from tests.unit.cluster.controller.test_controller import state_becomes
 
 DECODE = WorkerRole.DECODE
 
@@ -24,7 +24,6 @@ async def cut_off(tested: FleetUnderTest) -> None:
     tested.store.save(content)
 
 
-@in_loop
 async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
@@ -48,7 +47,6 @@ async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -
                 assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w2"]
 
 
-@in_loop
 async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
@@ -60,9 +58,8 @@ async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() ->
             assert stranger.orders == ["stop 0"]
 
 
-@in_loop
 async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_orphan() -> None:
-    """The slot's own replacement is on its way when the one that the rollout made is ready."""
+    """The replica already starts a replacement when the rollout's new incarnation is ready."""
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         before = (await tested.all_serve(1))["w0"].ref.incarnation
@@ -82,7 +79,6 @@ async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_or
         assert (await tested.states())["w0"] == "serving"
 
 
-@in_loop
 async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
@@ -105,7 +101,6 @@ async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none() -
         assert launcher.alive == []
 
 
-@in_loop
 async def test_a_replica_survives_an_unexpected_error() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
@@ -125,7 +120,6 @@ async def test_a_replica_survives_an_unexpected_error() -> None:
         assert (replica.num_starts, replica.last_failure) == (3, "ValueError: this name is taken")
 
 
-@in_loop
 async def test_a_failure_is_shown_until_an_incarnation_was_drained() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
@@ -138,7 +132,6 @@ async def test_a_failure_is_shown_until_an_incarnation_was_drained() -> None:
 
 
 @pytest.mark.parametrize("name", ["1", "w01", "w٣", "w-1", "", "w3"])
-@in_loop
 async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -146,7 +139,6 @@ async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> No
             await tested.controller.drain(name)
 
 
-@in_loop
 async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
     """Else a second `baton serve` would take it for one that was left alone."""
     async with fleet(fleet_config()) as tested:
@@ -156,7 +148,6 @@ async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
         assert await asking
 
 
-@in_loop
 async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:
     launcher = FakeLauncher()
     launcher.prepare = lambda incarnation: setattr(

@@ -1,4 +1,4 @@
-"""What the owner of a fleet hears while it starts for the first time."""
+"""Reports to the owner of a fleet during its first start."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -51,23 +51,23 @@ class Script:
 
 
 def start(*reports: StartReport, opens_early: bool = False) -> list[object]:
-    """What was told, one after the other."""
-    heard: list[object] = []
+    """All reports in order."""
+    reported: list[object] = []
 
     async def on_enough() -> None:
         await asyncio.sleep(0)
-        heard.append("enough")
+        reported.append("enough")
 
     asyncio.run(
         first_start(
             Script(*reports),
             0.05,
             "no room at all",
-            lambda *news: heard.append(news),
+            lambda *progress: reported.append(progress),
             on_enough if opens_early else None,
         )
     )
-    return heard
+    return reported
 
 
 def test_it_ends_when_no_worker_is_missing() -> None:

@@ -1,4 +1,4 @@
-"""What a gateway is told of its workers, and that it keeps those it knows while nobody tells it anything."""
+"""A gateway's workers follow the fleet's view, and stay while the controller is unreachable."""
 
 import asyncio
 import contextlib

@@ -123,7 +123,7 @@ def test_workers_that_are_coming_are_waited_for() -> None:
 def test_after_a_change_it_has_time_to_show() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 60.0)
-    assert [now for now, _ in changes(looks)] == [10.0, 30.0, 50.0]  # nobody heeds it, so it is said again
+    assert [now for now, _ in changes(looks)] == [10.0, 30.0, 50.0]  # not carried out, so decided again
     assert looks[3][1].reason is Reason.COOLING
 
 
