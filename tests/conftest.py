@@ -48,13 +48,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
+TEST_TIMEOUT_S = 120.0
+"""Ends coroutine tests that hang."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine function on an event loop of its own, for at most a minute."""
+    """Runs a coroutine test in an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), TEST_TIMEOUT_S))
     return True
 
 

@@ -201,7 +201,7 @@ class RequestServer:
     def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
-            if gap := self._sessions.hear(peer, message, self._running_s()):
+            if gap := self._sessions.on_hello(peer, message, self._running_s()):
                 self._end_requests(peer, sink, gap)
             self._send_heartbeat(peer, self._status(), sink)
             return

@@ -1,4 +1,4 @@
-"""`baton top`: the fleet as it lives, redrawn every second on a screen of its own, until q or Ctrl-C."""
+"""`baton top`: the state of the fleet, redrawn every second on its own screen, until q or Ctrl-C."""
 
 import asyncio
 import os

@@ -3,7 +3,6 @@
 import itertools
 from typing import Protocol, TypeVar
 
-from baton.config import BatonConfig
 from baton.errors import FleetEnded
 from baton.messages.control import (
     ControlRequest,
@@ -41,10 +40,10 @@ class Carrier(Protocol):
 class ControlClient:
     """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
 
-    def __init__(self, carrier: Carrier, config: BatonConfig) -> None:
-        """`config` sets how long commands may take, until GetConfiguration returns the fleet's own configuration."""
+    def __init__(self, carrier: Carrier, patience: Patience) -> None:
+        """`patience` applies until GetConfiguration returns the fleet's own."""
         self.carrier = carrier
-        self.patience = Patience.of(config)
+        self.patience = patience
         self._numbers = itertools.count(1)
         self._fleet: FleetConfiguration | None = None
         self._checked_connection = 0

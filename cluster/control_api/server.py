@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from baton.config import BatonConfig
+from baton.config import NetworkConfig
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import FleetView
 from baton.messages.control import (
@@ -35,12 +35,12 @@ class ControlServer:
     """Bound in its constructor, so that a port in use is an error before workers take minutes to start."""
 
     def __init__(
-        self, config: BatonConfig, configuration: FleetConfiguration, keys: PlaneKeys | None
+        self, network: NetworkConfig, port: int, configuration: FleetConfiguration, keys: PlaneKeys | None
     ) -> None:
-        """ConfigError if it cannot listen on `cluster.fleet_port`."""
+        """ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""
         self._configuration = configuration
         self._open_calls = OpenCalls()
-        self._socket = ServerSocket(config.network, config.cluster.fleet_port, keys)
+        self._socket = ServerSocket(network, port, keys)
         self._control: ControlApi | None = None
         self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None

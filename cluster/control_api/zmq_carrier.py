@@ -27,6 +27,7 @@ from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from cluster.control_api.client import ControlClient
 from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
 from cluster.control_api.server_socket import set_heartbeats
+from cluster.controller.supervisor import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ async def control_client(
 ) -> AsyncIterator[tuple[ControlClient, "ZmqCarrier"]]:
     """A client of the control server at HOST:PORT, and its connection, until the block ends."""
     async with ZmqCarrier(address, keys, network) as carrier:
-        yield ControlClient(carrier, BatonConfig()), carrier
+        yield ControlClient(carrier, Patience.of(BatonConfig())), carrier
 
 
 class ZmqCarrier:

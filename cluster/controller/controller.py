@@ -71,7 +71,9 @@ class Controller:
     async def start(self) -> None:
         """Adopts the workers of a predecessor and begins to start the others; returns before those serve."""
         content = self._store.load()
-        self._desired = DesiredFleet.of(self._config) if content is None else DesiredFleet.from_json(content)
+        self._desired = (
+            DesiredFleet.of(self._config.cluster) if content is None else DesiredFleet.from_json(content)
+        )
         self._launcher.avoid(self._desired.draining_nodes)
         found = await self._launcher.adopt(self._config.cluster.unresponsive_timeout_s)
         for name in [replica.name for replica in self._desired.replicas.values() if replica.is_draining]:

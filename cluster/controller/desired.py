@@ -4,14 +4,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, ClusterConfig
 from baton.worker import WorkerRole
 
 
-def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
+def worker_names(config: ClusterConfig) -> list[tuple[str, WorkerRole]]:
     """Names and roles of a new fleet: w0, w1, ..., prefill workers first. Names do not show roles, which may change."""
-    prefill, decode = config.cluster.prefill, config.cluster.decode
-    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
+    roles = [WorkerRole.PREFILL] * config.prefill + [WorkerRole.DECODE] * config.decode
     return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
@@ -76,7 +75,7 @@ class DesiredFleet:
     """Nodes on which no worker is placed any more."""
 
     @classmethod
-    def of(cls, config: BatonConfig) -> "DesiredFleet":
+    def of(cls, config: ClusterConfig) -> "DesiredFleet":
         replicas = {name: DesiredReplica(name, role) for name, role in worker_names(config)}
         return cls(replicas, len(replicas))
 

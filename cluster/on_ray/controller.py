@@ -26,6 +26,7 @@ from cluster.control_api.configuration import keys_digest, pack_configuration, u
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences
 from cluster.controller.follower import POLL_S
+from cluster.controller.supervisor import Patience
 from cluster.on_ray.actors import Introduce, whereabouts
 from cluster.on_ray.calls import as_actor
 from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier, controller_actor
@@ -95,7 +96,7 @@ class OwnedController:
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._carrier = RayCarrier(actor)
         self._store = RayStore(config.cluster.name)
-        self.control = ControlClient(self._carrier, config)
+        self.control = ControlClient(self._carrier, Patience.of(config))
 
     @property
     def has_answered(self) -> bool:
@@ -172,7 +173,7 @@ async def _differences(
 def running_fleet(config: BatonConfig) -> ControlClient | None:
     """The running fleet of this name, for another gateway; None if there is none."""
     actor = controller_actor()
-    return None if actor is None else ControlClient(RayCarrier(actor), config)
+    return None if actor is None else ControlClient(RayCarrier(actor), Patience.of(config))
 
 
 def _in_use(name: str) -> str:

@@ -40,7 +40,7 @@ class RayFleet:
         """Adopts a fleet of this name without an owner and scales it, or begins a new fleet."""
         owned = await find_fleet(self._config, self._keys, self._model_path)
         if owned is None:
-            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
+            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config.cluster)]
             if self._is_private:
                 check_room(bundles)
             # Computed now, while no worker takes up room.

@@ -126,7 +126,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
         try:
             path = Path(folder) / "baton.json"
             path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
-            for name, role in worker_names(config):
+            for name, role in worker_names(config.cluster):
                 workers[name] = WorkerProcess(path, secret, role, name)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
             endpoints = await asyncio.gather(

@@ -73,7 +73,7 @@ async def _run(
     signals: StopSignals,
 ) -> None:
     # Bound before the workers start, which takes minutes: a port in use is an error at once.
-    server = ControlServer(config, configuration, keys)
+    server = ControlServer(config.network, config.cluster.fleet_port, configuration, keys)
     server.open()
 
     async def start_and_serve() -> None:
@@ -81,7 +81,7 @@ async def _run(
 
             async def open_to_gateways(control: ControlApi) -> None:
                 endpoints = (await server.serve(control)).endpoints
-                if (num_missing := len(worker_names(config)) - len(endpoints)) > 0:
+                if (num_missing := len(worker_names(config.cluster)) - len(endpoints)) > 0:
                     stage.note(
                         f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
                     )

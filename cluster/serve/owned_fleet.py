@@ -64,7 +64,7 @@ def make_fleet(
 
 def most_ranks(config: BatonConfig) -> int:
     """The most ranks that all workers together may ever have."""
-    workers = Counter(role for _, role in worker_names(config))
+    workers = Counter(role for _, role in worker_names(config.cluster))
     if config.autoscaling.mode == "on":
         workers = Counter({role: config.worker_bounds(role)[1] for role in WorkerRole})
     return sum(config.num_ranks(role) * count for role, count in workers.items())

@@ -102,7 +102,7 @@ class Worker(Process):
     # what the request plane brings
 
     def hear(self, gateway: str, hello: Hello) -> None:
-        if self.sessions.hear(gateway.encode(), hello, self._world.now):
+        if self.sessions.on_hello(gateway.encode(), hello, self._world.now):
             self._world.counts["path order missed"] += 1
             self.abort_client(gateway)
 

@@ -96,7 +96,7 @@ free blocks                  40   40       40   40  40
     assert_picture(make_chart(HANDED_OVER, fold_above=8), picture)
 
 
-def test_what_does_not_fit_goes_on_below() -> None:
+def test_columns_that_do_not_fit_continue_below() -> None:
     picture = """
 w0  decode worker, 100 tokens a step, 50 blocks of 16
                  step   1    2    3
@@ -124,7 +124,7 @@ free blocks             40   50
     assert_picture(make_chart([CHUNKED]), picture, width=46)
 
 
-def test_a_token_that_nobody_wanted_any_more() -> None:
+def test_a_token_that_was_computed_in_vain() -> None:
     """With asynchronous scheduling step 3 was planned before step 2 said that the request had ended."""
     steps = [
         make_step(1, {"a": (5, 0)}, num_prompt_tokens={"a": 5}, planned_s=0.0, done_s=0.01),
@@ -214,7 +214,7 @@ def test_only_long_runs_are_folded_and_only_if_there_are_too_many_columns() -> N
         {"resumed": ("a",)},
     ],
 )
-def test_a_step_with_news_is_never_folded(news: dict[str, object]) -> None:
+def test_a_step_with_an_event_is_never_folded(news: dict[str, object]) -> None:
     values = {"scheduled": {"a": (1, 12)}} | news
     steps = [make_step(n, {"a": (1, n)}) for n in range(1, 13)]
     steps[6] = make_step(7, **values)  # type: ignore[arg-type]

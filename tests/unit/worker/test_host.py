@@ -110,7 +110,7 @@ def test_a_host_does_not_leave_a_plane_open_that_should_be_closed(tmp_path: Path
         EngineHost(config, keys, tmp_path, DecodeWorker(1), "d0")
 
 
-def test_a_host_writes_its_steps_where_it_is_told_to(folder: Path, tmp_path: Path) -> None:
+def test_a_host_writes_its_steps_into_the_trace_folder(folder: Path, tmp_path: Path) -> None:
     config = BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32", "load_format": "dummy"},

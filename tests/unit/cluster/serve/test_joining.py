@@ -78,7 +78,7 @@ def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
     assert said.count("there is no fleet named 'blue' yet") == 1
 
 
-def test_nobody_waits_for_ever(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
         find(ClusterError("nobody"))
 
@@ -141,9 +141,7 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("address", ["local", "none"])
-def test_a_fleet_that_nobody_else_can_reach_cannot_be_joined(
-    address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_private_fleet_cannot_be_joined(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--ray-address", address]) == USAGE
     assert f"cluster.ray_address: got '{address}'" in capsys.readouterr().err
 
@@ -181,7 +179,7 @@ def test_addresses_of_either_family_and_names_will_do(address: str) -> None:
     assert BatonConfig.from_mapping({"cluster": {"fleet_address": address}}).cluster.fleet_address == address
 
 
-def test_what_starts_a_fleet_is_not_told_where_one_runs(
+def test_a_command_that_starts_a_fleet_refuses_the_address_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "baton.yaml"
