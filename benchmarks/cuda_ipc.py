@@ -132,7 +132,7 @@ class End:
 
 
 def run_producer(device: Device, pipe: Connection) -> None:
-    """The giving process: answers commands until it gets None."""
+    """The producing process: answers commands until it gets None."""
     end: End | None = None
     command: Connect | Announce | Give | None
     while (command := pipe.recv()) is not None:

@@ -52,7 +52,7 @@ class _Pool:
         """Why no KV can be exchanged with such a peer, or None if it can."""
         return mismatch(self._num_kv_heads, self.layout, theirs)
 
-    def _leg(self, theirs: RankLayout) -> "RankTransferGeometry":
+    def _geometry(self, theirs: RankLayout) -> "RankTransferGeometry":
         ours = piece_shape(self._num_kv_heads, self.layout, theirs)
         peers = piece_shape(self._num_kv_heads, theirs, self.layout)
         peers_block = BlockShape(
@@ -74,7 +74,7 @@ class KVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
         """This pool as the rank transfer to one rank of a peer sees it."""
-        return HostPieces(self.blocks, self._leg(theirs))
+        return HostPieces(self.blocks, self._geometry(theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DeviceKVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
         """This pool as the rank transfer to one rank of a peer sees it."""
-        return DevicePieces(self._leg(theirs))
+        return DevicePieces(self._geometry(theirs))
 
 
 KVPool = KVBytes | DeviceKVBytes
@@ -175,20 +175,20 @@ def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
 class HostPieces:
     """A rank transfer's pieces in a KVBytes. A piece's bytes are in the same order on both ends."""
 
-    def __init__(self, blocks: Bytes, rank_transfer: RankTransferGeometry) -> None:
+    def __init__(self, blocks: Bytes, geometry: RankTransferGeometry) -> None:
         self._blocks = blocks
-        self._leg = rank_transfer
-        block = rank_transfer.block
+        self._geometry = geometry
+        block = geometry.block
         self._cells_NPHTB = blocks.reshape(
             len(blocks), block.num_planes, block.num_heads, block.block_size, block.cell_nbytes
         )
-        self.shape = rank_transfer.shape
-        self.nbytes = rank_transfer.nbytes
+        self.shape = geometry.shape
+        self.nbytes = geometry.nbytes
         """Bytes of one piece."""
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""
-        if self._leg.is_whole:
+        if self._geometry.is_whole:
             block: Bytes = self._blocks[piece_id]
             return block
         block_id, part = divmod(piece_id, self.shape.pieces_per_block)
@@ -199,7 +199,7 @@ class HostPieces:
 
     def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
         """The pieces' bytes in order, [bytes] each, in as few spans as possible; in place if possible."""
-        if self._leg.is_whole:
+        if self._geometry.is_whole:
             runs = _runs_of_neighbours(piece_ids)
             return [self._blocks[first : last + 1].reshape(-1) for first, last in runs]
         pieces = [self.at(piece_id) for piece_id in piece_ids]
@@ -216,7 +216,7 @@ class HostPieces:
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
         """The runs that copy each of the peer's pieces to one of ours."""
-        return self._leg.runs(peers, ours)
+        return self._geometry.runs(peers, ours)
 
 
 def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -236,19 +236,19 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 class DevicePieces:
     """A rank transfer's pieces in a DeviceKVBytes: their places, for devices that copy them."""
 
-    def __init__(self, rank_transfer: RankTransferGeometry) -> None:
-        self._leg = rank_transfer
-        self.shape = rank_transfer.shape
-        self.nbytes = rank_transfer.nbytes
+    def __init__(self, geometry: RankTransferGeometry) -> None:
+        self._geometry = geometry
+        self.shape = geometry.shape
+        self.nbytes = geometry.nbytes
         """Bytes of one piece."""
 
     def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
         """The runs that copy each of the peer's pieces to one of ours."""
-        return self._leg.runs(peers, ours)
+        return self._geometry.runs(peers, ours)
 
     def runs_of(self, piece_ids: Sequence[int]) -> Runs:
         """The runs between our pieces and one span of them in order: `remote` is the offset within that span."""
-        return self._leg.runs_of(piece_ids)
+        return self._geometry.runs_of(piece_ids)
 
 
 PieceView = HostPieces | DevicePieces

@@ -121,7 +121,7 @@ class Worker(Process):
     # messages of the request plane
 
     def on_hello(self, gateway: str, hello: Hello) -> None:
-        if self.sessions.hear(gateway.encode(), hello, self._world.now):
+        if self.sessions.on_hello(gateway.encode(), hello, self._world.now):
             self._world.counts["path command missed"] += 1
             self.abort_client(gateway)
 

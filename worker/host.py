@@ -198,7 +198,7 @@ class EngineHost:
             state = WorkerState.STOPPED if self._parts.loop.failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
-        # The planes' counters are read anew: an idle engine takes no snapshots, and strangers may knock all the same.
+        # The planes' counters are read now: an idle engine takes no snapshots, but connections may still be refused.
         planes = {
             **self._parts.executor.connector.counters(),
             "request_denied_peers": self._parts.server.num_denied,

@@ -230,8 +230,8 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     driver = cluster.gateway._driver
     counted = {name: number for name, number in driver.router.num_sub_requests.items() if number}
-    if counted or driver.num_in_flight or driver._dispatcher._placed:
-        found.append(f"the gateway has {driver.num_in_flight} requests and sub-requests {counted}")
+    if counted or driver.dispatcher.num_in_flight or driver.dispatcher._placed:
+        found.append(f"the gateway has {driver.dispatcher.num_in_flight} requests and sub-requests {counted}")
     return found
 
 

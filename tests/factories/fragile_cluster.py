@@ -95,7 +95,7 @@ class FragileCluster:
         self.workers: dict[str, FragileWorker] = {}
         self.processes: list[FragileWorker] = []
         """All that were ever started."""
-        self._roles = dict(worker_names(config))
+        self._roles = dict(worker_names(config.cluster))
         self._command = command
         self._folder = folder
         self._num_started = 0

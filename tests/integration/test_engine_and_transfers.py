@@ -18,6 +18,7 @@ from engine.pipeline import DeviceLostError, Runner
 from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
+from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.role import Role
 
@@ -72,18 +73,19 @@ def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> 
         assert dies.wait(60)
         raise DeviceLostError("the device fell off the bus")
 
-    taking = running_worker(DecodeWorker(9), SHORT_S, life="taker", load_timeout_s=LONG_S)
-    giving = running_worker(PrefillWorker(9), SHORT_S, life="giver", runner=StepHook(die))
-    with giving as giver, taking as taker:
-        produced = KVTransferParams(TransferRole.PRODUCER, "t", 0, taker.ref)
-        loaded = KVTransferParams(TransferRole.CONSUMER, "t", 0, giver.ref)
-        giver.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
+    consuming = running_worker(DecodeWorker(9), SHORT_S, life="consumer", load_timeout_s=LONG_S)
+    producing = running_worker(PrefillWorker(9), SHORT_S, life="producer", runner=StepHook(die))
+    with producing as producer, consuming as consumer:
+        produced, loaded = both_ends(producer.ref, consumer.ref)
+        producer.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
         assert entered.wait(60)
-        taker.loop.submit("gateway", make_engine_request("loads", 40, max_tokens=1, kv_transfer=loaded))
+        consumer.loop.submit("gateway", make_engine_request("loads", 40, max_tokens=1, kv_transfer=loaded))
         time.sleep(4 * SHORT_S)
-        assert taker.loop.snapshot.requests.waiting_for_remote_kvs == 1, "its producer answers, so it waits"
+        assert consumer.loop.snapshot.requests.waiting_for_remote_kvs == 1, (
+            "its producer answers, so it waits"
+        )
         dies.set()
-        end = taker.until_finished("loads")
+        end = consumer.until_finished("loads")
         assert end.finish_reason is FinishReason.LENGTH, "it was computed here, as on_failure says"
 
 

@@ -12,7 +12,7 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.system.curve import secure_client
@@ -35,6 +35,7 @@ from kv_transfer.transport import shared_memory
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.fake_cuda import FakeDriver, FakeHost
+from tests.factories.hand_overs import both_ends
 from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS
 
@@ -144,18 +145,9 @@ def decode() -> Iterator[Worker]:
     worker.stop()
 
 
-def legs(
-    prefill: Worker, decode: Worker, transfer_id: str = "t"
-) -> tuple[KVTransferParams, KVTransferParams]:
-    return (
-        KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, decode.ref, OnLoadFailure.RECOMPUTE),
-        KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, prefill.ref, OnLoadFailure.RECOMPUTE),
-    )
-
-
 def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
     """A prompt of 40 tokens: two full blocks, and a tail. It goes to blocks 10, 11, 12 of the decode worker."""
-    to_prefill, to_decode = legs(prefill, decode, request_id)
+    to_prefill, to_decode = both_ends(prefill.ref, decode.ref, request_id)
     prefill.command(BeginSend(request_id, to_prefill, 40))
     decode.command(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
 
@@ -177,20 +169,22 @@ def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Wor
     """Each gives its blocks 1, 2, 3 sixteen times, and has a place of its own for each time that it takes."""
     pairs, places = [(prefill, decode), (decode, prefill)], range(10, 58, 3)
     for first in places:
-        for giver, taker in pairs:
-            name = f"{giver.ref.name} {first}"
-            to_giver, to_taker = legs(giver, taker, name)
-            giver.command(BeginSend(name, to_giver, 40), after=(SendBlocks(name, 0, (1, 2)),))
-            taker.command(BeginLoad(name, to_taker, 40), LoadBlocks(name, 0, (first, first + 1, first + 2)))
-            giver.command(FinishSend(name, 3, (3,), TOKEN))
-    for giver, taker in pairs:
-        news = taker.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
+        for producer, consumer in pairs:
+            name = f"{producer.ref.name} {first}"
+            to_producer, to_consumer = both_ends(producer.ref, consumer.ref, name)
+            producer.command(BeginSend(name, to_producer, 40), after=(SendBlocks(name, 0, (1, 2)),))
+            consumer.command(
+                BeginLoad(name, to_consumer, 40), LoadBlocks(name, 0, (first, first + 1, first + 2))
+            )
+            producer.command(FinishSend(name, 3, (3,), TOKEN))
+    for producer, consumer in pairs:
+        news = consumer.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
         assert sorted(load.request_id for load in news.finished_recving) == [
-            f"{giver.ref.name} {first}" for first in places
+            f"{producer.ref.name} {first}" for first in places
         ]
-        assert sorted(news.finished_sending) == [f"{taker.ref.name} {first}" for first in places]
+        assert sorted(news.finished_sending) == [f"{consumer.ref.name} {first}" for first in places]
         for first in places:
-            assert (taker.pool[first : first + 3] == giver.pool[1:4]).all()
+            assert (consumer.pool[first : first + 3] == producer.pool[1:4]).all()
 
 
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
@@ -231,7 +225,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
 def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(
     prefill: Worker, decode: Worker
 ) -> None:
-    to_prefill, to_decode = legs(prefill, decode)
+    to_prefill, to_decode = both_ends(prefill.ref, decode.ref)
     truth = prefill.pool[1:4].copy()
     prefill.command(BeginSend("r", to_prefill, 40), after=(SendBlocks("r", 0, (1, 2)),))
     prefill.command(WithdrawBlocks("r"))
@@ -272,7 +266,7 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
         start(prefill, decode)
         prefill.command(AbortSend("r", "the request ended", True, False))
     else:
-        to_prefill, to_decode = legs(prefill, decode)
+        to_prefill, to_decode = both_ends(prefill.ref, decode.ref)
         prefill.command(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
         decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving)
@@ -304,7 +298,7 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
 
 def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
     first = Worker("p0", "p-life-1")
-    to_prefill, to_decode = legs(first, decode)
+    to_prefill, to_decode = both_ends(first.ref, decode.ref)
     first.command(BeginSend("r", to_prefill, 40))
     address = first.ref.kv_addresses[0]
     first.stop()

@@ -83,7 +83,7 @@ class Engine:
 
 
 def hand_over(name: str, producer: Engine, consumer: Engine, num_tokens: int = LONG) -> None:
-    """Both legs, which have not met yet."""
+    """Adds both ends, which have exchanged nothing yet."""
     consumer.add(name, TransferRole.CONSUMER, producer, num_tokens)
     producer.add(name, TransferRole.PRODUCER, consumer, num_tokens)
 

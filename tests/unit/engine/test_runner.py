@@ -1,6 +1,7 @@
 """However a request's tokens are cut into steps, the same ones come out."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array
-from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
 PROMPTS = {f"r{length}": [(7 * i + length) % 300 for i in range(length)] for length in (1, 3, 4, 5, 9, 30)}
@@ -22,9 +22,8 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, repetition_penalt
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = make_model_dir(tmp_path_factory.mktemp("model"), "llama")
-    return load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+def model(folder: Path) -> LoadedModel:
+    return load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

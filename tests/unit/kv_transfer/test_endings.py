@@ -267,7 +267,7 @@ def test_a_hand_over_that_was_cancelled_before_it_began_counts_once() -> None:
 
 
 def test_late_messages_of_a_hand_over_that_is_done_end_no_other() -> None:
-    """A Hold that was overtaken announces the leg once more, and a doubled Release finds it."""
+    """A Hold that was overtaken announces the rank transfer again, and a repeated Release finds it."""
     wire = Wire()
     start(wire, num_blocks=1)
     wire.ready(0, 1)

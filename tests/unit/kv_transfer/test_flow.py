@@ -7,7 +7,7 @@ from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
 
 
 def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> None:
-    """A heartbeat asks for it while it is being read, and another leg has taken its place in the window."""
+    """A heartbeat asks for the piece during its read, while another rank transfer fills the window."""
     wire = Wire(transport=SHARED_MEMORY, window_blocks=2)
     wire.reads_at_once = False
     for name, first_block in (("a", 200), ("b", 300)):

@@ -208,7 +208,7 @@ def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later()
 def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
     addresses: tuple[str, ...], block_size: int, incarnation: str
 ) -> None:
-    """In a leg that a gateway sends; the order to exchange KV with it ended the transfer thread."""
+    """In a request of a gateway; the command to exchange KV with such a peer ended the transfer thread."""
     with pytest.raises(WireError):
         WorkerRef("d0", incarnation, addresses, block_size)
 

@@ -20,6 +20,7 @@ from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.hand_overs import begin, prefill_at_once
 from tests.factories.pool_readers import Owner, make_runs
 
 NUM_TOKENS = 64
@@ -60,16 +61,8 @@ def pids(mortals: list[Mortal]) -> Iterator[None]:
 
 def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
     """The decode worker has asked for a prompt, and the prefill worker has computed it."""
-    to_decode = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
-    to_prefill = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    prefill.command(BeginSend(request_id, to_decode, NUM_TOKENS))
-    decode.command(BeginLoad(request_id, to_prefill, NUM_TOKENS))
-    decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
-    prefill.compute(NUM_TOKENS)
-    blocks = prefill.blocks_for(NUM_TOKENS)
-    prefill.save(SendBlocks(request_id, 0, blocks))
-    prefill.command(FinishSend(request_id, len(blocks), (), TOKEN))
+    begin(fabric, prefill, decode, NUM_TOKENS, request_id)
+    prefill_at_once(prefill, NUM_TOKENS, request_id)
     fabric.deliver()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.kv import KVTransferParams, TransferRole
+from baton.kv import TransferRole
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from kv_transfer.commands import (
     AbortLoad,
@@ -15,14 +15,16 @@ from kv_transfer.commands import (
 )
 from kv_transfer.timelines import combine
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.hand_overs import both_ends
 
 ATTEMPT = 3
 
 
 def begin(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
     """Both ends know of a prompt of 32 tokens; the decode worker has room a second later."""
-    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", ATTEMPT, decode.ref), 32))
-    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", ATTEMPT, prefill.ref), 32))
+    to_producer, to_consumer = both_ends(prefill.ref, decode.ref, attempt=ATTEMPT)
+    prefill.command(BeginSend("r", to_producer, 32))
+    decode.command(BeginLoad("r", to_consumer, 32))
     fabric.deliver()
     fabric.clock.advance(1.0)
     decode.load(LoadBlocks("r", 0, decode.blocks_for(32)))
@@ -56,12 +58,12 @@ def events(record: TransferRecord) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("transport", ["zmq_tcp", "shared_memory"])
-@pytest.mark.parametrize(("num_giving", "num_taking"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("num_producing", "num_consuming"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_both_ends_of_a_hand_over_tell_when_what_happened(
-    transport: str, num_giving: int, num_taking: int
+    transport: str, num_producing: int, num_consuming: int
 ) -> None:
     fabric = Fabric(transport)
-    prefill, decode = fabric.add("p0", num_giving), fabric.add("d0", num_taking)
+    prefill, decode = fabric.add("p0", num_producing), fabric.add("d0", num_consuming)
     begin(fabric, prefill, decode)
     hand_over(fabric, prefill)
     given, taken = told(prefill), told(decode)

@@ -30,7 +30,7 @@ def test_kv_aware_finds_more_than_the_others_where_there_is_something_to_find() 
     )
 
 
-def test_where_there_is_nothing_to_share_nothing_is_found() -> None:
+def test_without_shared_prefixes_nothing_is_found() -> None:
     assert played("strangers", "kv_aware").num_hit_tokens == 0
 
 

@@ -1,4 +1,4 @@
-"""The giving process of benchmarks/kv_transfer.py, and what both of its processes are made of; measures nothing.
+"""The producing process of benchmarks/kv_transfer.py, and what both of its processes are made of; measures nothing.
 
 Commands come through a pipe and are answered one by one; times are of the clock that all processes of a host share.
 """
@@ -167,7 +167,7 @@ class End:
         self._connector.shutdown()
 
 
-def run_giver(pipe: Connection, num_bytes: int, port: int) -> None:
+def run_producer(pipe: Connection, num_bytes: int, port: int) -> None:
     """The process: answers commands until it gets None."""
     keep_freed_memory()  # as a worker does
     memory = Memory(num_bytes, seed=1)
@@ -181,7 +181,7 @@ def run_giver(pipe: Connection, num_bytes: int, port: int) -> None:
                 case Connect(ways, block_nbytes):
                     for end in ends:
                         end.stop()
-                    ends = [End("giver", way, memory, block_nbytes) for way in ways]
+                    ends = [End("producer", way, memory, block_nbytes) for way in ways]
                     pipe.send([end.ref for end in ends])
                 case Announce(number, request_id, peer, num_blocks):
                     transfer = KVTransferParams(TransferRole.PRODUCER, request_id, 0, peer)
