@@ -50,7 +50,7 @@ class Executor(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends what `start` began, and the processes of other ranks."""
+        """Closes the connector, started or not, and ends the processes of other ranks."""
         ...
 
 
@@ -62,18 +62,15 @@ class SingleExecutor:
         self.kv_addresses: tuple[str, ...] = (device_engine.connector.kv_address,)
         self.connector: ConnectorWorker = device_engine.connector
         self.scheduler_config = device_engine.scheduler_config
-        self._is_started = False
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
         return self.device_engine.make_pipeline(grammars)
 
     def start(self) -> None:
-        self._is_started = True
         self.device_engine.connector.start()
 
     def stop(self) -> None:
-        if self._is_started:
-            self.device_engine.connector.shutdown()
+        self.device_engine.connector.shutdown()
         self.device_engine.free()
 
 

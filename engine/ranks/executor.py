@@ -106,7 +106,6 @@ class RankedExecutor:
     def __init__(self, own: DeviceEngine, others: RankProcesses) -> None:
         self.device_engine = own
         self._others = others
-        self._is_started = False
         loaded = others.join(own.model.digest)
         self.kv_addresses = (own.connector.kv_address, *(facts.kv_address for facts in loaded))
         num_blocks = min([own.num_blocks, *(facts.num_blocks for facts in loaded)])
@@ -117,13 +116,11 @@ class RankedExecutor:
         return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
-        self._is_started = True
         self.device_engine.connector.start()
         self._others.serve()
 
     def stop(self) -> None:
-        if self._is_started:
-            self.device_engine.connector.shutdown()
+        self.device_engine.connector.shutdown()
         self._others.stop()
         self.device_engine.free()
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class Worker:
     bind_host: ClassVar[str] = "127.0.0.1"
     fingerprint: ClassVar[KVFingerprint] = FINGERPRINT
 
-    def __init__(self, name: str, incarnation: str) -> None:
+    def __init__(self, name: str, incarnation: str, *, is_started: bool = True) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
         blocks, memory = self._make_pool(64 * BLOCK_BYTES)
         self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
@@ -73,7 +74,8 @@ class Worker:
             self._has_news.set,
             memory=memory,
         )
-        self.connector.start()
+        if is_started:
+            self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
 
     def _make_pool(self, num_bytes: int) -> tuple[Bytes | DeviceBlocks, SharedMemory | None]:
@@ -340,6 +342,21 @@ def test_stopping_ends_the_thread_and_closes_the_port() -> None:
     assert threading.active_count() == before + 1
     worker.stop()
     assert threading.active_count() == before
+
+
+def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
+    """A worker whose start fails stops its connector; it used to leave the sockets to the garbage collector."""
+    before = num_sockets()
+    worker = Worker("p0", "p-life-1", is_started=False)
+    assert num_sockets() > before
+    worker.stop()
+    worker.stop()
+    assert num_sockets() == before
+
+
+def num_sockets() -> int:
+    """Open sockets of this process; Path.is_socket is False for the descriptor that the listing itself used."""
+    return sum(descriptor.is_socket() for descriptor in Path("/proc/self/fd").iterdir())
 
 
 def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:
