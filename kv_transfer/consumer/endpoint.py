@@ -276,7 +276,7 @@ class ConsumerEndpoint:
                     self._open_pool(effect)
                 case Received(rank_transfer=rank_transfer, transport=transport):
                     queued_s = effect.elapsed_s - effect.moving_s
-                    self._metrics.taken(
+                    self._metrics.received(
                         self._rank_transfers.peer_of(rank_transfer), transport, queued_s, effect.moving_s
                     )
                     self._timelines.part_ended(

@@ -152,9 +152,7 @@ class ProducerEndpoint:
 
     def _take_freed(self, freed: Freed) -> None:
         rank_transfer, transport, is_needed = freed.rank_transfer, freed.transport, freed.is_needed
-        self._metrics.given(
-            self._rank_transfers.peer_of(rank_transfer), transport, freed.exposed_s, is_needed
-        )
+        self._metrics.sent(self._rank_transfers.peer_of(rank_transfer), transport, freed.exposed_s, is_needed)
         kind = TransferEventKind.FAILED if is_needed else TransferEventKind.NOT_NEEDED
         if freed.exposed_s is not None:
             kind = TransferEventKind.RELEASED
