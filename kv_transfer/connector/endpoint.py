@@ -93,7 +93,7 @@ class TransferEndpoint:
             self._producer_end.execute(command)
 
     def take(self, arrival: Arrival) -> None:
-        """Handles one message of a peer. Bad messages are counted and dropped, and their consumer is told."""
+        """Handles one message of a peer. Bad messages are counted and dropped; their consumer gets an `Unreadable`."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
@@ -175,7 +175,7 @@ def make_endpoint(
     counters: "Counter[str]",
     clock: Clock,
 ) -> TransferEndpoint:
-    """An endpoint configured by `config`; `reach` offers the `readers`, and the channel if bytes may use it."""
+    """An endpoint configured by `config`; `offer` names the `readers`, and the channel if bytes may use it."""
     producer = Producer(
         ProducerIdentity(incarnation, fingerprint, pool.layout, offer),
         config.lease_s,

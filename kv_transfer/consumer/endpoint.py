@@ -113,7 +113,7 @@ class ConsumerEndpoint:
         overdue = self._reads.close_overdue(now)
         self.poll()
         for read in self._reads.abandon(overdue):
-            self._unread(read, f"no word of its end for {READ_TIMEOUT_S:g} s")
+            self._unread(read, f"the read did not end within {READ_TIMEOUT_S:g} s")
         self._do(self._consumer.on_time(now))
         self._pools.close_orphaned(self._reads.uses)
         self._pools.close_unused(self._consumer.knows)

@@ -200,7 +200,7 @@ class ProducerEndpoint:
                 logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Other requests will write these blocks: a checksum of their content would vouch for it."""
+        """Other requests will write these blocks; a checksum taken later would make the wrong bytes valid."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 
