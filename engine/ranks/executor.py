@@ -80,10 +80,10 @@ class RankProcesses:
             raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
-    def connector(self, own: RankConnector, block_size: int) -> ConnectorWorker:
+    def connector(self, own: RankConnector) -> ConnectorWorker:
         """Of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
-        return RankedConnector([own, *remote], block_size)
+        return RankedConnector([own, *remote])
 
     def serve(self) -> None:
         """Waits until every rank is ready; ClusterError if one does not get there.
@@ -110,7 +110,7 @@ class RankedExecutor:
         self.kv_addresses = (own.connector.kv_address, *(facts.kv_address for facts in loaded))
         num_blocks = min([own.num_blocks, *(facts.num_blocks for facts in loaded)])
         self.scheduler_config = own.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
-        self.connector: ConnectorWorker = others.connector(own.connector, self.scheduler_config.block_size)
+        self.connector: ConnectorWorker = others.connector(own.connector)
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
         return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))

@@ -130,24 +130,8 @@ class TransferEndpoint:
 
     def collect_news(self) -> KVConnectorOutput:
         """News since the last call."""
-        producer_end, consumer_end = self._producer_end, self._consumer_end
-        news = KVConnectorOutput(
-            tuple(producer_end.freed),
-            tuple(consumer_end.received),
-            tuple(consumer_end.failed),
-            tuple(consumer_end.quiesced),
-            producer_end.records | consumer_end.records,
-            tuple(consumer_end.can_load),
-            tuple(producer_end.unwanted),
-        )
-        producer_end.records, consumer_end.records = {}, {}
-        producer_end.freed, producer_end.unwanted = [], []
-        consumer_end.received, consumer_end.failed, consumer_end.quiesced, consumer_end.can_load = (
-            [],
-            [],
-            [],
-            [],
-        )
+        news = self._producer_end.news + self._consumer_end.news
+        self._producer_end.news = self._consumer_end.news = KVConnectorOutput()
         return news
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Worker:
             fabric.endpoints[address] = endpoint
             self.blocks.append(blocks)
             connectors.append(EndpointConnector(endpoint, counters))
-        self.connector = RankedConnector(connectors, block_size)
+        self.connector = RankedConnector(connectors)
 
     def command(self, *commands: ImmediateCommand) -> None:
         self.connector.send_commands(KVConnectorMetadata(commands, (), ()))

@@ -56,7 +56,7 @@ class RunningRanks:
         diary = Diary(folder, 0)
         own = DiaryConnector(diary, on_news=lambda: None)
         self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
-        self.connector = others.connector(own, BLOCK_SIZE)
+        self.connector = others.connector(own)
         others.serve()
 
     def compute(self, step: int, *request_ids: str) -> int:
