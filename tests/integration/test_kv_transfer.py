@@ -1,4 +1,4 @@
-"""Two workers' connectors over real sockets, by every transport: blocks arrive, and no end of one harms the other."""
+"""Two workers' connectors over real sockets, by every transport: blocks arrive, and either end may vanish."""
 
 import threading
 import time
@@ -79,7 +79,7 @@ class Worker:
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
 
     def _make_pool(self, num_bytes: int) -> tuple[Bytes | DeviceBlocks, SharedMemory | None]:
-        """What a connector is told of `self.pool`, [num_blocks, bytes of a block]."""
+        """The pool as a connector gets it; `self.pool` is [num_blocks, bytes of a block]."""
         if self.host is None:
             memory = SharedMemory(num_bytes)
             self.pool = memory.array.reshape(-1, BLOCK_BYTES)
@@ -154,7 +154,7 @@ def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
     decode.command(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
 
 
-def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, decode: Worker) -> None:
+def test_blocks_arrive_progressively_and_both_ends_are_notified(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
     prefill.command(after=(SendBlocks("r", 1, (2,)),))
@@ -167,8 +167,8 @@ def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, dec
     assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
 
 
-def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Worker) -> None:
-    """Each gives its blocks 1, 2, 3 sixteen times, and has a place of its own for each time that it takes."""
+def test_two_workers_hand_over_to_each_other_at_once(prefill: Worker, decode: Worker) -> None:
+    """Each hands over its blocks 1, 2, 3 sixteen times, and receives each prompt in other blocks."""
     pairs, places = [(prefill, decode), (decode, prefill)], range(10, 58, 3)
     for first in places:
         for producer, consumer in pairs:
@@ -249,7 +249,7 @@ def test_c32_an_abort_while_loading_is_quiet_and_frees_the_other_end(prefill: Wo
     assert prefill.until(lambda news: news.finished_sending) == "r"
 
 
-def test_c33_an_abort_that_crosses_the_arrival_hurts_nobody(prefill: Worker, decode: Worker) -> None:
+def test_c33_an_abort_that_crosses_the_arrival_does_no_harm(prefill: Worker, decode: Worker) -> None:
     for number in range(5):
         name = f"r{number}"
         start(prefill, decode, name)
@@ -298,7 +298,9 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
     assert prefill.connector.counters()["kv_lease_expiries"] == 1
 
 
-def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
+def test_c44_another_incarnation_at_the_same_address_refuses_the_former_ones_transfers(
+    decode: Worker,
+) -> None:
     first = Worker("p0", "p-life-1")
     to_prefill, to_decode = both_ends(first.ref, decode.ref)
     first.command(BeginSend("r", to_prefill, 40))

@@ -1,4 +1,4 @@
-"""NixlReader when its reading agent has to be ended: what becomes of reads, also where no new agent can be had.
+"""NixlReader when its reading agent must be ended: how reads end, also if no new agent can be created.
 
 Needs no NIXL: the library's agent is a fake here.
 """
@@ -137,8 +137,8 @@ def test_reading_begins_anew_as_soon_as_it_can(ucx: Ucx, reader: NixlReader) -> 
     number = pool.read(RUN)
     assert errors_of(reader).keys() == {number}
     ucx.is_exhausted = ucx.is_broken = False
-    anew = reader.open(reader.describe())
-    number = anew.read(RUN)
+    pool = reader.open(reader.describe())
+    number = pool.read(RUN)
     assert errors_of(reader) == {number: None}
     assert ucx.num_alive == 2
     with pytest.raises(TransportError, match="backend error"):
