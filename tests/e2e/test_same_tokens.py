@@ -155,7 +155,7 @@ def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(tmp_path: P
             # Where a prefill worker may compute it again, a request is given back instead.
             counters: dict[Mode, str] = {"disaggregated": "requests_given_back", "local": "preemptions"}
             for mode, counter in counters.items():
-                for turn in count():  # who meets whom is up to the machine
+                for turn in count():  # the machine decides which requests meet
                     salt = f"{mode} {turn}"
                     answers = await ask_all(cluster, prompts, mode, salt, 12, max_tokens=NUM_TO_PREEMPT)
                     assert answers == expected, mode

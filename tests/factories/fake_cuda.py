@@ -193,7 +193,7 @@ class FakeDriver(CudaDriver):
 
 @dataclass
 class UnhurriedDriver(FakeDriver):
-    """Copies one run whenever it is asked whether it is done, so reads are under way until somebody waits."""
+    """Copies one run with each query of an event, so reads take several polls."""
 
     is_slow: bool = True
 

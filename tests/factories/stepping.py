@@ -66,7 +66,7 @@ class StepDriver:
         return request
 
     def finish(self, request_id: str) -> None:
-        """Ends the request; the next plan tells the runner."""
+        """Ends the request; the next plan reports it to the runner."""
         self.free_blocks.extend(self.requests.pop(request_id).block_ids)
         self._finished.add(request_id)
 

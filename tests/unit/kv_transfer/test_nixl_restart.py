@@ -130,15 +130,15 @@ def test_c42_where_no_new_agent_can_be_had_reads_end_with_an_error_and_no_other_
     assert ucx.num_alive == 0
 
 
-def test_reading_begins_anew_as_soon_as_it_can(ucx: Ucx, reader: NixlReader) -> None:
+def test_reading_begins_again_as_soon_as_it_can(ucx: Ucx, reader: NixlReader) -> None:
     pool = reader.open(reader.describe())
     ucx.is_exhausted = ucx.is_broken = True
     assert errors_of(reader) == {}
     number = pool.read(RUN)
     assert errors_of(reader).keys() == {number}
     ucx.is_exhausted = ucx.is_broken = False
-    pool = reader.open(reader.describe())
-    number = pool.read(RUN)
+    reopened = reader.open(reader.describe())
+    number = reopened.read(RUN)
     assert errors_of(reader) == {number: None}
     assert ucx.num_alive == 2
     with pytest.raises(TransportError, match="backend error"):
