@@ -1,4 +1,4 @@
-"""Memory that a CUDA device copies from and to: CudaMemory on the device, PinnedBuffer and pinned_array on the host."""
+"""Memory that a CUDA device copies from and to: CudaMemory on the device, pinned_array on the host."""
 
 import ctypes
 import weakref
@@ -35,21 +35,6 @@ class CudaMemory:
         self.driver.free(self.address)
 
 
-class PinnedBuffer:
-    """`nbytes` bytes of host memory that a device reads and writes by itself; `array` is uint8 [nbytes] over them."""
-
-    def __init__(self, num_bytes: int, driver: CudaDriver) -> None:
-        """CudaError if the host cannot lock so much memory."""
-        self._driver = driver
-        self.nbytes = num_bytes
-        self.address = driver.allocate_host(num_bytes)
-        self.array = _array_at(self.address, num_bytes)
-
-    def free(self) -> None:
-        """Releases the buffer; no copy may be running, and `array` must not be used any more."""
-        self._driver.free_host(self.address)
-
-
 def pinned_array(num_bytes: int, device: int, driver: CudaDriver | None = None) -> Bytes:
     """uint8 [num_bytes] of host memory that a device reads and writes by itself: whole pages, not zeroed.
 
@@ -60,14 +45,10 @@ def pinned_array(num_bytes: int, device: int, driver: CudaDriver | None = None) 
     """
     driver = driver if driver is not None else CudaDriver(device)
     address = driver.allocate_host(num_bytes)
-    array = _array_at(address, num_bytes)
+    array: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     # At the end of the process, the system releases it.
     weakref.finalize(array, _free_host, driver, address).atexit = False
     return array
-
-
-def _array_at(address: Address, num_bytes: int) -> Bytes:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def _free_host(driver: CudaDriver, address: Address) -> None:
