@@ -12,7 +12,7 @@ received. Beside it, in turn, in the same processes and pools and over blocks of
 Each measurement uses other blocks of the pool than the one before it, scattered in both pools (`--adjacent`: in order),
 so that only transfers as large as the pool meet bytes that are still in a cache. Figures are medians over rounds;
 `share` is the median over rounds of the baseline's time by the hand-over's. `cpu` is what both processes spent, in
-nanoseconds a byte: it hardly depends on who else is on the machine.
+nanoseconds a byte: it hardly depends on other processes of the machine.
 """
 
 import argparse
@@ -60,7 +60,7 @@ from kv_transfer.transport.nixl_agent import nixl_is_available
 KIB, MIB = 2**10, 2**20
 MIN_POOL_NBYTES = 256 * MIB
 ROUNDS_NBYTES = 1024 * MIB
-"""Every figure comes from at least so many bytes, or MAX_ROUNDS."""
+"""Every figure comes from at least this many bytes, or MAX_ROUNDS."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 25
 SETTLE_S = 0.01
 """From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""

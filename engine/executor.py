@@ -26,7 +26,6 @@ class Executor:
         self.device_engine = device_engine
         """This process' device engine."""
         self._others = others
-        self._is_started = False
         loaded = others.join(device_engine.model.digest) if others else ()
         self.kv_addresses = (device_engine.connector.kv_address, *(rank.kv_address for rank in loaded))
         """The address of each rank's KV plane."""
@@ -37,7 +36,7 @@ class Executor:
         if others:
             num_blocks = min([device_engine.num_blocks, *(rank.num_blocks for rank in loaded)])
             self.scheduler_config = self.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
-            self.connector = others.connector(device_engine.connector, self.scheduler_config.block_size)
+            self.connector = others.connector(device_engine.connector)
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
         """Makes the pipeline that computes the worker's steps on every rank."""
@@ -47,15 +46,13 @@ class Executor:
 
     def start(self) -> None:
         """Begins to move KV and to call `on_news`; blocks until every rank is ready. Raises like `start_executor`."""
-        self._is_started = True
         self.device_engine.connector.start()
         if self._others is not None:
             self._others.serve()
 
     def stop(self) -> None:
-        """Stops the connector if it was started, and ends the processes of other ranks."""
-        if self._is_started:
-            self.device_engine.connector.shutdown()
+        """Closes the connector, started or not, and ends the processes of other ranks."""
+        self.device_engine.connector.shutdown()
         if self._others is not None:
             self._others.stop()
         self.device_engine.free()

@@ -77,10 +77,10 @@ class RankProcesses:
             raise self._group.explain_start(error) from error
         return RankedPipeline(own, self._group)
 
-    def connector(self, own: RankConnector, block_size: int) -> ConnectorWorker:
+    def connector(self, own: RankConnector) -> ConnectorWorker:
         """The connector of all ranks."""
         remote = [RemoteConnector(link, self._group) for link in self._group.links]
-        return RankedConnector([own, *remote], block_size)
+        return RankedConnector([own, *remote])
 
     def serve(self) -> None:
         """Waits until every rank is ready; ClusterError if a rank fails or is late.

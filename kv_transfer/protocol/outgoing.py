@@ -90,7 +90,7 @@ class OutgoingTransfer:
     """Why it ended without a Release; the first reason counts."""
     is_end_sent: bool = False
     is_postponed: bool = False
-    """The consumer gave its room back, and waits to hear that the prompt is complete."""
+    """The consumer gave its room back, and waits until the prompt is complete."""
     early_until: float = 0.0
     """Deadline of EARLY, even if the consumer is alive; excludes standstills of this process."""
 

@@ -102,7 +102,7 @@ class Worker:
             self.blocks.append(blocks)
             connectors.append(connector)
         fabric.connectors += connectors
-        self.connector = RankedConnector(connectors, block_size)
+        self.connector = RankedConnector(connectors)
 
     def command(self, *commands: ImmediateCommand) -> None:
         self.connector.send_commands(KVConnectorMetadata(commands, (), ()))

@@ -3,6 +3,7 @@
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.transfer import Wire
 
 
 def both_ends(
@@ -52,3 +53,10 @@ def finish(fabric: Fabric, prefill: Worker, num_tokens: int, request_id: str = "
         fabric.deliver()
     prefill.command(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
     fabric.advance(0.01)  # enough for a device's reads, which are polled
+
+
+def send_all(wire: Wire, num_blocks: int) -> None:
+    """The same between two state machines: computes the prompt's blocks, ends the prefill, and delivers."""
+    wire.ready(0, num_blocks)
+    wire.finish_send()
+    wire.deliver()

@@ -36,7 +36,7 @@ def running_worker(
     role: Role,
     patience_s: float,
     *,
-    life: str = "life-1",
+    incarnation: str = "life-1",
     load_timeout_s: float | None = None,
     runner: Runner | None = None,
 ) -> Iterator[RunningLoop]:
@@ -48,14 +48,14 @@ def running_worker(
         ),
         "127.0.0.1",
         KEYS.kv,
-        life,
+        incarnation,
         SystemClock(),
         np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
         FINGERPRINT,
         on_news=lambda: loops[0].commands.wake(),
     )
     loops.append(RunningLoop(make_core(runner, connector), role))
-    loops[0].ref = WorkerRef(life, life, (connector.kv_address,), 16)
+    loops[0].ref = WorkerRef(incarnation, incarnation, (connector.kv_address,), 16)
     connector.start()
     try:
         with loops[0]:
@@ -64,8 +64,8 @@ def running_worker(
         connector.shutdown()
 
 
-def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> None:
-    """Its transfer thread would answer them as long as the process lives."""
+def test_c42_an_engine_that_dies_releases_the_consumers_of_its_prompts() -> None:
+    """Otherwise its transfer thread would answer the consumers until the process ends."""
     entered, dies = threading.Event(), threading.Event()
 
     def die(_: SchedulerOutput) -> None:
@@ -73,8 +73,8 @@ def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> 
         assert dies.wait(60)
         raise DeviceLostError("the device fell off the bus")
 
-    consuming = running_worker(DecodeWorker(9), SHORT_S, life="consumer", load_timeout_s=LONG_S)
-    producing = running_worker(PrefillWorker(9), SHORT_S, life="producer", runner=StepHook(die))
+    consuming = running_worker(DecodeWorker(9), SHORT_S, incarnation="consumer", load_timeout_s=LONG_S)
+    producing = running_worker(PrefillWorker(9), SHORT_S, incarnation="producer", runner=StepHook(die))
     with producing as producer, consuming as consumer:
         produced, loaded = both_ends(producer.ref, consumer.ref)
         producer.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))

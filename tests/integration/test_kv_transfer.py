@@ -1,9 +1,10 @@
-"""Two workers' connectors over real sockets, by every transport: blocks arrive, and no end of one harms the other."""
+"""Two workers' connectors over real sockets, by every transport: blocks arrive, and either end may vanish."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class Worker:
     bind_host: ClassVar[str] = "127.0.0.1"
     fingerprint: ClassVar[KVFingerprint] = FINGERPRINT
 
-    def __init__(self, name: str, incarnation: str) -> None:
+    def __init__(self, name: str, incarnation: str, *, is_started: bool = True) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
         blocks, memory = self._make_pool(64 * BLOCK_BYTES)
         self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
@@ -73,11 +74,12 @@ class Worker:
             self._has_news.set,
             memory=memory,
         )
-        self.connector.start()
+        if is_started:
+            self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
 
     def _make_pool(self, num_bytes: int) -> tuple[Bytes | DeviceBlocks, SharedMemory | None]:
-        """What a connector is told of `self.pool`, [num_blocks, bytes of a block]."""
+        """The pool as a connector gets it; `self.pool` is [num_blocks, bytes of a block]."""
         if self.host is None:
             memory = SharedMemory(num_bytes)
             self.pool = memory.array.reshape(-1, BLOCK_BYTES)
@@ -152,7 +154,7 @@ def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
     decode.command(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
 
 
-def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, decode: Worker) -> None:
+def test_blocks_arrive_progressively_and_both_ends_are_notified(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
     prefill.command(after=(SendBlocks("r", 1, (2,)),))
@@ -165,8 +167,8 @@ def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, dec
     assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
 
 
-def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Worker) -> None:
-    """Each gives its blocks 1, 2, 3 sixteen times, and has a place of its own for each time that it takes."""
+def test_two_workers_hand_over_to_each_other_at_once(prefill: Worker, decode: Worker) -> None:
+    """Each hands over its blocks 1, 2, 3 sixteen times, and receives each prompt in other blocks."""
     pairs, places = [(prefill, decode), (decode, prefill)], range(10, 58, 3)
     for first in places:
         for producer, consumer in pairs:
@@ -247,7 +249,7 @@ def test_c32_an_abort_while_loading_is_quiet_and_frees_the_other_end(prefill: Wo
     assert prefill.until(lambda news: news.finished_sending) == "r"
 
 
-def test_c33_an_abort_that_crosses_the_arrival_hurts_nobody(prefill: Worker, decode: Worker) -> None:
+def test_c33_an_abort_that_crosses_the_arrival_does_no_harm(prefill: Worker, decode: Worker) -> None:
     for number in range(5):
         name = f"r{number}"
         start(prefill, decode, name)
@@ -296,7 +298,9 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
     assert prefill.connector.counters()["kv_lease_expiries"] == 1
 
 
-def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
+def test_c44_another_incarnation_at_the_same_address_refuses_the_former_ones_transfers(
+    decode: Worker,
+) -> None:
     first = Worker("p0", "p-life-1")
     to_prefill, to_decode = both_ends(first.ref, decode.ref)
     first.command(BeginSend("r", to_prefill, 40))
@@ -340,6 +344,21 @@ def test_stopping_ends_the_thread_and_closes_the_port() -> None:
     assert threading.active_count() == before + 1
     worker.stop()
     assert threading.active_count() == before
+
+
+def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
+    """A worker whose start fails stops its connector; it used to leave the sockets to the garbage collector."""
+    before = num_sockets()
+    worker = Worker("p0", "p-life-1", is_started=False)
+    assert num_sockets() > before
+    worker.stop()
+    worker.stop()
+    assert num_sockets() == before
+
+
+def num_sockets() -> int:
+    """Open sockets of this process; Path.is_socket is False for the descriptor that the listing itself used."""
+    return sum(descriptor.is_socket() for descriptor in Path("/proc/self/fd").iterdir())
 
 
 def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:

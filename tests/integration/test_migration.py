@@ -184,8 +184,8 @@ def test_c52_a_stop_string_may_begin_on_one_worker_and_end_on_another(folder: Pa
     run(test())
 
 
-def test_c52_what_the_lost_worker_says_later_reaches_nobody(folder: Path) -> None:
-    """Nor does a token whose predecessors never came: what is computed anew need not fit it."""
+def test_c52_late_outputs_of_a_lost_worker_reach_no_client(folder: Path) -> None:
+    """Nor does a token whose predecessors never came: a new computation need not lead to it."""
 
     async def test() -> None:
         def with_a_gap(request: EngineRequest) -> list[RequestOutput]:
@@ -209,7 +209,7 @@ def test_c52_what_the_lost_worker_says_later_reaches_nobody(folder: Path) -> Non
 
 
 def test_c52_a_request_whose_last_token_came_before_the_loss_is_complete(folder: Path) -> None:
-    """Only the news of its end was lost, and nobody is left to ask."""
+    """Only the report of its end was lost, and no worker is left to ask."""
 
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": half}) as under_test:
@@ -255,7 +255,7 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
-            while not call.done():  # an attempt may end on its way: the worker need not hear of all eight
+            while not call.done():  # an attempt may end before it is sent: not all eight reach the worker
                 if w0.received.empty():
                     await asyncio.sleep(0.01)
                 elif isinstance(w0.received.get(), EngineRequest):
@@ -334,10 +334,10 @@ def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered_does_
     run(test())
 
 
-def test_c34_a_drain_of_the_prefill_worker_fails_nobody_though_the_decode_worker_speaks_first(
+def test_c34_a_drain_of_the_prefill_worker_fails_no_request_though_the_decode_worker_reports_first(
     folder: Path,
 ) -> None:
-    """Policy `fail`: the transfer ends with the prompt, and who waits for it may say so before who gave it back."""
+    """Policy `fail`: the transfer ends with the prompt, and the consumer may be first to report it."""
 
     async def test() -> None:
         workers = ({"w0": silent}, {"w1": silent})

@@ -28,7 +28,7 @@ PROMPT = tuple(range(5, 105))
 
 
 class Listener:
-    """What a gateway hears of one worker."""
+    """What a gateway receives from one worker."""
 
     def __init__(self) -> None:
         self.statuses: asyncio.Queue[WorkerStatus] = asyncio.Queue()
@@ -147,7 +147,7 @@ def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) ->
             await under_test.ask("whole")
             assert (await listener.end_of("whole")).error_kind is ErrorKind.OVERLOADED
 
-            await under_test.set_role(WorkerRole.DECODE, 0.1)  # once nobody's lease is left
+            await under_test.set_role(WorkerRole.DECODE, 0.1)  # once no lease is left
             assert under_test.host.status().kv_blocks.leased == 0
             await under_test.ask("again")
             again = await listener.end_of("again")

@@ -86,7 +86,9 @@ def test_the_largest_message_that_a_turn_makes_is_not_too_large(
     assert (arrived == payload).all()
 
 
-def test_what_nobody_reads_is_not_in_the_way_of_the_next(producer: ZmqChannel, consumer: ZmqChannel) -> None:
+def test_an_unread_payload_does_not_disturb_the_next_message(
+    producer: ZmqChannel, consumer: ZmqChannel
+) -> None:
     peer, pool = meet(producer, consumer), random_bytes(3 * LARGE)
     producer.send(peer, b"late", [pool[:LARGE], pool[LARGE : 2 * LARGE]])
     producer.send(peer, b"wanted", [pool[2 * LARGE :]])
@@ -156,12 +158,12 @@ def test_c42_room_for_another_peer_is_not_made_while_one_is_listened_to(
     for producer in (first, second):
         producer.send(meet(producer, consumer), b"pieces")
     time.sleep(1.0)  # both have arrived
-    heard = []
+    peers = []
     for arrival in consumer.wait(60.0):
-        heard.append(arrival.peer)
+        peers.append(arrival.peer)
         consumer.send(arrival.peer, b"thanks")
         consumer.send(third.address, b"hello")
-    assert sorted(map(str, heard)) == sorted([first.address, second.address])
+    assert sorted(map(str, peers)) == sorted([first.address, second.address])
     assert [headers(each)[0] for each in (first, second, third)] == [b"thanks", b"thanks", b"hello"]
 
 
@@ -197,7 +199,7 @@ def is_open(connection: socket.socket, timeout_s: float) -> bool:
     return False
 
 
-def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does() -> None:
+def test_an_unused_connection_is_closed_and_opened_again_when_needed() -> None:
     clock = VirtualClock()
     consumer = ZmqChannel("127.0.0.1", LARGE, None, clock)
     with listen() as server:
@@ -218,7 +220,7 @@ def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does
     consumer.close()
 
 
-def test_c48_an_idle_channel_wakes_to_close_what_nobody_needs_and_then_sleeps() -> None:
+def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps() -> None:
     consumer = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
     with listen() as server:
         consumer.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")

@@ -1,4 +1,4 @@
-"""Behaviour 52: wherever a request is cut, and whoever goes on with it, tokens and log-probabilities are the same."""
+"""Behaviour 52: a request may be cut anywhere and continue on any worker: tokens and log-probabilities are the same."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ GRAMMARS = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request, and what an engine that nobody disturbed said to it."""
+    """One request, and its outputs from an undisturbed engine."""
 
     name: str
     prompt: tuple[int, ...]
@@ -77,7 +77,7 @@ def undisturbed(engines: EnginesOf, engine: WholeEngine, rng: random.Random, num
 
 
 def assert_goes_on(spec: Spec, cut: int, told: Told) -> None:
-    """`told` is all there is from position `cut` on."""
+    """`told` has everything from position `cut` on."""
     what = f"{spec.name} cut at {cut}: {spec.params}"
     assert told.first_position == cut, what
     assert told.token_ids == spec.whole.token_ids[cut:], what
@@ -148,7 +148,7 @@ def joined(told: list[Told]) -> Told:
 
 
 def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines: EnginesOf) -> None:
-    """After every few tokens it is given back, wherever it is, and goes on elsewhere with what was told so far."""
+    """After every few tokens the request is given back, and continues elsewhere with its outputs so far."""
     pool = [engines.start(name, num_blocks=24) for name in ("a", "b", "c")]
     rng = random.Random(1)
     specs = undisturbed(engines, pool[0], rng, 0)

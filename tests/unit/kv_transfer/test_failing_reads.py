@@ -1,4 +1,4 @@
-"""Reads that fail, or of which nobody hears again: loads end, their blocks are quiet, and the next try is fair."""
+"""Reads that fail, or never report their end: loads end, their blocks are quiet, and the next try is fair."""
 
 import pytest
 
@@ -48,7 +48,7 @@ class FragilePool:
 
 
 class FragileReader:
-    """A SharedMemoryReader some of whose reads fail, or are never heard of again."""
+    """A SharedMemoryReader with reads that fail, or that never report their end."""
 
     name = SHARED_MEMORY
     poll_interval_s: float | None = None
@@ -132,7 +132,7 @@ def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_aborted: bool) -> None:
+def test_c48_a_read_that_never_reports_its_end_is_given_up_with_its_pool(is_aborted: bool) -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
@@ -147,7 +147,7 @@ def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_abo
     news = decode.news()
     assert [*news.quiesced, *(failed.request_id for failed in news.failed_recving)] == ["r"]
     assert fabric.readers[1].closed == ["pool"]
-    fabric.readers[1].is_silent = False  # now it says so, to nobody
+    fabric.readers[1].is_silent = False  # its late report has no reader any more
     fabric.advance(1.0)
     assert not decode.news()
     fabric.assert_at_rest()
@@ -218,7 +218,7 @@ def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
     assert reader.closed == ["pool"]
 
 
-def test_c42_a_way_that_failed_is_tried_again_after_a_while_though_there_are_always_hand_overs() -> None:
+def test_c42_a_failed_transport_is_tried_again_later_even_under_constant_traffic() -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.readers[1].num_failures = 1

@@ -3,6 +3,7 @@
 from kv_transfer.protocol.effects import Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Hold, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
 
 
@@ -51,9 +52,7 @@ def test_c33_a_late_hold_does_not_take_the_window_elsewhere() -> None:
 def test_an_ack_that_comes_twice_is_counted_and_changes_nothing() -> None:
     wire = Wire(lambda frame: [frame, frame] if isinstance(frame.message, Ack) else [frame])
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert isinstance(wire.news[0], Received)
     assert wire.producer_counters["kv_duplicate_messages"] > 0
     wire.assert_at_rest()

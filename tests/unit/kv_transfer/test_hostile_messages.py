@@ -97,7 +97,7 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
     assert end.collect_news().finished_sending == ("r",)
 
 
-def test_two_who_cannot_read_each_other_do_not_say_so_for_ever() -> None:
+def test_two_peers_that_cannot_read_each_other_do_not_report_it_for_ever() -> None:
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
     end.take(Arrival("tcp://producer", True, b"of another version"))

@@ -73,7 +73,7 @@ def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_c40_what_the_prefill_worker_answered_alone_was_not_needed_and_is_no_failure(num_ranks: int) -> None:
+def test_c40_a_prompt_that_the_prefill_worker_answered_alone_is_no_failed_hand_over(num_ranks: int) -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0")
     prefill.compute(32)

@@ -106,7 +106,7 @@ def test_c43_a_producer_names_both_versions() -> None:
     assert f"protocol_version: {PROTOCOL_VERSION} != 9" in failed.reason
 
 
-def test_a_message_that_nobody_understands_fails_its_load_at_once() -> None:
+def test_an_unintelligible_message_fails_its_load_at_once() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.network.alter = with_changed("Open", lambda parts: parts.append(0))
@@ -151,9 +151,7 @@ def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
         (seal(b"", PROTOCOL_VERSION), WireError, "not msgpack"),
     ],
 )
-def test_what_is_wrong_with_a_frame_is_told_apart(
-    frame: bytes, kind: type[WireError], complaint: str
-) -> None:
+def test_the_faults_of_a_frame_are_told_apart(frame: bytes, kind: type[WireError], complaint: str) -> None:
     codecs: tuple[SealedCodec[Any], ...] = (TO_PRODUCER, TO_CONSUMER)
     for codec in codecs:
         with pytest.raises(WireError, match=complaint) as caught:

@@ -1,4 +1,4 @@
-"""What each end tells of a hand-over when it is over: from real hand-overs on virtual time."""
+"""The record that each end reports when a hand-over has ended: real hand-overs on virtual time."""
 
 import pytest
 
@@ -106,7 +106,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     assert given.reason == f"the decode worker was silent for {LEASE_S:g} s"
 
 
-def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
+def test_c40_a_prompt_that_the_prefill_worker_answered_alone_was_not_needed() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
@@ -121,7 +121,7 @@ def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
+def test_an_aborted_hand_over_has_no_record(num_ranks: int) -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0", num_ranks)
     begin(fabric, prefill, decode)

@@ -1,8 +1,9 @@
-"""Reads of a pool whose blocks may be taken back meanwhile: without checksums, only the protocol can tell."""
+"""Reads of blocks that may be withdrawn meanwhile: without checksums, only the protocol notices."""
 
 from kv_transfer.protocol.effects import Failed, RankTransfer, Received
 from kv_transfer.protocol.messages import ChecksumPolicy
 from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, LOAD_TIMEOUT_S, Wire, start
 
 FOREIGN = 666
@@ -54,9 +55,7 @@ def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> Non
     fail_read(wire, 0)
     wire.deliver()
     preempt(wire, 101)
-    wire.ready(0, 2)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 2)
     wire.source_blocks[101] = FOREIGN  # where the slow read looks; the block was computed again elsewhere
     wire.finish_reads()
     wire.source_blocks[101] = 101_000
