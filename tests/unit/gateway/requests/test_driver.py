@@ -12,7 +12,7 @@ from baton.sampling import SamplingParams
 from gateway.requests.driver import RequestDriver, UnreadAnswer
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.routing.placement import RouteQuery
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 
 def read(unread: UnreadAnswer) -> Delta:
